@@ -1,0 +1,50 @@
+# Needs python3 (>= 3.10) and make; everything else is installed into .venv by the first target that needs it.
+#
+#   PYTHON=python3.12          the Python to make .venv with
+#   PIP_ARGS='...'             further arguments for pip, such as --extra-index-url for an index of CPU wheels of torch
+#   TORCH=torch==2.13.0        exactly this torch; otherwise a machine without an NVIDIA GPU gets a CPU build, and the
+#                              install stops with advice if it finds none, rather than fetch gigabytes of CUDA
+#   PYTEST_ARGS='-k accept'    further arguments for pytest
+
+PYTHON ?= python3
+PIP_ARGS ?=
+TORCH ?=
+PYTEST_ARGS ?=
+export PYTHON PIP_ARGS TORCH
+
+BIN := .venv/bin
+# Touched by scripts/setup.sh as its last act: an install that was killed is made again.
+CORE := .venv/done-core
+DEV := .venv/done-dev
+
+.PHONY: help demo test lint types format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(CORE) ## n samples from the bundled pair, and what speculation did
+	@$(BIN)/shoal demo
+
+test: $(DEV) ## all tests
+	@$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+lint: $(DEV) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(DEV) ## mypy, strict
+	@$(BIN)/mypy
+
+format: $(DEV) ## apply ruff's format and safe fixes
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove .venv, builds and caches
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
+
+$(CORE): pyproject.toml constraints.txt
+	@scripts/setup.sh core
+
+$(DEV): $(CORE)
+	@scripts/setup.sh dev

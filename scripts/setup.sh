@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Makes .venv and installs shoal in it:  scripts/setup.sh core|dev   (called by the Makefile, which knows when)
+#
+# From the environment: PYTHON (default python3), PIP_ARGS (further arguments for every pip install), TORCH (what to
+# install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+part=${1:?core or dev}
+venv=.venv
+busy=$venv/busy # there while an install is under way: found at the start, the last one was killed
+read -ra pip_args <<<"${PIP_ARGS:-}"
+torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+
+say() { echo "setup: $*" >&2; }
+
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt ${pip_args[@]+"${pip_args[@]}"} "$@"
+}
+
+make_venv() {
+    local python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+        say "shoal needs Python 3.10 or newer, $python is $("$python" -V 2>&1); name another with PYTHON=..."
+        exit 1
+    }
+    "$python" -m venv --clear "$venv" # a half-made one is made anew
+}
+
+# On Linux the main registry's torch carries gigabytes of CUDA libraries; builds for the CPU are marked "+cpu" and lie
+# elsewhere. Ask the indexes that pip knows first (they may be configured, or named in PIP_ARGS), then let uv find the
+# CPU builds by itself. Never fall back to the CUDA build unasked.
+install_cpu_torch() {
+    local log=$venv/torch.log
+    pip_install "torch==$torch_version+cpu" 2>"$log" && return
+    say "no CPU build of torch on pip's own indexes; asking uv for one"
+    pip_install uv &&
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --torch-backend=cpu "torch==$torch_version" && return
+    cat "$log" >&2
+    say "no CPU build of torch $torch_version found. Either of these helps:"
+    say "  make ... PIP_ARGS='--extra-index-url URL'    an index of PyTorch's CPU wheels"
+    say "  make ... TORCH=torch==$torch_version               whatever pip finds: a CUDA build, several gigabytes"
+    exit 1
+}
+
+install_torch() {
+    say "installing torch $torch_version (once; a minute or two)"
+    if [[ -n ${TORCH:-} ]]; then
+        pip_install "$TORCH"
+    elif [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
+        install_cpu_torch
+    else
+        pip_install "torch==$torch_version"
+    fi
+}
+
+[[ -f $venv/done-core && ! -f $busy ]] || make_venv
+touch "$busy"
+if [[ $part == core ]]; then
+    pip_install 'pip>=22.3' # a Python of 2021 brings one that cannot install from pyproject.toml in place
+    install_torch
+    say "installing shoal"
+    pip_install -e .
+else
+    say "installing shoal's tests and tools"
+    pip_install -e '.[dev]'
+fi
+rm "$busy"
+touch "$venv/done-$part" # last: what this file says is done is done

@@ -1,0 +1,117 @@
+"""The acceptance rules: pure functions on tensors.
+
+Glossary, used in every module, log line and figure:
+
+    p               the target's declared distribution at a position, after all of the row's sampling controls
+    q               the drafter's distribution the draft token was really drawn from
+    draft           a token proposed for a position
+    accepted        a draft token that is kept
+    replacement     the token drawn from norm(max(p - q, 0)) at the first rejected position
+    bonus           the token drawn from p after all drafts of the row were accepted (with no drafts: plain decoding)
+    committed       part of the row for good: the accepted drafts, then one replacement or bonus
+
+Rejection sampling (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2): accept draft x with
+probability min(1, p(x)/q(x)). The committed tokens then have exactly the law of tokens drawn from p one by one. A greedy row
+is the same rule with one-hot p: its argmax is accepted, and anything else replaced by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.noise import Purpose, uniforms
+from shoal.request import Row
+from shoal.round import Proposal, Verdict
+
+
+def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
+    """Which drafts pass on their own: u < p(x)/q(x), written without the division so that q(x) = 0 is safe.
+
+    Args:
+        p_draft, q_draft: probabilities of the draft tokens, [rows, k] float.
+        uniforms: in [0, 1), [rows, k] float64.
+
+    Returns:
+        [rows, k] bool. A draft with p(x) = 0 never passes, not even at u = 0.
+    """
+    return uniforms * q_draft.double() < p_draft.double()
+
+
+def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
+    """Length of each row's leading run of passing drafts, no longer than its own draft length; [rows] int64."""
+    inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
+    return (passes & inside).long().cumprod(dim=1).sum(dim=1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), [..., vocab]: what is left of p once the drafter's share is taken.
+
+    Where rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in exact arithmetic) the
+    answer is p itself, never 0/0.
+    """
+    rest = (p - q).clamp_(min=0)
+    mass = rest.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, p)
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
+
+    Args:
+        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
+        uniforms: in [0, 1), [rows] float64.
+
+    Returns:
+        The first index whose cumulative weight exceeds u times the total; its weight is never zero.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # u * total may round up to total; stepping just below it keeps the answer on a token that has weight.
+    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def reject_and_replace(
+    drafts: Tensor, draft_lengths: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_next: Tensor
+) -> Verdict:
+    """Speculative rejection sampling for a ragged batch.
+
+    Args:
+        drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
+        draft_lengths: [rows] int64, each 0..k.
+        q: drafter distributions, [rows, k, vocab]; None when k = 0.
+        p: target distributions, [rows, k + 1, vocab].
+        u_accept: [rows, k] float64. u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform
+            for a replacement ([..., 0]) and for a bonus ([..., 1]).
+    """
+    rows = torch.arange(p.shape[0], device=p.device)
+    if q is None or drafts.shape[1] == 0:
+        accepted = torch.zeros_like(draft_lengths)
+        return Verdict(accepted, draw(p[:, 0], u_next[:, 0, 1]))
+    p_draft = p[:, :-1].gather(-1, drafts[..., None]).squeeze(-1)
+    q_draft = q.gather(-1, drafts[..., None]).squeeze(-1)
+    accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
+    rejected = accepted < draft_lengths
+    p_next = p[rows, accepted]
+    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)]
+    weights = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
+    u = torch.where(rejected, u_next[rows, accepted, 0], u_next[rows, accepted, 1])
+    return Verdict(accepted, draw(weights, u))
+
+
+def accept(rows: Sequence[Row], proposal: Proposal, p: Tensor) -> Verdict:
+    """Decides a round with each row's own luck.
+
+    Args:
+        proposal: what the drafter proposed. p: target distributions, [rows, k + 1, vocab].
+    """
+    k = proposal.k
+    seeds = np.array([row.seed for row in rows])[:, None]
+    positions = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(k + 1)
+    purposes = np.array([Purpose.ACCEPT, Purpose.REPLACE, Purpose.TOKEN])
+    u = torch.from_numpy(uniforms(seeds[..., None], positions[..., None], purposes)).to(p.device)
+    return reject_and_replace(proposal.tokens, proposal.lengths, proposal.q, p, u[:, :k, 0], u[..., 1:])

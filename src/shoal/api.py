@@ -1,0 +1,196 @@
+"""The main entry: `load` a pair, `generate` or `stream` many samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import lookahead, models
+from shoal.config import Limits, Sampling, split_options
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.request import Increment, Output, Request, Result, Row, Sample
+from shoal.round import Commit
+from shoal.runner import Runner
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def load(
+    target: str | Path | None = None, draft: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
+    max_batch: int = 16, trust_remote_code: bool = False, local_files_only: bool = False,
+) -> Shoal:  # fmt: skip
+    """Loads a target and its drafter.
+
+    Args:
+        target: hub id or directory; None = the bundled pair.
+        draft: hub id or directory of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
+        dtype: of both: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16", "float16".
+        device: "auto", "cpu", "cuda", "cuda:1", ...
+        attention: "auto", "pad", "split" or "reference" (see `shoal.attention`).
+        max_batch: most rows decoded together; more rows than that take turns.
+        trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
+
+    Raises:
+        RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
+    """
+    if target is None:
+        if draft is not None:
+            raise RequestError("a drafter was given without a target model")
+        target, draft = models.bundled("target"), models.bundled("drafter")
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    tokenizer = models.load_tokenizer(target, revision=revision, **common)
+    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, **common}
+    runner = models.load_runner(target, revision=revision, **placed)
+    draft_runner = None
+    if draft is not None:
+        draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)
+        draft_runner = models.load_runner(draft, revision=draft_revision, **placed)
+        models.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
+    return Shoal(runner, draft_runner, tokenizer, max_batch=max_batch)
+
+
+class Shoal:
+    """A loaded pair, ready to generate.
+
+    Attributes:
+        target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
+        max_batch: most rows decoded together.
+    """
+
+    def __init__(self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16) -> None:
+        self.target, self.draft_model, self.tokenizer = target, draft_model, tokenizer
+        if not isinstance(max_batch, int) or max_batch < 1:
+            raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
+        self.max_batch = max_batch
+        self.eos = models.eos_ids(target.hf, tokenizer)
+
+    def generate(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Result:
+        """n samples of each prompt.
+
+        Args:
+            prompts: one text, several texts, or several lists of token ids.
+            n: samples per prompt. top_logprobs: also report that many of the most probable tokens per position.
+            options: fields of `Sampling`, `Limits` and `Speculation` by name. `bad_words` may also be strings.
+
+        Returns:
+            One `Output` per prompt in order; `result[0].ranked` is best first.
+
+        Raises:
+            RequestError: before anything is computed. BadLogits: the model returned NaN.
+        """
+        stream = self._stream(prompts, n, top_logprobs, options, text=False)
+        for _ in stream:
+            pass
+        return stream.result()
+
+    def stream(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Stream:
+        """Like `generate`, but yields an `Increment` per row and round as text grows."""
+        return self._stream(prompts, n, top_logprobs, options, text=True)
+
+    def _stream(self, prompts: Prompts, n: int, top_logprobs: int, options: Mapping[str, Any], *, text: bool) -> Stream:
+        sampling, limits, speculation = split_options(self._encoded(options))
+        controller = lookahead.by_name(speculation.lookahead)
+        engine = Engine(
+            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos
+        )
+        return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
+
+    def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:
+        items: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(items, Sequence) and items and isinstance(items[0], int):
+            items = [items]
+        if not isinstance(items, Sequence) or not items:
+            raise RequestError(f"prompts must be a text, texts or lists of token ids, at least one, got {prompts!r}")
+        now = time.perf_counter()
+        requests = []
+        for i, item in enumerate(items):
+            own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i)
+            text = item if isinstance(item, str) else None
+            requests.append(Request(self._ids(item), n, own, limits, text, top_logprobs, submitted_at=now))
+        return requests
+
+    def _ids(self, item: Any) -> tuple[int, ...]:
+        if not isinstance(item, str):
+            try:
+                return tuple(int(token) for token in item)
+            except (TypeError, ValueError):
+                raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r}") from None
+        if self.tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, and this model was given none")
+        if not item:
+            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        return tuple(self.tokenizer.encode(item))
+
+    def _encoded(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options with `bad_words` strings as token ids, both with and without a space before them."""
+        options = dict(options)
+        words = options.get("bad_words") or ()
+        if any(isinstance(word, str) for word in words):
+            variants = [v for word in words for v in ((word, f" {word}") if isinstance(word, str) else (word,))]
+            encode = lambda v: self.tokenizer.encode(v, add_special_tokens=False) if isinstance(v, str) else v  # noqa: E731
+            options["bad_words"] = [encode(v) for v in variants]
+        return options
+
+
+class Stream(Iterator[Increment]):
+    """A run in progress: iterate it to drive it.
+
+    Closing or dropping it leaves nothing behind; `result()` is complete once it is exhausted or cancelled.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], *, text: bool = True) -> None:
+        self._engine, self._requests = engine, list(requests)
+        self._started = time.perf_counter()
+        self._groups = [engine.submit(request, stream=text) for request in self._requests]
+        self._prompt = {id(row): i for i, rows in enumerate(self._groups) for row in rows}
+        self._samples: dict[int, Sample] = {}
+        self._queue: list[Increment] = []
+
+    def __next__(self) -> Increment:
+        while not self._queue:
+            commits = self._engine.step()
+            if not commits:
+                raise StopIteration
+            self._take(commits)
+        return self._queue.pop(0)
+
+    def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
+        """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""
+        chosen = [
+            row
+            for i, rows in enumerate(self._groups) if prompt in (None, i)
+            for row in rows if sample in (None, row.index)
+        ]  # fmt: skip
+        self._take(self._engine.cancel(chosen))
+
+    def result(self) -> Result:
+        """All samples, prompt by prompt, and what the run took.
+
+        Raises:
+            RequestError: while rows are still running.
+        """
+        running = sum(map(len, self._groups)) - len(self._samples)
+        if running:
+            raise RequestError(f"{running} rows are still running: exhaust the stream or cancel it first")
+        outputs = tuple(
+            Output(request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows))
+            for request, rows in zip(self._requests, self._groups, strict=True)
+        )
+        return Result(outputs, self._engine.stats)
+
+    def _take(self, commits: Sequence[Commit]) -> None:
+        self._engine.stats.seconds = time.perf_counter() - self._started
+        for c in commits:
+            if c.sample is not None:
+                self._samples[id(c.row)] = c.sample
+            ended = c.row.finish_reason
+            self._queue.append(
+                Increment(self._prompt[id(c.row)], c.row.index, c.text, tuple(c.tokens), c.accepted, ended, c.sample)
+            )

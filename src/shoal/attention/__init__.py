@@ -1,0 +1,86 @@
+"""Ragged attention behind Transformers' AttentionInterface.
+
+One function is registered under the name "shoal"; models whose `attn_implementation` is that name call it in every layer, and
+it calls the method of the forward pass under way. Because the mask interface does not know the name, models hand over no mask:
+the `Plan` has it all.
+
+    reference   explicit softmax, one row at a time, float32: the definition of correct
+    pad         BASS-PAD: one padded batched call
+    split       BASS-SPLIT: one call per row at its exact length
+    auto        pad, or split where padding would more than double the keys read
+
+A fused kernel gets its own file here and a line in `METHODS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+
+from shoal.attention.pad import pad
+from shoal.attention.problem import Problem
+from shoal.attention.reference import reference
+from shoal.attention.split import split
+from shoal.cache.plan import Plan
+from shoal.errors import InternalError, RequestError
+
+__all__ = ["METHODS", "NAME", "Method", "Problem", "method_named", "planned"]
+
+Method = Callable[[Problem], Tensor]
+
+NAME = "shoal"
+"""The implementation name models are switched to."""
+
+WASTE = 2.0
+"""`auto` pads until the padded keys are this many times the real ones."""
+
+
+def auto(problem: Problem) -> Tensor:
+    """Pads while lengths are close, splits when one long row would make all rows pay for it."""
+    plan = problem.plan
+    return split(problem) if plan.rows * plan.kv > WASTE * sum(plan.lengths) + 64 * plan.rows else pad(problem)
+
+
+METHODS: dict[str, Method] = {"auto": auto, "pad": pad, "split": split, "reference": reference}
+
+
+def method_named(name: str) -> Method:
+    """Raises RequestError for a name that is not in `METHODS`."""
+    if name not in METHODS:
+        raise RequestError(f"attention must be one of {', '.join(METHODS)}, got {name!r}")
+    return METHODS[name]
+
+
+_current: ContextVar[tuple[Plan, Method] | None] = ContextVar("shoal_attention", default=None)
+
+
+@contextmanager
+def planned(plan: Plan, method: Method) -> Iterator[None]:
+    """Within it, models switched to "shoal" attend by this plan and method."""
+    token = _current.set((plan, method))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The registered function. query [rows, heads, q, dim], key and value [rows, kv heads, kv, dim] as stored (not
+    repeated); returns ([rows, q, heads, value dim], None). OPT passes a scaling of 1, MLA its own: use what is given."""
+    current = _current.get()
+    if current is None:
+        raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
+    plan, method = current
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return method(Problem(query, key, value, plan, scale, sliding_window, softcap, s_aux)), None
+
+
+AttentionInterface.register(NAME, _attend)

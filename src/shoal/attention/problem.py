@@ -1,0 +1,37 @@
+"""What every attention method gets: the tensors of one layer and the plan of the pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.cache.plan import Plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's ragged attention.
+
+    Attributes:
+        query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim].
+        plan: which keys each query sees.
+        scale: multiplies the scores.
+        window: sliding window in tokens, or None.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2), or None.
+        sinks: one extra logit per head that takes probability and gives nothing (GPT-OSS), [heads], or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: Plan
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head: 1 = MHA, heads = MQA."""
+        return self.query.shape[1] // self.key.shape[1]

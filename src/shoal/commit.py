@@ -1,0 +1,84 @@
+"""Accepted tokens -> rows: EOS, stop strings, criteria, limits. The earliest end wins, also inside a block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from shoal.outputs import finish, visible_text
+from shoal.request import Row, TopLogprobs
+from shoal.round import Commit, Proposal, Scores, Verdict
+
+
+def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Commit]:
+    """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row."""
+    accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
+    blocks = [drafts[:a] + [token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
+    raw, processed = _logprobs(scores, blocks)
+    commits = []
+    for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
+        row.rounds += 1
+        row.target_passes += 1
+        row.drafted += len(proposal.drafts[b])
+        taken = _append(row, block)
+        kept = min(accepted[b], taken)
+        row.accepted += kept
+        row.logprobs += raw[b][:taken]
+        row.processed_logprobs += processed[b][:taken]
+        if row.request.top_logprobs:
+            row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
+        if row.request.keep_logits:
+            row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
+        sample = finish(row, time.perf_counter()) if row.finish_reason else None
+        commits.append(Commit(row, block[:taken], kept, visible_text(row), sample))
+    return commits
+
+
+def _append(row: Row, block: Sequence[int]) -> int:
+    """Commits tokens until the row ends; returns how many."""
+    for count, token in enumerate(block, start=1):
+        row.tokens.append(token)
+        row.finish_reason = _end(row, token)
+        if row.finish_reason:
+            return count
+    return len(block)
+
+
+def _end(row: Row, token: int) -> str | None:
+    """Why the row ends with this token, if it does."""
+    if row.watched:
+        row.detokenizer.push(token)
+    if token in row.eos:
+        return "eos"
+    if row.watched and row.detokenizer.stopped:
+        return "stop"
+    if row.request.criteria and _criteria_met(row):
+        return "stop"
+    return "length" if row.remaining <= 0 else None
+
+
+def _criteria_met(row: Row) -> bool:
+    ids = torch.tensor([row.tokens])
+    return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in row.request.criteria)
+
+
+def _logprobs(scores: Scores, blocks: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Natural-log probabilities of the blocks' tokens, before and after processing."""
+    width = max(len(block) for block in blocks)
+    index = torch.tensor([[*block, *[0] * (width - len(block))] for block in blocks], device=scores.p.device)[..., None]
+    logits = scores.logits[:, :width].gather(-1, index).squeeze(-1)
+    raw = logits.to(scores.normaliser.dtype) - scores.normaliser[:, :width]
+    processed = scores.p[:, :width].gather(-1, index).squeeze(-1).log()
+    return raw.tolist(), processed.tolist()
+
+
+def _top(scores: Scores, row: int, taken: int, n: int) -> list[TopLogprobs]:
+    raw = (scores.logits[row, :taken].to(scores.normaliser.dtype) - scores.normaliser[row, :taken, None]).topk(n)
+    processed = scores.p[row, :taken].log().topk(n)
+    pairs = [
+        [tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        for top in (raw, processed)
+    ]
+    return [TopLogprobs(before, after) for before, after in zip(*pairs, strict=True)]

@@ -1,0 +1,171 @@
+"""What a caller may set: frozen, checked when made, unknown names rejected.
+
+Three subjects, three classes: how a token is chosen (`Sampling`), when a row ends (`Limits`), how far ahead the
+drafter goes (`Speculation`). `split_options` sorts keyword arguments into them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shoal.errors import RequestError
+
+
+def _require(ok: bool, name: str, expected: str, got: object) -> None:
+    if not ok:
+        raise RequestError(f"{name} must be {expected}, got {got!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a row's next token is chosen from the target's logits.
+
+    The order of the steps is Transformers': logit_bias, repetition, presence and frequency penalties, no_repeat_ngram,
+    bad_words, min_new_tokens, `processors`, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the
+    highest score after the history-dependent steps, lowest id on a tie. The declared target distribution **p** of the
+    losslessness claim is the result of all these steps.
+
+    Attributes:
+        temperature: >= 0; 0 means greedy.
+        top_k: keep the k highest scores (ties kept); 0 = off.
+        top_p: keep the smallest set with at least this mass, in (0, 1]; 1 = off.
+        min_p: drop tokens below min_p times the highest probability, in [0, 1]; 0 = off.
+        typical_p: locally typical sampling mass (Meister et al. 2022), in (0, 1]; 1 = off.
+        repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or multiplied (negative).
+        presence_penalty: subtracted once from every token in the output so far (OpenAI's definition).
+        frequency_penalty: subtracted once per occurrence in the output so far.
+        logit_bias: token id -> value added to its score.
+        bad_words: token id sequences that may not appear.
+        min_new_tokens: EOS is impossible before this many new tokens.
+        no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
+        processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position.
+        seed: of the request; row i of it draws from its own stream. None = fresh entropy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
+    min_new_tokens: int = 0
+    no_repeat_ngram: int = 0
+    processors: Sequence[Any] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0", self.top_k)
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
+        _require(_is_number(self.typical_p) and 0 < self.typical_p <= 1, "typical_p", "in (0, 1]", self.typical_p)
+        _require(
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty", "> 0", self.repetition_penalty,
+        )  # fmt: skip
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(_is_number(getattr(self, name)), name, "a finite number", getattr(self, name))
+        for name in ("min_new_tokens", "no_repeat_ngram"):
+            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, name, "an integer >= 0", getattr(self, name))
+        _require(self.seed is None or _is_int(self.seed), "seed", "an integer or None", self.seed)
+        _require(
+            isinstance(self.logit_bias, Mapping) and all(_is_int(k) and k >= 0 and _is_number(v) for k, v in self.logit_bias.items()),
+            "logit_bias", "a mapping of token id to a finite number", self.logit_bias,
+        )  # fmt: skip
+        _require(
+            not isinstance(self.bad_words, str) and all(len(w) > 0 and all(_is_int(t) for t in w) for w in self.bad_words),
+            "bad_words", "a list of non-empty token id lists", self.bad_words,
+        )  # fmt: skip
+        _require(all(callable(p) for p in self.processors), "processors", "a list of callables", self.processors)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the row takes the highest score instead of sampling."""
+        return self.temperature == 0
+
+    @property
+    def reads_history(self) -> bool:
+        """True when some step depends on the tokens before the position, not on its scores alone."""
+        return bool(
+            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_words
+            or self.min_new_tokens or self.no_repeat_ngram or self.processors
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a row ends; the earliest end wins, also inside a block of accepted tokens.
+
+    Attributes:
+        max_new_tokens: >= 1 tokens after the prompt.
+        stop: strings that end a row; text, ids and logprobs are cut before the string.
+        eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays in `token_ids`.
+        time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time".
+    """
+
+    max_new_tokens: int = 128
+    stop: Sequence[str] = ()
+    eos: Sequence[int] | None = None
+    time_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1", self.max_new_tokens)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop)
+        if _is_int(self.eos):
+            object.__setattr__(self, "eos", (self.eos,))
+        _require(self.eos is None or all(_is_int(t) and t >= 0 for t in self.eos), "eos", "token ids >= 0", self.eos)
+        _require(
+            self.time_budget is None or (_is_number(self.time_budget) and self.time_budget > 0),
+            "time_budget", "seconds > 0 or None", self.time_budget,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How far ahead the drafter goes.
+
+    Attributes:
+        lookahead: a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1), "fixed:K", or an object with
+            `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead`).
+    """
+
+    lookahead: Any = "fixed:4"
+
+    def __post_init__(self) -> None:
+        if _is_int(self.lookahead):
+            _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Speculation]:
+    """Sorts keyword options into the three settings.
+
+    Raises:
+        RequestError: for an unknown name (with the nearest known one) or a value out of range.
+    """
+    classes = (Sampling, Limits, Speculation)
+    known = {f.name for cls in classes for f in fields(cls)}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
+            raise RequestError(f"unknown option {name!r}{hint}")
+    sampling, limits, speculation = ({f.name: options[f.name] for f in fields(cls) if f.name in options} for cls in classes)
+    return Sampling(**sampling), Limits(**limits), Speculation(**speculation)

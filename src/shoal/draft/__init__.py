@@ -1,0 +1,28 @@
+"""Drafters: whatever proposes tokens. A drafter is a class with two methods.
+
+`propose` may use anything it likes, as long as the q it reports is the distribution the drafts were really drawn from; the
+output is then exactly the target's, however bad the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.draft.model import ModelDrafter
+from shoal.request import Row
+from shoal.round import Proposal
+
+__all__ = ["Drafter", "ModelDrafter"]
+
+
+class Drafter(Protocol):
+    """Proposes, and hears what became of it."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Proposal:
+        """Drafts lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1."""
+        ...
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Called after the commit, when `row.tokens` are what they will be: forget what was rejected."""
+        ...

@@ -1,0 +1,88 @@
+"""A smaller model of the same vocabulary drafts token by token, with a ragged cache of its own.
+
+Its cache holds a prefix of each row's committed tokens, never more than all but the last. It lags by one after a full acceptance
+(it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
+case is special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.accept import draw
+from shoal.distributions import probabilities
+from shoal.errors import BadLogits
+from shoal.noise import Purpose, uniforms
+from shoal.request import Row
+from shoal.round import Proposal
+from shoal.runner import Runner
+
+
+class ModelDrafter:
+    """Samples k tokens per row from a draft model under the row's own sampling controls.
+
+    Attributes:
+        runner: the draft model. vocab_size: the target's; the drafter's logits are cut or filled up to it.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        self.runner, self.vocab_size = runner, vocab_size
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Proposal:
+        """k = max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
+        k = max(lengths)
+        slots, ones = [row.slot for row in rows], [1] * len(rows)
+        luck = self._luck(rows, k)
+        reads_history = any(row.request.sampling.reads_history for row in rows)
+        histories: list[list[int]] = [[] for _ in rows]
+        tokens, qs = [], []
+        logits = self._catch_up(rows)
+        for j in range(k):
+            if j:
+                logits = self.runner.feed(slots, tokens[-1][:, None], ones)[:, -1]
+            q = probabilities(self._fitted(logits)[:, None], rows, histories, first=j)[:, 0]
+            token = draw(q, luck[:, j])
+            tokens.append(token)
+            qs.append(q)
+            if reads_history:
+                for history, drawn in zip(histories, token.tolist(), strict=True):
+                    history.append(drawn)
+        drafted = torch.stack(tokens, dim=1)
+        drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
+        own = torch.tensor(lengths, device=drafted.device)
+        return Proposal(drafted, own, torch.stack(qs, dim=1), drafts)
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Rolls back to what was committed."""
+        cache = self.runner.cache
+        for row in rows:
+            cache.rollback(row.slot, min(cache.lengths[row.slot], len(row.tokens) - 1))
+
+    def _luck(self, rows: Sequence[Row], k: int) -> Tensor:
+        seeds = np.array([row.seed for row in rows])[:, None]
+        positions = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(k)
+        return torch.from_numpy(uniforms(seeds, positions, Purpose.TOKEN)).to(self.runner.device)
+
+    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
+        """Feeds each row's committed tokens that the cache lacks, at least the last; logits after it, [rows, vocab]."""
+        lengths = self.runner.cache.lengths
+        pending = [row.tokens[lengths[row.slot] :] for row in rows]
+        counts = [len(tokens) for tokens in pending]
+        width = max(counts)
+        block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending], device=self.runner.device)
+        logits = self.runner.feed([row.slot for row in rows], block, counts)
+        last = torch.tensor(counts, device=logits.device) - 1
+        return logits[torch.arange(len(rows), device=logits.device), last]
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """[rows, drafter vocab] -> [rows, target vocab]; ids the drafter does not have get no probability."""
+        if not torch.isfinite(logits.amax()):
+            raise BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits")
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[..., : self.vocab_size]

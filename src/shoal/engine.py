@@ -1,0 +1,186 @@
+"""The loop: draft -> verify -> accept -> commit, for all active rows at once.
+
+Invariant: **between rounds every cache holds exactly the committed tokens of its row except the last one.** (The drafter's may
+hold fewer: it never saw its own last draft after a full acceptance, and catches up when it next proposes.) The first round, full
+acceptance and a row that ends inside a round are all cases of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.accept import accept
+from shoal.commit import commit
+from shoal.draft import Drafter, ModelDrafter
+from shoal.errors import RequestError
+from shoal.lookahead import Lookahead
+from shoal.noise import row_seed
+from shoal.outputs import Detokenizer, finish
+from shoal.prefill import prefill
+from shoal.request import Request, Row
+from shoal.round import Commit, Proposal
+from shoal.runner import Runner
+from shoal.scheduler import Round, Scheduler
+from shoal.stats import Stats
+from shoal.verify import verify
+
+
+class Engine:
+    """Runs any number of requests through a batch of at most `max_batch` rows.
+
+    Args:
+        target: the model whose distribution is promised. drafter_model: proposes, or None for plain decoding.
+        lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
+        eos: the model's own EOS ids, for requests that name none.
+
+    Attributes:
+        stats: what was done so far.
+    """
+
+    def __init__(
+        self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead, *, max_batch: int = 16, tokenizer: Any = None,
+        eos: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        speculative = drafter_model is not None and lookahead.limit > 0
+        self.target = target.fork()
+        self.models = [self.target]
+        self.drafter: Drafter | None = None
+        if drafter_model is not None and speculative:
+            self.models.append(drafter_model.fork())
+            self.drafter = ModelDrafter(self.models[1], target.vocab_size)
+        self.context = min(model.context for model in self.models)
+        self.lookahead, self.tokenizer, self.eos = lookahead, tokenizer, tuple(eos)
+        self.scheduler = Scheduler(max_batch)
+        self.stats = Stats()
+        self._groups = 0
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, request: Request, *, stream: bool = False) -> list[Row]:
+        """Queues a request's rows; they join the batch as slots fall free, also while others run.
+
+        Args:
+            stream: commits carry text as it grows.
+
+        Raises:
+            RequestError: before anything is computed, if the request cannot be served.
+        """
+        self._check(request)
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        deadline = request.submitted_at + request.limits.time_budget if request.limits.time_budget else None
+        eos = frozenset(self.eos if request.limits.eos is None else request.limits.eos)
+        rows = [
+            Row(
+                request, self._groups, i, row_seed(seed, i), list(request.prompt_ids), eos, self.context, deadline,
+                detokenizer=Detokenizer(self.tokenizer, request.prompt_ids, request.limits.stop) if self.tokenizer else None,
+                watched=self.tokenizer is not None and (stream or bool(request.limits.stop)),
+            )
+            for i in range(request.n)
+        ]  # fmt: skip
+        self._groups += 1
+        self.scheduler.add(rows)
+        return rows
+
+    def _check(self, request: Request) -> None:
+        ids = request.prompt_ids
+        if not isinstance(request.n, int) or request.n < 1:
+            raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
+        if not ids:
+            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        if not all(0 <= token < self.target.vocab_size for token in ids):
+            raise RequestError(f"prompt ids must be in 0..{self.target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        for model in self.models:
+            if len(ids) >= model.context:
+                raise RequestError(f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included")
+        if request.limits.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        if not 0 <= request.top_logprobs <= self.target.vocab_size:
+            raise RequestError(f"top_logprobs must be in 0..{self.target.vocab_size}, got {request.top_logprobs}")
+
+    def cancel(self, rows: Iterable[Row]) -> list[Commit]:
+        """Ends rows now; what they have is returned, marked "cancelled"."""
+        return self._cut(rows, "cancelled")
+
+    def _cut(self, rows: Iterable[Row], reason: str) -> list[Commit]:
+        unfinished = [row for row in rows if row.finish_reason is None]
+        self.scheduler.remove(unfinished)
+        now, commits = time.perf_counter(), []
+        for row in unfinished:
+            row.finish_reason = reason
+            commits.append(Commit(row, [], 0, sample=finish(row, now)))
+        return commits
+
+    # ── the algorithm ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def step(self) -> list[Commit]:
+        """One round; returns what it committed, rows cut by their time budget included. Empty when all is done."""
+        late = self._cut(self.scheduler.expired(time.perf_counter()), "time")
+        rows = self._gather()
+        if not rows:
+            return late
+        started = time.perf_counter()
+        proposal = self._propose(rows)
+        scores = verify(self.target, rows, proposal)
+        verdict = accept(rows, proposal, scores.p)
+        commits = commit(rows, proposal, scores, verdict)
+        self._settle(rows)
+        self.lookahead.update([len(drafts) for drafts in proposal.drafts], verdict.accepted.tolist())
+        self._count(proposal, commits, time.perf_counter() - started)
+        return late + commits
+
+    def _gather(self) -> Sequence[Row]:
+        """The rows of this round, their prompts in the caches and their slots side by side."""
+        round_ = self.scheduler.next_round()
+        if round_.admissions or round_.moves:
+            self._prefill(round_)
+        return round_.rows
+
+    def _prefill(self, round_: Round) -> None:
+        started = time.perf_counter()
+        need = max((min(row.prompt_length + row.request.limits.max_new_tokens, self.context) for row in round_.rows), default=0)
+        for model in self.models:
+            # A pass may write up to `limit` unused columns beyond a row's last token.
+            model.cache.reserve(len(round_.rows), need + self.lookahead.limit + 1)
+            computed = prefill(model, round_)
+            model.passes, model.seconds = 0, 0.0
+        self.stats.prefills += sum(a.source is None for a in round_.admissions)
+        self.stats.prefill_tokens += computed
+        self.stats.seconds_prefill += time.perf_counter() - started
+
+    def _propose(self, rows: Sequence[Row]) -> Proposal:
+        """A round commits at most k + 1 tokens, so a row near its end drafts less."""
+        k = self.lookahead.next_length() if self.drafter is not None else 0
+        lengths = [min(k, row.remaining - 1) for row in rows]
+        if self.drafter is None or max(lengths) == 0:
+            return Proposal.empty(len(rows), self.target.device)
+        return self.drafter.propose(rows, lengths)
+
+    def _settle(self, rows: Sequence[Row]) -> None:
+        """Restores the invariant and lets finished rows go."""
+        for row in rows:
+            self.target.cache.rollback(row.slot, len(row.tokens) - 1)
+        if self.drafter is not None:
+            self.drafter.observe(rows)
+        self.scheduler.remove([row for row in rows if row.finish_reason])
+
+    def _count(self, proposal: Proposal, commits: Sequence[Commit], seconds: float) -> None:
+        stats = self.stats
+        stats.rounds += 1
+        stats.row_rounds += len(commits)
+        stats.drafted += sum(map(len, proposal.drafts))
+        stats.accepted += sum(c.accepted for c in commits)
+        stats.committed += sum(len(c.tokens) for c in commits)
+        stats.seconds_rounds += seconds
+        stats.target_passes += self.target.passes
+        stats.seconds_target += self.target.seconds
+        for draft_model in self.models[1:]:
+            stats.draft_passes += draft_model.passes
+            stats.seconds_draft += draft_model.seconds
+        for model in self.models:
+            model.passes, model.seconds = 0, 0.0

@@ -1,0 +1,37 @@
+"""BASS, Algorithm 1 (Qian et al. 2024, arXiv 2404.15778): one draft length for the batch, grown by the best row.
+
+The paper's constants: l0 = 7, l_incre = 2, l_mod = 10, l_limit = 32. Because the *maximum* over rows triggers growth, the length
+drifts up with the batch; that suits an idle GPU and not a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+class Bass:
+    """If some row took its whole draft: l + 2, at most 32. Otherwise l - ceil(l / 10) - s, at least what the best row took;
+    s = 1 from the second shrink in a row on."""
+
+    L0, INCREMENT, MODULUS, LIMIT = 7, 2, 10, 32
+
+    def __init__(self) -> None:
+        self.limit = self.LIMIT
+        self._length = self.L0
+        self._shrank = 0
+
+    def next_length(self) -> int:
+        return self._length
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        if not accepted or max(drafted) == 0:
+            return
+        # A row near its end is given less than l; taking all of that says nothing about l.
+        if max(accepted) == self._length:
+            self._length = min(self._length + self.INCREMENT, self.LIMIT)
+            self._shrank = 0
+        else:
+            shrunk = self._length - math.ceil(self._length / self.MODULUS) - self._shrank
+            self._length = max(1, *accepted, shrunk)
+            self._shrank = 1

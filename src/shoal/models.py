@@ -1,0 +1,213 @@
+"""Loading models and tokenizers, and what can be known of them before the first token.
+
+The only file beside the cache, the attention registration and the Transformers door that imports `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
+from shoal.runner import Runner
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+REFUSED = {
+    "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal lengths get wrong positions",
+    "gpt_neo": "its local layers slice keys at an offset common to all rows",
+}
+RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
+VOCABULARY_PADDING = 512
+"""Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
+
+PROBE = "def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I'm 3.14\n\t<b>\"ok\"</b>"
+
+
+def bundled(part: str) -> Path:
+    """Directory of the bundled "target" or "drafter"."""
+    return Path(str(resources.files("shoal"))) / "data" / "pair" / part
+
+
+def capabilities(hf: Any, name: str) -> tuple[str, int]:
+    """Which door a model takes and how many tokens a row of it may hold.
+
+    Raises:
+        UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
+    """
+    config = hf.config.get_text_config()
+    reason = _refusal(hf, config)
+    if reason:
+        raise UnsupportedModel(f"{name} ({config.model_type}) is not supported: {reason}")
+    door = "interface" if type(hf)._can_set_attn_implementation() else "mask"
+    return door, _context(config)
+
+
+def _refusal(hf: Any, config: Any) -> str | None:
+    if getattr(hf.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; shoal decodes causal language models"
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
+    layers = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(layer for layer in layers if any(word in layer for word in RECURRENT))
+    if recurrent:
+        return f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled back to an earlier length"
+    if getattr(hf, "_is_stateful", False):
+        return "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length"
+    if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
+        return "its chunked attention is not implemented for ragged rows"
+    if getattr(config, "alibi", False):
+        return "ALiBi: its position biases are built from a 2D mask shared by all rows"
+    if hf.get_output_embeddings() is None:
+        return "it has no language-model head"
+    return None
+
+
+def _context(config: Any) -> int:
+    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows would change their
+    neighbours beyond the original length: they are held to it."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in rope.values() if rope and all(isinstance(v, Mapping) for v in rope.values()) else [rope]:
+        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            context = min(context, int(original or context))
+    return context
+
+
+def wrap(hf: Any, name: str, attention: str = "auto", self_check: bool = True) -> Runner:
+    """A runner around a Transformers model object, checked."""
+    door, context = capabilities(hf, name)
+    runner = Runner(hf.eval(), name, door, context, attention)
+    if self_check:
+        runner.self_check()
+    return runner
+
+
+def load_runner(
+    source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
+    attention: str = "auto", trust_remote_code: bool = False, local_files_only: bool = False,
+) -> Runner:  # fmt: skip
+    """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
+
+    Args:
+        dtype: "auto" is float32 on a CPU, where exactness is cheap, and the checkpoint's own on an accelerator.
+
+    Raises:
+        RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
+        UnsupportedModel: see `capabilities` and `Runner.self_check`.
+    """
+    place = resolve_device(device)
+    hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    kind = resolve_dtype(dtype, place)
+    config = _from(source, transformers.AutoConfig, **hub)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal decodes causal language models")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
+        raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it")
+    hf = _from(source, transformers.AutoModelForCausalLM, dtype=kind, **hub)
+    try:
+        hf = hf.to(place)
+    except RuntimeError as error:
+        raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
+    return wrap(hf, str(source), attention)
+
+
+def load_tokenizer(source: str | Path, **hub: Any) -> Any:
+    """The Transformers tokenizer of a model. Raises RequestError when there is none."""
+    return _from(source, transformers.AutoTokenizer, **hub)
+
+
+def _from(source: str | Path, auto: Any, **options: Any) -> Any:
+    """`auto.from_pretrained` with every failure told as one of our errors."""
+    what = auto.__name__.removeprefix("Auto")
+    path = Path(source)
+    if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.exists():
+        if not path.expanduser().is_dir():
+            raise RequestError(f"model directory {source} does not exist or is not a directory")
+        source = path.expanduser()
+    try:
+        return auto.from_pretrained(str(source), **options)
+    except SafetensorError as error:
+        raise ModelError(f"{source}: the safetensors file is damaged ({error}); download or export it again") from error
+    except MemoryError as error:
+        raise ModelError(f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RequestError(f"cannot load the {what} of {source}: {first}") from error
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """"auto" takes an accelerator if there is one. Raises RequestError for a device that is not here."""
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise RequestError(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    """A torch dtype, or "auto" for the checkpoint's own. Raises RequestError for an unknown name."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The token ids that end a text: the model's generation config first, then its config, then the tokenizer."""
+    generation = getattr(hf, "generation_config", None)
+    for owner in (generation, hf.config, tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return ()
+
+
+def pair_report(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> list[str]:
+    """What keeps this drafter from proposing for this target; empty if nothing does.
+
+    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both tokenizers the widths
+    must agree up to `VOCABULARY_PADDING`.
+    """
+    problems = []
+    if target.device != draft.device:
+        problems.append(f"target is on {target.device}, drafter on {draft.device}")
+    if tokenizer is None or draft_tokenizer is None:
+        if abs(target.vocab_size - draft.vocab_size) > VOCABULARY_PADDING:
+            problems.append(f"vocabulary of {target.vocab_size} v {draft.vocab_size} and no tokenizers to compare")
+        return problems
+    ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, draft_tokenizer))
+    differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
+    if differing:
+        i = min(differing)
+        problems.append(
+            f"tokenizers differ: {len(differing)} of {len(ours)} ids mean different tokens, for example {i} is {ours[i]!r} for the "
+            f"target and {theirs[i]!r} for the drafter"
+        )
+    elif tokenizer.encode(PROBE) != draft_tokenizer.encode(PROBE):
+        problems.append("tokenizers differ: the same vocabulary, but they split the same text differently")
+    return problems
+
+
+def check_pair(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
+    """Raises PairMismatch naming what `pair_report` found."""
+    problems = pair_report(target, draft, tokenizer, draft_tokenizer)
+    if problems:
+        raise PairMismatch(
+            f"{draft.name} cannot draft for {target.name}: {'; '.join(problems)}. A drafter must share the target's tokenizer; "
+            "drafters with another tokenizer are not supported yet"
+        )

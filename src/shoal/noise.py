@@ -1,0 +1,56 @@
+"""Counter-based uniforms keyed by (row seed, position, purpose).
+
+A row's luck is a pure function of its own seed and of where the token stands in the row, so it cannot depend on its
+neighbours, on the order of the batch, on compaction or on when the row joined. Nothing here keeps state.
+
+Why one key per position and not per draw is exact: whatever a round draws at positions beyond its first rejection is
+thrown away without having influenced anything committed, so the next round may use the same numbers again.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Purpose(IntEnum):
+    """What a uniform is for; different purposes at one position are independent."""
+
+    TOKEN = 1
+    """Drawing the token at this position: by the drafter from q, or by the target from p as bonus or plain token. A
+    round does one or the other, never both, so a drafter with q = p reproduces plain decoding token for token."""
+    ACCEPT = 2
+    """Accepting or rejecting the draft at this position."""
+    REPLACE = 3
+    """Drawing the replacement from norm(max(p - q, 0))."""
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that avalanches."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose | npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1) with 53 random bits, one per broadcast element of (seeds, positions, purpose)."""
+    with np.errstate(over="ignore"):  # wrapping multiplication is the point
+        state = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) + _GOLDEN)
+        state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
+        state = _mix(state + np.asarray(purpose, dtype=np.int64).astype(np.uint64) * _GOLDEN)
+    return (state >> np.uint64(11)) * 2.0**-53
+
+
+def row_seed(request_seed: int, row: int) -> int:
+    """The seed of row `row` of a group; equal for equal (request seed, row), whatever else runs."""
+    mask = (1 << 64) - 1
+    with np.errstate(over="ignore"):
+        mixed = int(_mix(_mix(np.array([request_seed & mask], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0])
+    return mixed >> 1  # non-negative int64

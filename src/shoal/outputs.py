@@ -1,0 +1,117 @@
+"""Token ids -> text, in increments that never split a character, and rows -> samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.request import Row, Sample
+
+CONTEXT = 8
+"""Prompt tokens decoded along, so that the first new token gets the space its neighbours give it."""
+
+
+class Detokenizer:
+    """Text of one row, grown token by token.
+
+    `text` is the new text so far, without a character still in pieces. With `stops`, `stopped` becomes true at the first token
+    whose text completes a stop string, and `text` is cut before it; `kept` is then the number of tokens that cover the cut text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._ids = list(prompt[-CONTEXT:])
+        self._prefix, self._read = 0, len(self._ids)
+        self._ends: list[int] = []
+        self.text = ""
+        self.shown = 0
+        self.stopped = False
+        self.kept: int | None = None
+
+    def push(self, token: int) -> None:
+        """Adds one token."""
+        before = len(self.text)
+        self._ids.append(token)
+        self._extend(final=False)
+        self._ends.append(len(self.text))
+        if self._stops and not self.stopped:
+            self._look_for_stop(before)
+
+    def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
+        """The row is over: its text, and how many of its `count` tokens cover it.
+
+        Args:
+            tokens: those not pushed one by one, decoded at once. A character still in pieces is shown as the tokenizer does.
+        """
+        if not self.stopped:
+            self._ids += tokens
+            self._extend(final=True)
+        return self.text, count if self.kept is None else self.kept
+
+    def _extend(self, *, final: bool) -> None:
+        """Decodes the ids not yet read, in the context of those just before them."""
+        known = self._decode(self._ids[self._prefix : self._read])
+        grown = self._decode(self._ids[self._prefix :])
+        if len(grown) > len(known) and (final or not grown.endswith("\ufffd")):
+            self.text += grown[len(known) :]
+            self._prefix, self._read = self._read, len(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _look_for_stop(self, before: int) -> None:
+        start = max(0, before - max(map(len, self._stops)) + 1)
+        found = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
+        if found:
+            cut = min(found)
+            self.text = self.text[:cut]
+            self.kept = next(i for i, end in enumerate([0, *self._ends]) if end >= cut)
+            self.stopped = True
+
+    def take(self, *, final: bool) -> str:
+        """Text not taken before; what may yet become a stop string is held back until it cannot."""
+        safe = len(self.text)
+        if not final and self._stops:
+            safe -= max(_overlap(self.text, stop) for stop in self._stops)
+        taken = self.text[self.shown : safe]
+        self.shown = max(self.shown, safe)
+        return taken
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def visible_text(row: Row) -> str:
+    """New text of a watched row that may be shown now; "" for others."""
+    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.watched else ""
+
+
+def finish(row: Row, now: float) -> Sample:
+    """The sample of a row that has ended, cut where its stop string begins.
+
+    Args:
+        now: seconds of `time.perf_counter` at the end of the round.
+    """
+    row.finished_at = now - row.request.submitted_at
+    text, kept = "", row.new_tokens
+    if row.detokenizer is not None:
+        text, kept = row.detokenizer.finished([] if row.watched else row.tokens[row.prompt_length :], kept)
+    logprobs = row.logprobs[:kept]
+    return Sample(
+        text=text,
+        token_ids=tuple(row.tokens[row.prompt_length :][:kept]),
+        logprobs=tuple(logprobs),
+        processed_logprobs=tuple(row.processed_logprobs[:kept]),
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
+        finish_reason=row.finish_reason or "cancelled",
+        finished_at=row.finished_at,
+        rounds=row.rounds,
+        drafted=row.drafted,
+        accepted=row.accepted,
+        target_passes=row.target_passes,
+        top_logprobs=tuple(row.top_logprobs[:kept]),
+    )

@@ -1,0 +1,185 @@
+"""What was asked (`Request`), what the engine knows (`Row`), what comes back (`Sample`, `Output`, `Result`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shoal.config import Limits, Sampling
+
+if TYPE_CHECKING:
+    from shoal.stats import Stats
+
+FINISH_REASONS = ("eos", "stop", "length", "time", "cancelled")
+"""Why a row ended: an EOS token; a stop string (or a stopping criterion); max_new_tokens or a model's context; the time
+budget; a cancellation."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """n samples of one prompt: a group of n rows.
+
+    Attributes:
+        prompt_ids: the prompt's token ids, at least one.
+        n: rows wanted, >= 1.
+        prompt: the prompt's text, if it was given as text.
+        top_logprobs: how many of the most probable tokens to report per committed token, before and after processing.
+        keep_logits: keep the target's raw logits [vocab] of every committed token.
+        criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
+    """
+
+    prompt_ids: tuple[int, ...]
+    n: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    limits: Limits = field(default_factory=Limits)
+    prompt: str | None = None
+    top_logprobs: int = 0
+    keep_logits: bool = False
+    criteria: Sequence[Any] = ()
+    submitted_at: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One sequence being generated.
+
+    Attributes:
+        tokens: prompt + committed; nothing in it is ever taken back.
+        seed: of this row's noise. eos: ids that end it. max_length: most tokens it may hold. deadline: perf_counter seconds.
+        slot: where its keys and values live while it runs.
+        detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
+    """
+
+    request: Request
+    group: int
+    index: int
+    seed: int
+    tokens: list[int]
+    eos: frozenset[int]
+    max_length: int
+    deadline: float | None = None
+    slot: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    detokenizer: Any = None
+    watched: bool = False
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    target_passes: int = 0
+    finish_reason: str | None = None
+    finished_at: float | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens this row may still commit."""
+        return min(self.request.limits.max_new_tokens - self.new_tokens, self.max_length - len(self.tokens))
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The most probable tokens at one position: (token id, log-probability) pairs, before and after processing."""
+
+    raw: tuple[tuple[int, float], ...]
+    processed: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished (or cut) row.
+
+    Attributes:
+        text: the new text, without the prompt, special tokens and anything from a stop string on.
+        token_ids: the new tokens; an EOS that ended the row is the last one.
+        logprobs: natural-log probability of each token under the target's own distribution, *before* processing
+            (temperature 1, no penalties, no truncation).
+        processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
+        mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
+        finish_reason: one of `FINISH_REASONS`.
+        finished_at: seconds from submission to the round that ended the row.
+        rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
+        top_logprobs: per token, when asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    processed_logprobs: tuple[float, ...]
+    mean_logprob: float
+    finish_reason: str
+    finished_at: float
+    rounds: int
+    drafted: int
+    accepted: int
+    target_passes: int
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """False when the time budget or a cancellation cut the row."""
+        return self.finish_reason not in ("time", "cancelled")
+
+
+@dataclass(frozen=True)
+class Output:
+    """The n samples of one prompt, in row order."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def ranked(self) -> list[Sample]:
+        """Finished samples first, then by mean log-probability, best first (BASS's rule)."""
+        from shoal.ranking import ranked
+
+        return ranked(self.samples)
+
+
+@dataclass(frozen=True)
+class Result(Sequence[Output]):
+    """One `Output` per prompt, in prompt order, and what it took."""
+
+    outputs: tuple[Output, ...]
+    stats: Stats
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.outputs[index]
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Output]:
+        return iter(self.outputs)
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What one round added to one row, as `stream()` yields it; joined texts equal the sample's text exactly.
+
+    Attributes:
+        prompt: index of the prompt. sample: index of the row in its group.
+        text: new text; never ends inside a UTF-8 character or inside what may become a stop string. May be "".
+        token_ids: tokens committed in this round. accepted: how many of them (the first ones) were drafted.
+        finish_reason: set on the row's last increment, which also carries the `Sample`.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: int
+    finish_reason: str | None = None
+    result: Sample | None = None

@@ -1,0 +1,82 @@
+"""What flows from stage to stage within one round; plain data.
+
+Shapes: `rows` active rows, `k` the longest draft of the round, `vocab` the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.request import Row, Sample
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the drafter proposes.
+
+    Attributes:
+        tokens: [rows, k] int64; columns from a row's own length on are padding.
+        lengths: draft length of each row, [rows] int64.
+        q: the distribution each draft was really drawn from, [rows, k, vocab]; None when k = 0.
+        drafts: the same tokens without padding, one list per row.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    q: Tensor | None
+    drafts: list[list[int]]
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Proposal:
+        """Nothing proposed: the round is a step of plain decoding."""
+        tokens = torch.empty(rows, 0, dtype=torch.long, device=device)
+        return Proposal(tokens, torch.zeros(rows, dtype=torch.long, device=device), None, [[] for _ in range(rows)])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the target says of a proposal, for the k + 1 positions after each row's last committed token.
+
+    Attributes:
+        logits: raw, [rows, k + 1, vocab]. p: the declared distribution, same shape.
+        normaliser: log of the sum of exp(logits), [rows, k + 1].
+    """
+
+    logits: Tensor
+    p: Tensor
+    normaliser: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round decided.
+
+    Attributes:
+        accepted: drafts kept, [rows] int64, 0 <= accepted <= draft length of the row.
+        token: the replacement or bonus that follows them, [rows] int64.
+    """
+
+    accepted: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a round added to one row: `tokens` are committed for good, the first `accepted` of them were drafted.
+
+    `tokens` counts what the round appended before a stop string cut the row's end. `text` is the new text that may be shown
+    (streaming only). `sample` is set when the row ended.
+    """
+
+    row: Row
+    tokens: list[int]
+    accepted: int
+    text: str = ""
+    sample: Sample | None = None

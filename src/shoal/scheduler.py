@@ -1,0 +1,126 @@
+"""Which rows run in the next round. Pure Python: it moves names of slots, never tensors.
+
+Active rows always occupy the slots 0, 1, ..., so that a round's caches are views. A row that ends leaves at once; a waiting row
+takes its slot, and when none waits the last row moves into the hole (compaction). A slot remembers whose prompt it holds even
+after its row has gone: prompts are admitted first come, first served, so a group's waiting rows always find a copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.errors import RequestError
+from shoal.request import Row
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A row enters `row.slot`. `source`: slot to copy the prompt from; None = nobody has it, compute it. `fresh`: the source is
+    itself computed in this round."""
+
+    row: Row
+    source: int | None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Move:
+    """A row was moved from slot `source` to slot `target`; its tokens must follow."""
+
+    row: Row
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves."""
+
+    rows: Sequence[Row]
+    admissions: Sequence[Admission] = ()
+    moves: Sequence[Move] = ()
+
+
+@dataclass
+class Scheduler:
+    """Rows waiting, rows running, and who sits where.
+
+    Attributes:
+        capacity: most rows in a round.
+    """
+
+    capacity: int
+    waiting: deque[Row] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise RequestError(f"max_batch must be >= 1, got {self.capacity}")
+        self._slots: list[Row | None] = []
+        self._resident: list[int] = []
+
+    @property
+    def running(self) -> list[Row]:
+        """Rows in slots, in slot order."""
+        return [row for row in self._slots if row is not None]
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not any(self._slots)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Rows join the queue, also while others run."""
+        self.waiting.extend(rows)
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Rows leave at once, wherever they are."""
+        gone = set(map(id, rows))
+        self.waiting = deque(row for row in self.waiting if id(row) not in gone)
+        self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
+
+    def expired(self, now: float) -> list[Row]:
+        """Rows whose deadline has passed."""
+        return [row for row in [*self.running, *self.waiting] if row.deadline is not None and now >= row.deadline]
+
+    def next_round(self) -> Round:
+        """Fills free slots from the queue, then closes what holes remain."""
+        admissions = self._admit()
+        moves = self._compact()
+        return Round(self.running, admissions, moves)
+
+    def _admit(self) -> list[Admission]:
+        admissions: list[Admission] = []
+        computed: set[int] = set()
+        while self.waiting and (slot := self._free_slot()) is not None:
+            row = self.waiting.popleft()
+            source = self._resident.index(row.group) if row.group in self._resident else None
+            admissions.append(Admission(row, source, row.group in computed))
+            if source is None:
+                computed.add(row.group)
+            self._slots[slot], self._resident[slot], row.slot = row, row.group, slot
+        return admissions
+
+    def _free_slot(self) -> int | None:
+        if None in self._slots:
+            return self._slots.index(None)
+        if len(self._slots) == self.capacity:
+            return None
+        self._slots.append(None)
+        self._resident.append(-1)
+        return len(self._slots) - 1
+
+    def _compact(self) -> list[Move]:
+        moves = []
+        while None in self._slots:
+            hole = self._slots.index(None)
+            last = max((i for i, row in enumerate(self._slots) if row is not None), default=-1)
+            if last < hole:
+                del self._slots[hole:], self._resident[hole:]
+                break
+            row = self._slots[last]
+            assert row is not None
+            self._slots[hole], self._slots[last] = row, None
+            self._resident[hole], row.slot = row.group, hole
+            moves.append(Move(row, last, hole))
+        return moves

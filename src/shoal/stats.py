@@ -1,0 +1,70 @@
+"""What a run did and what it took; one dataclass that adds up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of a run, summed over rounds.
+
+    Attributes:
+        rounds: draft -> verify -> accept -> commit cycles of the batch.
+        target_passes, draft_passes: forward passes over the batch, prompts not counted.
+        prefills: prompts computed by the target (one per group). prefill_tokens: their tokens.
+        row_rounds: rows times rounds: target passes as each row sees them.
+        drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
+        seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
+        seconds_rounds: whole rounds without prefill; what is left after the two models is bookkeeping.
+        seconds: wall clock of the run.
+    """
+
+    rounds: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    row_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    seconds_target: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_prefill: float = 0.0
+    seconds_rounds: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, other: Stats) -> Stats:
+        return Stats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per row per target pass; plain decoding = 1.00."""
+        return self.committed / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted; falls with the draft length by construction."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def bookkeeping(self) -> float:
+        """Share of a round spent outside the models' forward passes, 0..1."""
+        if not self.seconds_rounds:
+            return 0.0
+        return 1 - (self.seconds_target + self.seconds_draft) / self.seconds_rounds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Committed tokens over wall clock, prompts and drafting included."""
+        return self.committed / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, times and derived figures, ready for JSON."""
+        derived = ("acceptance_length", "acceptance_rate", "bookkeeping", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,0 +1,4 @@
+"""placeholder"""
+
+
+def custom_generate() -> None: ...

@@ -1,0 +1,1 @@
+"""The bundled target and drafter: their corpus, training and report."""

@@ -1,0 +1,35 @@
+"""The loss that makes the drafter's distribution the target's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.train.loop import Loss
+from shoal.train.models import logits
+
+LABEL_WEIGHT = 0.05  # of the cross-entropy with the text itself
+OVERLAP_WEIGHT = 0.5  # of the share of drafts that the target would reject
+
+
+def acceptance(p_logits: Tensor, q_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """sum_x min(p, q) over the last dimension: the chance that a drafted token is kept."""
+    p = (p_logits / temperature).softmax(-1)
+    q = (q_logits / temperature).softmax(-1)
+    return torch.minimum(p, q).sum(-1)
+
+
+def distillation_loss(teacher: nn.Module) -> Loss:
+    """KL(p||q), plus some of the rejection rate 1 - sum min(p, q) and of the cross-entropy."""
+
+    def loss(student: nn.Module, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            p = logits(teacher, tokens).flatten(0, 1)
+        q = logits(student, tokens).flatten(0, 1)
+        divergence = F.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean")
+        rejection = 1 - acceptance(p, q).mean()
+        labels = F.cross_entropy(q, tokens[:, 1:].flatten())
+        return divergence + OVERLAP_WEIGHT * rejection + LABEL_WEIGHT * labels
+
+    return loss

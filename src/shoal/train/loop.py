@@ -1,0 +1,159 @@
+"""A training loop that can be stopped at any step and goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGINT, SIGTERM
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from shoal.train.corpus import Windows
+from shoal.train.muon import optimizers
+
+Loss = Callable[[nn.Module, Tensor], Tensor]  # (model, tokens (batch, length)) -> scalar
+
+CLIP = 1.0  # norm of the gradient
+LOG_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, a plateau, and a linear decay to zero; shares of the peak learning rate."""
+
+    steps: int
+    warmup: int = 40
+    decay: float = 0.35  # share of the steps
+
+    def factor(self, step: int) -> float:
+        """The learning rate of a step as a share of the peak."""
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return min(1.0, (step + 1) / self.warmup, left)
+
+
+class Run:
+    """A model, its optimisers and the number of steps done, kept in one checkpoint file."""
+
+    def __init__(self, model: nn.Module, loss: Loss, checkpoint: Path, lr: float = 1.0) -> None:
+        self.model = model
+        self.loss = loss
+        self.checkpoint = checkpoint
+        self.optimizers = optimizers(model, 0.02 * lr, 3e-3 * lr)
+        self.step = 0
+        self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        if checkpoint.exists():
+            self._load()
+
+    def _load(self) -> None:
+        saved: dict[str, Any] = torch.load(self.checkpoint, map_location="cpu")
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.step = saved["step"]
+
+    def save(self) -> None:
+        """Replaces the checkpoint at once, so that a kill leaves the old or the new one."""
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "step": self.step,
+            },
+            partial,
+        )
+        partial.replace(self.checkpoint)
+
+    def advance(self, tokens: Tensor, factor: float) -> float:
+        """One optimiser step on tokens of shape (batch, length); the loss before it."""
+        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        return loss.item()
+
+    def train(self, windows: Windows, schedule: Schedule, save_every: float = 180.0) -> None:
+        """Runs to the end of the schedule; saves every `save_every` seconds and at the end.
+
+        On Ctrl-C it finishes the step, saves, and raises `KeyboardInterrupt`.
+        """
+        device = next(self.model.parameters()).device
+        meter = _Meter(self, schedule.steps)
+        saved = time.monotonic()
+        with meter.progress, _Interrupt() as interrupt:
+            while self.step < schedule.steps and not interrupt.requested:
+                tokens = torch.from_numpy(windows[self.step]).to(device)
+                factor = schedule.factor(self.step)
+                meter.update(self.advance(tokens, factor), tokens.numel(), factor)
+                if time.monotonic() - saved > save_every:
+                    self.save()
+                    saved = time.monotonic()
+        self.save()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+
+class _Interrupt:
+    """Turns Ctrl-C and a polite kill into a flag for as long as the block lasts."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def __enter__(self) -> _Interrupt:
+        self._before = {n: signal.signal(n, self._request) for n in (SIGINT, SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class _Meter:
+    """The progress bar, and one line of JSON beside the checkpoint every few steps."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        columns = "{task.description} {task.completed}/{task.total}", "loss {task.fields[loss]:.3f}"
+        self.progress = Progress(
+            TextColumn(columns[0]),
+            BarColumn(),
+            TextColumn(columns[1]),
+            TextColumn("{task.fields[rate]:,.0f} tok/s"),
+            TimeRemainingColumn(),
+        )
+        self.run = run
+        self.log = run.checkpoint.with_suffix(".jsonl")
+        self.task = self.progress.add_task(run.checkpoint.stem, total=steps, completed=run.step, loss=float("nan"), rate=0.0)
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.since = time.monotonic()
+
+    def update(self, loss: float, tokens: int, factor: float) -> None:
+        self.losses.append(loss)
+        self.tokens += tokens
+        self.progress.update(self.task, completed=self.run.step)
+        if len(self.losses) < LOG_EVERY:
+            return
+        mean = sum(self.losses) / len(self.losses)
+        rate = self.tokens / (time.monotonic() - self.since)
+        self.progress.update(self.task, loss=mean, rate=rate)
+        row = {"step": self.run.step, "loss": mean, "tokens_per_second": rate, "lr": factor}
+        with self.log.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.losses, self.tokens, self.since = [], 0, time.monotonic()

@@ -1,0 +1,214 @@
+"""The training code at small sizes, and the pair that it shipped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from shoal.train.corpus import CorpusSize, Windows, build_corpus, fill_in_middle, is_held_out, pack, stdlib_files
+from shoal.train.distil import acceptance, distillation_loss
+from shoal.train.loop import Run, Schedule
+from shoal.train.models import build, next_token_loss
+from shoal.train.muon import orthogonalise
+from shoal.train.problems import generate, split_of, templates
+from shoal.train.report import SHIPPED, first_function, is_valid, passes
+from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
+
+SPLITS = ("train", "constants", "templates")
+SMALL = CorpusSize(problems=40, stdlib_characters=20_000, held_out_problems=10, held_out_characters=5_000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer((p.document for p in generate(0, 200, "train")), vocabulary=512)
+
+
+def tiny_run(checkpoint: Path) -> Run:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return Run(build(config, seed=0), next_token_loss, checkpoint)
+
+
+def test_problems_repeat_for_a_seed_and_differ_between_seeds():
+    assert generate(3, 20, "train") == generate(3, 20, "train")
+    assert generate(3, 20, "train") != generate(4, 20, "train")
+
+
+def test_templates_have_distinct_keys():
+    keys = [template.key for template in templates()]
+    assert len(set(keys)) == len(keys) >= 60
+
+
+def test_splits_share_no_template_or_no_constants():
+    made = {split: generate(1, 300, split) for split in SPLITS}
+    assert all(p.split == split for split, problems in made.items() for p in problems)
+    trained = {p.template for p in made["train"]}
+    assert not trained & {p.template for p in made["templates"]}
+    exact = {(p.template, p.constants) for p in made["train"]}
+    assert not exact & {(p.template, p.constants) for p in made["constants"]}
+
+
+def test_split_is_a_function_of_template_and_constants():
+    assert split_of("ints.count.above", (3,)) == split_of("ints.count.above", (3,))
+    assert {split_of("ints.count.above", (k,)) for k in range(200)} == {"train", "constants"}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_solutions_pass_their_tests(split):
+    for problem in generate(2, 150, split):
+        exec(problem.document, {})
+        assert is_valid(problem.function)
+        assert len(problem.tests) >= 1
+
+
+def test_every_template_makes_a_problem():
+    made = {p.template for p in generate(5, 5000, "train") + generate(5, 600, "templates")}
+    assert made == {template.key for template in templates()}
+
+
+def test_fill_in_middle_only_moves_text():
+    document = generate(0, 1, "train")[0].document
+    moved = fill_in_middle(document, random.Random(0))
+    prefix, rest = moved.removeprefix(FIM_PREFIX).split(FIM_SUFFIX)
+    suffix, middle = rest.split(FIM_MIDDLE)
+    assert prefix + middle + suffix == document
+
+
+def test_stdlib_files_are_split_by_name():
+    held_out = [is_held_out(file) for file in stdlib_files()]
+    assert 0 < sum(held_out) < len(held_out) / 5
+    assert not any("test" in file.parts for file in stdlib_files())
+
+
+def test_corpus_repeats():
+    assert build_corpus(SMALL, seed=1) == build_corpus(SMALL, seed=1)
+
+
+def test_special_tokens_come_first(tokenizer):
+    assert [tokenizer.token_to_id(token) for token in SPECIAL] == [0, 1, 2, 3, 4]
+    assert tokenizer.encode(f"a{END}").ids[-1] == 0
+
+
+def test_digits_and_line_ends_stand_alone(tokenizer):
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("x = 1234\n    return").ids]
+    assert pieces[2:6] == [" 1", "2", "3", "4"]
+    assert pieces[6:8] == ["\n", "    "]
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text())
+def test_tokenizer_gives_back_any_text(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_saved_tokenizer_gives_back_text_and_adds_nothing(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f(x):\r\n\treturn x , 'é🙂' .\n\n\n"
+    assert loaded.decode(loaded(text).input_ids) == text
+    assert loaded("").input_ids == []
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.bos_token_id) == (0, 4, None)
+
+
+def test_windows_are_the_same_at_every_visit_and_cover_an_epoch():
+    tokens = np.arange(100, dtype=np.uint16)
+    windows = Windows(tokens, length=10, batch=2, seed=0)
+    first = [windows[step] for step in range(6)]
+    assert sorted(np.concatenate(first[:5]).flatten().tolist()) == list(range(100))
+    assert (windows[0] == first[0]).all()
+
+
+def test_resumed_training_equals_one_run(tokenizer, tmp_path):
+    tokens = pack([p.document for p in generate(0, 30, "train")], tokenizer)
+    windows = Windows(tokens, length=32, batch=2, seed=0)
+    schedule = Schedule(steps=4, warmup=2)
+    whole = tiny_run(tmp_path / "whole.pt")
+    whole.train(windows, schedule)
+    first = tiny_run(tmp_path / "parts.pt")
+    for step in range(2):
+        first.advance(torch.from_numpy(windows[step]), schedule.factor(step))
+    first.save()
+    second = tiny_run(tmp_path / "parts.pt")
+    second.train(windows, schedule)
+    assert second.step == 4
+    for name, tensor in second.model.state_dict().items():
+        assert torch.equal(tensor, whole.model.state_dict()[name]), name
+
+
+def test_training_lowers_the_loss(tokenizer, tmp_path):
+    tokens = pack([p.document for p in generate(0, 30, "train")], tokenizer)
+    run = tiny_run(tmp_path / "run.pt")
+    batch = torch.from_numpy(Windows(tokens, 32, 4, 0)[0])
+    losses = [run.advance(batch, 1.0) for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_schedule_warms_up_and_decays_to_zero():
+    schedule = Schedule(steps=100, warmup=10, decay=0.5)
+    assert schedule.factor(0) == 0.1
+    assert schedule.factor(30) == 1.0
+    assert schedule.factor(75) == pytest.approx(0.5)
+    assert schedule.factor(100) == 0
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    torch.manual_seed(0)
+    for shape in ((2, 8, 20), (2, 20, 8)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_acceptance_is_the_overlap_of_the_distributions():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    assert acceptance(p.log(), q.log()).item() == pytest.approx(0.6)
+    assert acceptance(p.log(), p.log(), 0.2).item() == pytest.approx(1.0)
+
+
+def test_distillation_from_itself_leaves_only_the_label_term(tmp_path):
+    run = tiny_run(tmp_path / "run.pt")
+    tokens = torch.randint(0, 512, (2, 9))
+    loss = distillation_loss(run.model)(run.model, tokens)
+    assert loss.item() == pytest.approx(0.05 * next_token_loss(run.model, tokens).item(), rel=1e-3)
+
+
+def test_report_judges_a_function_by_parsing_and_by_its_tests():
+    problem = generate(0, 1, "train")[0]
+    assert first_function(problem.document + "\nx = 1\n") == problem.function + "\n\n"
+    assert passes(problem.function, problem)
+    assert not passes(problem.prompt + "    return object()\n", problem)
+    assert not is_valid(problem.prompt + "    return (\n")
+
+
+def test_shipped_pair_is_small_and_shares_a_tokenizer():
+    size = sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file())
+    assert size <= 25 * 2**20
+    same = [(SHIPPED / name / "tokenizer.json").read_bytes() for name in ("target", "drafter")]
+    assert same[0] == same[1]
+
+
+def test_shipped_models_write_python():
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "target")
+    target = LlamaForCausalLM.from_pretrained(SHIPPED / "target", dtype=torch.float32)
+    drafter = LlamaForCausalLM.from_pretrained(SHIPPED / "drafter", dtype=torch.float32)
+    assert drafter.num_parameters() * 8 < target.num_parameters()
+    problem = generate(0, 1, "train")[0]
+    ids = torch.tensor([tokenizer(problem.prompt).input_ids])
+    written = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
+    text = tokenizer.decode(written[0], skip_special_tokens=True)
+    assert is_valid(first_function(text))

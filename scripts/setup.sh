@@ -15,7 +15,7 @@ torch_version=$(sed -n 's/^torch==//p' constraints.txt)
 say() { echo "setup: $*" >&2; }
 
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt ${pip_args[@]+"${pip_args[@]}"} "$@"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt ${pip_args[@]+"${pip_args[@]}"} "$@"
 }
 
 make_venv() {

@@ -1,0 +1,99 @@
+"""What holds for every test: no network, few threads, a time limit, the same examples on every CI run."""
+
+from __future__ import annotations
+
+import os
+
+# Read by the libraries when they are imported, here or in a subprocess of a test.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
+    TRANSFORMERS_VERBOSITY="error",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from transformers.utils import logging
+
+SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
+
+logging.disable_progress_bar()
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))  # tiny models: more threads only wait for each other
+
+hypothesis.settings.register_profile("here", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+class _Network(BaseException):
+    """Not an Exception: no library may take it for a flaky connection and go on."""
+
+
+def _refuse_unless_local(host: object) -> None:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name in (None, "", "localhost"):
+        return
+    try:
+        local = ipaddress.ip_address(str(name).partition("%")[0]).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise _Network(f"a test tried to reach {name!r}: tests do without the network")
+
+
+def _guarded(connect: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if self.family != getattr(socket, "AF_UNIX", None):
+            _refuse_unless_local(address[0])
+        return connect(self, address)
+
+    return guarded
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Fails whatever connects or resolves a name beyond this machine."""
+    resolve = socket.getaddrinfo
+
+    def guarded_resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_unless_local(host)
+        return resolve(host, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", _guarded(socket.socket.connect))
+        patch.setattr(socket.socket, "connect_ex", _guarded(socket.socket.connect_ex))
+        patch.setattr(socket, "getaddrinfo", guarded_resolve)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Ends a test that hangs, so that one bug costs two minutes and not the whole run."""
+    if not hasattr(signal, "SIGALRM"):
+        return (yield)
+    marker = item.get_closest_marker("limit")
+    seconds = marker.args[0] if marker else SECONDS_PER_TEST
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        pytest.fail(f"took more than {seconds} s; @pytest.mark.limit(seconds) allows more")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,93 @@
+"""What the README and the help page show is true: blocks run, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import run
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text: str, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language, each with the line number of its first line."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def shoal_commands(console: str) -> list[list[str]]:
+    """The arguments of every `shoal` call after a `$` prompt, pipes and redirections taken apart."""
+    commands = []
+    lines = console.replace("\\\n", " ").splitlines()
+    for line in (line.removeprefix("$ ") for line in lines if line.startswith("$ ")):
+        words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        words.whitespace_split = True
+        part: list[str] = []
+        for word in [*words, ";"]:
+            if not set(word) <= set("|&;<>"):
+                part.append(word)
+                continue
+            while part and re.fullmatch(r"\w+=.*", part[0]):
+                del part[0]
+            if part and part[0] == "shoal":
+                commands.append(part[1:])
+            part = []
+    return commands
+
+
+@pytest.mark.limit(300)
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = blocks(README.read_text(encoding="utf-8"), "python")
+    assert python, "README.md shows no Python"
+    monkeypatch.chdir(tmp_path)  # whatever an example writes
+    names: dict[str, Any] = {"__name__": "readme"}
+    for line, source in python:
+        padded = "\n" * (line - 1) + source  # so that a traceback names the README's own lines
+        exec(compile(padded, str(README), "exec"), names)
+
+
+def test_console_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [
+        command for _, block in blocks(README.read_text(encoding="utf-8"), "console") for command in shoal_commands(block)
+    ]
+    assert commands, "README.md shows no `$ shoal ...` command"
+    for command in commands:
+        # All options are parsed before --help answers and nothing runs.
+        code = run([*command[:1], "--help", *command[1:]])
+        assert code == 0, f"shoal {shlex.join(command)}: {capsys.readouterr().err}"
+
+
+def test_a_command_that_does_not_parse_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--help", "--no-such-option"]) == 2
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_commands_are_taken_apart() -> None:
+    block = (
+        "$ make demo\n$ A=1 shoal demo | head\nshoal: no command\n$ echo 'x; y' | shoal generate \\\n  --n 4 'a | b' > out\n"
+    )
+    assert shoal_commands(block) == [["demo"], ["generate", "--n", "4", "a | b"]]
+
+
+def test_help_page_is_what_shoal_says() -> None:
+    # In a process of its own: rendering at a fixed width changes settings of the whole process.
+    code = "import sys; from shoal.cli.help import render; sys.stdout.buffer.write(render().encode())"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.decode()
+    page = (ROOT / "docs" / "help.txt").read_text(encoding="utf-8")
+    assert page == said, "docs/help.txt is out of date: run python -m shoal.cli.help"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not missing

@@ -1,0 +1,138 @@
+"""From logits to the declared distribution: one function for target, drafter and plain decoding.
+
+Speculative sampling returns samples of the target's declared distribution p whatever the drafter's q is, provided that p
+at a position depends on nothing but the position's logits and history. So every control is applied here, to both models,
+at each drafted position with the history that the position would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import history, truncation
+from shoal.config import Sampling
+from shoal.errors import BadLogits, RequestError, ShoalError
+from shoal.request import Row
+
+
+def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+    """The declared distribution of each (row, position), by the row's own `Sampling` in the order it documents.
+
+    Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Positions past a row's own draft are
+    padding: finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id on a tie.
+
+    Args:
+        logits: [rows, q, vocab], any float dtype; -inf is allowed. Not modified.
+        rows: one per row of logits.
+        drafts: per row, its drafted tokens so far; may differ in length.
+        first: the draft position that logits[:, 0] belongs to.
+
+    Returns:
+        [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
+
+    Raises:
+        RequestError: if a row's controls leave no token possible, or name ids outside the vocabulary.
+        BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
+    """
+    groups = _groups(rows)
+    if len(groups) == 1:
+        return _of_group(logits, groups[0][0], rows, drafts, first)
+    probs = torch.empty(logits.shape, dtype=_dtype(logits), device=logits.device)
+    for sampling, members in groups:
+        index = torch.tensor(members, device=logits.device)
+        group_rows, group_drafts = [rows[b] for b in members], [drafts[b] for b in members]
+        probs[index] = _of_group(logits[index], sampling, group_rows, group_drafts, first)
+    return probs
+
+
+def _dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
+    """Rows that can be computed together: one `Sampling` of theirs, and their places."""
+    by_key: dict[Any, tuple[Sampling, list[int]]] = {}
+    keys: dict[int, Any] = {}
+    for b, row in enumerate(rows):
+        sampling = row.request.sampling
+        key = keys.get(id(sampling))
+        if key is None:
+            key = keys[id(sampling)] = _key(sampling)
+        by_key.setdefault(key, (sampling, []))[1].append(b)
+    return list(by_key.values())
+
+
+def _key(s: Sampling) -> tuple[Any, ...]:
+    """Equal for settings that mean the same distribution: all fields but the seed, containers by identity."""
+    return (
+        s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repetition_penalty, s.presence_penalty,
+        s.frequency_penalty, s.min_new_tokens, s.no_repeat_ngram, id(s.logit_bias) if s.logit_bias else 0,
+        id(s.bad_words) if s.bad_words else 0, tuple(map(id, s.processors)),
+    )  # fmt: skip
+
+
+def _of_group(
+    logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
+) -> Tensor:
+    """`probabilities` of rows that share one `Sampling`."""
+    own = sampling.reads_history or bool(sampling.logit_bias)
+    scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
+    if own:
+        history.bias_and_penalise(scores, sampling, rows, drafts, first)
+    if sampling.processors:
+        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
+        scores = _possible(scores, logits, sampling, rows, drafts, first)
+        scores = history.process(scores, sampling.processors, rows, drafts, first)
+    if not sampling.greedy:
+        scores = _at_temperature(scores, sampling.temperature)
+    scores = _possible(scores, logits, sampling, rows, drafts, first)
+    if sampling.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    if truncation.truncates(sampling):
+        return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
+    return scores.softmax(-1)
+
+
+def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
+    if temperature == 1:
+        return scores
+    limits = torch.finfo(scores.dtype)
+    if temperature < 1e-6:
+        # Dividing by so little overflows; relative to the highest score, only scores that do not matter can.
+        scores = scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    return scores / min(max(temperature, limits.tiny), limits.max)
+
+
+def _possible(
+    scores: Tensor, logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
+) -> Tensor:
+    """`scores`, every position of which has a finite highest score; padding that had none is made uniform.
+
+    Raises:
+        RequestError, BadLogits: for a position that is not padding.
+    """
+    impossible = ~scores.amax(-1).isfinite()
+    if not bool(impossible.any()):
+        return scores
+    for b, j in impossible.nonzero().tolist():
+        if first + j <= len(drafts[b]):
+            raise _reason(logits[b, j], sampling, rows[b], first + j)
+    return scores.masked_fill(impossible[..., None], 0.0)
+
+
+def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> ShoalError:
+    """Why no token is possible at a position with these logits [vocab]."""
+    where = f"row {row.index} of request {row.group}, draft position {position}"
+    if not bool(logits.amax().isfinite()):
+        return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
+    controls = [
+        f"{f.name}={getattr(sampling, f.name)!r:.80}"
+        for f in fields(sampling)
+        if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
+    ]
+    return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")

@@ -1,0 +1,101 @@
+"""The command line: `shoal demo`, `shoal generate`, `shoal check`.
+
+stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or the model cannot
+be served (the user can mend it), 1 our failure, 130 interrupted. torch and transformers are imported inside commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer import TyperException
+
+from shoal.cli.check import check
+from shoal.cli.demo import demo
+from shoal.cli.generate import generate
+from shoal.errors import ModelError, RequestError
+
+EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="shoal",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(generate)
+app.command()(check)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shoal import __version__
+
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def shoal(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Many samples at once from open language models, by exact batched speculative sampling.
+
+    Start with [bold]shoal demo[/]: it needs no network, no account and no GPU.
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code; every error becomes one line on stderr."""
+    try:
+        code = app(list(arguments), prog_name="shoal", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:  # the reader of stdout left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except TyperException as error:
+        return _report("UsageError", error.format_message(), arguments, EXIT_REQUEST)
+    except (RequestError, ModelError) as error:
+        return _report(type(error).__name__, str(error), arguments, EXIT_REQUEST)
+    except Exception as error:
+        hint = "" if _debug() else " (run again with SHOAL_DEBUG=1 for the traceback)"
+        return _report(type(error).__name__, f"{error}{hint}", arguments, EXIT_FAILURE)
+
+
+def main() -> None:
+    """The entry point of `shoal` and `python -m shoal`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _debug() -> bool:
+    return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")
+
+
+def _report(kind: str, message: str, arguments: Sequence[str], code: int) -> int:
+    """Says what went wrong: a line on stderr and, under --json, an object on stdout."""
+    from shoal.cli.views import stderr
+
+    line = " ".join(message.split())
+    if _debug():
+        traceback.print_exc()
+    name = f"{kind}: " if code == EXIT_FAILURE else ""
+    stderr().print(f"error: {name}{line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if "--json" in arguments:
+        print(json.dumps({"error": {"type": kind, "message": line}}))
+    return code

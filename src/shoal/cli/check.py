@@ -1,0 +1,123 @@
+"""`shoal check`: can this pair be used here, and does it pay?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli import examine
+from shoal.cli.findings import Finding, overall
+from shoal.cli.options import (
+    SPEED,
+    AttentionOption,
+    DeviceOption,
+    DraftOption,
+    DraftRevisionOption,
+    DtypeOption,
+    JsonOption,
+    LocalOption,
+    ModelOption,
+    NewTokensOption,
+    RevisionOption,
+    SamplesOption,
+    Source,
+    TrustOption,
+)
+from shoal.cli.views import Status, stdout
+from shoal.errors import RequestError
+
+EXIT_FAILED_CHECK = 2
+PROMPTS = (
+    'def is_palindrome(text):\n    """Return True if text reads the same backwards."""\n',
+    "import json\nimport sys\n\n\ndef main():\n",
+    "class Stack:\n    def __init__(self):\n",
+)
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def check(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Text to measure acceptance on; repeatable. Without any, some code."),
+    ] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    draft_revision: DraftRevisionOption = None,
+    local_files_only: LocalOption = False,
+    trust_remote_code: TrustOption = False,
+    n: SamplesOption = 8,
+    max_new_tokens: NewTokensOption = 64,
+    k: Annotated[
+        int, typer.Option("--k", "-k", min=1, help="Draft length at which acceptance is measured.", rich_help_panel=SPEED)
+    ] = 4,
+    attention: AttentionOption = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each draft length.", rich_help_panel=SPEED)] = 3,
+    json_output: JsonOption = False,
+) -> int:
+    """Examine a model or a pair: does it load, fit, agree, and pay?
+
+    Every check says ok, warn or fail with a figure and, where needed, what to do.
+    The exit code is 2 if a check failed.
+    """
+    if prompt and not all(prompt):
+        raise RequestError("a prompt is empty; it must hold at least one character")
+    source = Source(
+        model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only
+    )
+    console = stdout()
+    findings = []
+    with Status() as status:
+        for finding in examinations(source, list(prompt or PROMPTS), (n, max_new_tokens, k, repeats), status.say):
+            findings.append(finding)
+            if not json_output:
+                show(console, finding)
+    if json_output:
+        print(json.dumps({"verdict": overall(findings), "checks": [finding.to_dict() for finding in findings]}))
+    else:
+        console.print(Text(f"verdict: {overall(findings)}", style=STYLES[overall(findings)]))
+    return EXIT_FAILED_CHECK if overall(findings) == "fail" else 0
+
+
+def examinations(
+    source: Source, prompts: list[str], work: tuple[int, int, int, int], say: Callable[[str], None]
+) -> Iterator[Finding]:
+    """All findings in order; those about drafting only for a pair that fits."""
+    say("loading ...")
+    model, findings = examine.load(source)
+    yield from findings
+    if model is None:
+        return
+    case = examine.Case(model, prompts, *work, say=say)
+    yield examine.self_check(model.target, "target")
+    if model.draft_model is not None:
+        yield examine.self_check(model.draft_model, "drafter")
+    room = examine.context(case)
+    yield room
+    yield examine.number_format(model.target)
+    yield examine.memory(case)
+    if model.draft_model is None or room.verdict == "fail":
+        return
+    for examination in (examine.acceptance, examine.costs, examine.prediction, examine.identity):
+        yield examination(case)
+
+
+def show(console: Console, finding: Finding) -> None:
+    """Verdict, name and figure; the advice under the figure."""
+    style = STYLES[finding.verdict]
+    line = Table.grid(padding=(0, 1))
+    line.add_column(width=4)
+    line.add_column(width=18)
+    line.add_column()
+    line.add_row(Text(finding.verdict, style), Text(finding.name, "bold"), Text(finding.figure))
+    if finding.advice:
+        line.add_row("", "", Text(f"-> {finding.advice}", style))
+    console.print(line)

@@ -1,0 +1,223 @@
+"""`shoal demo`: the bundled pair at work, then measured against plain decoding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.measure import Identity, Speed, greedy_identity, interleave
+from shoal.cli.options import (
+    OUTPUT,
+    SAMPLING,
+    SPEED,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    LookaheadOption,
+    ModelOption,
+    NewTokensOption,
+    SamplesOption,
+    Source,
+    display_name,
+    dtype_name,
+    parse_lookahead,
+)
+from shoal.cli.streaming import follow
+from shoal.cli.views import Board, Status, plain_table, stdout
+from shoal.config import split_options
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.request import Result
+
+PROMPT = '''def count_multiples_of_7(numbers):
+    """Return how many multiples of 7 numbers has.
+
+    >>> count_multiples_of_7([7, 12, 21, 30])
+    2
+    >>> count_multiples_of_7([1, 2, 3])
+    0
+    """
+'''
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the demo generates."""
+
+    prompt: str
+    n: int
+    lookahead: str | int
+    options: dict[str, Any]
+
+    def run(self, model: Shoal, lookahead: str | int, **changes: Any) -> Result:
+        """All rows at a draft length."""
+        return model.generate(self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes})
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the demo measured."""
+
+    plain: Speed
+    speculative: Speed
+    identity: Identity
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second, speculative over plain."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+
+def demo(
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="What the samples continue.", show_default="a function")
+    ] = PROMPT,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    n: SamplesOption = 8,
+    max_new_tokens: NewTokensOption = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8,
+    seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0,
+    lookahead: LookaheadOption = "fixed:4",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)
+    ] = 3,
+    no_live: Annotated[
+        bool, typer.Option("--no-live", help="Do not show the rows while they fill in.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_output: JsonOption = False,
+) -> int:
+    """Watch eight samples grow, then compare with plain decoding.
+
+    Loads the bundled pair, shows accepted draft tokens in colour, measures speculative against plain decoding on this
+    machine (same seeds, interleaved runs, medians), and checks that greedy decoding gives identical tokens.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty; it must hold at least one character")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    job = Job(prompt, n, parse_lookahead(lookahead or "off"), options)
+    split_options({**options, "lookahead": job.lookahead})
+    console = stdout()
+    with Status() as status:
+        status.say("loading ...")
+        pair = Source(model, draft, dtype, device, max_batch=max(16, n)).load()
+    if pair.draft_model is None:
+        raise RequestError("the demo compares drafting with plain decoding and needs a drafter: give --draft as well")
+    live = console.is_terminal and not no_live and not json_output
+    shown = show_live(pair, job, console) if live else job.run(pair, job.lookahead)
+    if shown is None:
+        return 130
+    if shown.stats.drafted == 0:
+        raise RequestError(f"--lookahead {lookahead} drafts nothing, so there is nothing to compare; try --lookahead 4")
+    findings = measure(pair, job, repeats)
+    if json_output:
+        print(json.dumps(document(pair, job, repeats, shown, findings)))
+    else:
+        report(console, pair, job, repeats, findings)
+    return 0 if findings.identity.holds or not exact(pair) else 1
+
+
+def show_live(model: Shoal, job: Job, console: Console) -> Result | None:
+    """Draws the rows while they fill in; None if Ctrl-C ended it."""
+
+    def decode(ids: list[int]) -> str:
+        return str(model.tokenizer.decode(ids, skip_special_tokens=True))
+
+    console.print(Text(job.prompt.rstrip(), style="dim"))
+    stream = model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
+    with Board(console, job.n, decode) as board:
+        result, interrupted = follow(stream, board.add)
+    return None if interrupted else result
+
+
+def measure(model: Shoal, job: Job, repeats: int) -> Findings:
+    """Times plain and speculative decoding, then compares them greedily."""
+    ways = {"plain": lambda: job.run(model, "off"), "speculative": lambda: job.run(model, job.lookahead)}
+    with Status() as status:
+        status.say("warming up ...")
+        for lookahead in ("off", job.lookahead):
+            job.run(model, lookahead, max_new_tokens=min(WARM_UP_TOKENS, job.options["max_new_tokens"]))
+        results = interleave(ways, repeats, status.say)
+        status.say("comparing greedy decoding ...")
+        identity = greedy_identity(model, [job.prompt], job.n, job.lookahead, max_new_tokens=job.options["max_new_tokens"])
+    return Findings(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
+
+
+def exact(model: Shoal) -> bool:
+    """Whether the number format is precise enough for greedy identity to be a promise."""
+    return dtype_name(model.target) in ("float32", "float64")
+
+
+def report(console: Console, model: Shoal, job: Job, repeats: int, findings: Findings) -> None:
+    """The table, the speed-up and the greedy comparison."""
+    console.print()
+    console.print(
+        f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, T={job.options['temperature']:g}, "
+        f"lookahead {job.lookahead}, {dtype_name(model.target)} on {model.target.device}, medians of {repeats} runs each"
+    )
+    console.print()
+    console.print(comparison(findings.plain, findings.speculative))
+    console.print()
+    console.print(f"speed-up: {findings.speedup:.2f}x", style="bold")
+    console.print(
+        f"greedy identical: {findings.identity.verdict} ({dtype_name(model.target)}, {findings.identity.rows} rows)"
+    )
+    if not findings.identity.holds and not exact(model):
+        console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")
+
+
+def comparison(plain: Speed, speculative: Speed) -> Any:
+    """Plain beside speculative decoding."""
+    table = plain_table("", "plain", "speculative")
+    for label, name, form in (
+        ("tokens/s", "tokens_per_second", ".1f"),
+        ("ms per token, row that ended first", "ms_per_token_first", ".2f"),
+        ("ms per token, mean over rows", "ms_per_token_mean", ".2f"),
+        ("ms per token, row that ended last", "ms_per_token_last", ".2f"),
+        ("acceptance length", "acceptance_length", ".2f"),
+        ("target passes", "target_passes", "d"),
+        ("rounds", "rounds", "d"),
+        ("drafted tokens", "drafted", "d"),
+        ("accepted tokens", "accepted", "d"),
+    ):
+        table.add_row(label, *(format(getattr(speed, name), form) for speed in (plain, speculative)))
+    return table
+
+
+def document(model: Shoal, job: Job, repeats: int, shown: Result, findings: Findings) -> dict[str, Any]:
+    """The JSON object of the demo."""
+    assert model.draft_model is not None
+    identity = findings.identity
+    return {
+        "target": display_name(model.target),
+        "draft": display_name(model.draft_model),
+        "dtype": dtype_name(model.target),
+        "device": str(model.target.device),
+        "prompt": job.prompt,
+        "n": job.n,
+        "lookahead": job.lookahead,
+        **job.options,
+        "repeats": repeats,
+        "plain": findings.plain.to_dict(),
+        "speculative": findings.speculative.to_dict(),
+        "speedup": findings.speedup,
+        "greedy_identical": identity.holds,
+        "greedy": {
+            "rows": identity.rows,
+            "same": identity.same,
+            "drafted": identity.drafted,
+            "difference": identity.difference,
+        },
+        "samples": [{"text": sample.text, "finish_reason": sample.finish_reason} for sample in shown[0].samples],
+    }

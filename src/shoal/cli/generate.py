@@ -1,0 +1,246 @@
+"""`shoal generate`: n samples of every prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shoal.cli.options import (
+    OUTPUT,
+    SAMPLING,
+    AttentionOption,
+    DeviceOption,
+    DraftOption,
+    DraftRevisionOption,
+    DtypeOption,
+    JsonOption,
+    LocalOption,
+    LookaheadOption,
+    MaxBatchOption,
+    ModelOption,
+    NewTokensOption,
+    RevisionOption,
+    SamplesOption,
+    Source,
+    TrustOption,
+    given,
+    parse_lookahead,
+    read_prompts,
+)
+from shoal.cli.streaming import follow
+from shoal.cli.views import Progress, show_output, stderr, stdout
+from shoal.config import Limits, Sampling, split_options
+from shoal.errors import RequestError
+from shoal.request import Output, Result, Sample
+
+EXIT_INTERRUPTED = 130
+FILE_WIDTH = 100
+
+
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable. Without any, stdin is the prompt.")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option("--prompt-file", "-f", help="A file that is one prompt, whole; repeatable.")
+    ] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    draft_revision: DraftRevisionOption = None,
+    local_files_only: LocalOption = False,
+    trust_remote_code: TrustOption = False,
+    n: SamplesOption = 1,
+    max_new_tokens: NewTokensOption = Limits.max_new_tokens,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 = greedy.", show_default=str(Sampling.temperature), rich_help_panel=SAMPLING),
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Smallest set of tokens with this mass; 1 = off.", rich_help_panel=SAMPLING)
+    ] = Sampling.top_p,
+    top_k: Annotated[
+        int, typer.Option(help="The k most probable tokens; 0 = off.", rich_help_panel=SAMPLING)
+    ] = Sampling.top_k,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Tokens at least so probable as the best one times this; 0 = off.", rich_help_panel=SAMPLING),
+    ] = Sampling.min_p,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes the run repeatable; fresh entropy without it.", rich_help_panel=SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING)
+    ] = None,
+    time_budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
+    ] = None,
+    lookahead: LookaheadOption = None,
+    attention: AttentionOption = "auto",
+    max_batch: MaxBatchOption = 16,
+    ranked: Annotated[
+        bool, typer.Option("--ranked", help="Best mean log-probability first.", rich_help_panel=OUTPUT)
+    ] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Log-probabilities of the tokens (with --json).", rich_help_panel=OUTPUT)
+    ] = False,
+    top_logprobs: Annotated[
+        int, typer.Option(help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the results to a file, whole or not at all.", rich_help_panel=OUTPUT),
+    ] = None,
+    json_output: JsonOption = False,
+) -> int:
+    """Generate n samples of every prompt.
+
+    Results go to stdout, progress to stderr. Ctrl-C stops and prints what has finished.
+    """
+    options = given(
+        temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
+        lookahead=None if lookahead is None else parse_lookahead(lookahead),
+    )  # fmt: skip
+    source = Source(
+        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only
+    )
+    form = Form(json_output, ranked, logprobs, top_logprobs, output)
+    split_options(options)  # a wrong value is reported before a model is loaded
+    prompts = read_prompts(prompt or [], prompt_file or [])
+    result, interrupted = _run(source, prompts, n, top_logprobs, options)
+    deliver(result, prompts, form, interrupted)
+    return EXIT_INTERRUPTED if interrupted else 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """How results are shown, and where."""
+
+    json: bool = False
+    ranked: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.logprobs or self.top_logprobs) and not self.json:
+            raise RequestError("--logprobs and --top-logprobs are part of the JSON output: add --json")
+        if self.output is not None and not self.output.parent.is_dir():
+            raise RequestError(f"cannot write {str(self.output)!r}: there is no directory {str(self.output.parent)!r}")
+
+    def samples(self, output: Output) -> Sequence[Sample]:
+        """A prompt's samples in the order in which they are shown."""
+        return output.ranked if self.ranked else output.samples
+
+
+def _temperature(temperature: float | None, greedy: bool) -> float | None:
+    if greedy and temperature:
+        raise RequestError(f"--greedy means --temperature 0, but --temperature {temperature:g} was given: leave one out")
+    return 0.0 if greedy else temperature
+
+
+def _run(source: Source, prompts: list[str], n: int, top_logprobs: int, options: dict[str, Any]) -> tuple[Result, bool]:
+    """Loads the models and generates, with a progress line on stderr."""
+    with Progress() as progress:
+        model = source.load()
+        progress.expect(rows=len(prompts) * n)
+        return follow(model.stream(prompts, n, top_logprobs=top_logprobs, **options), progress.add)
+
+
+def deliver(result: Result, prompts: Sequence[str], form: Form, interrupted: bool) -> None:
+    """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds whole results only."""
+    if interrupted:
+        samples = [sample for output in result for sample in output.samples]
+        finished = sum(sample.finish_reason != "cancelled" for sample in samples)
+        stderr().print(f"interrupted: {finished} of {len(samples)} samples finished")
+    if form.output is None or interrupted:
+        _print(result, prompts, form, stdout())
+        return
+    text = io.StringIO()
+    _print(result, prompts, form, Console(file=text, width=FILE_WIDTH))
+    write_whole(form.output, text.getvalue())
+
+
+def _print(result: Result, prompts: Sequence[str], form: Form, console: Console) -> None:
+    if form.json:
+        console.file.write(json.dumps(document(result, prompts, form), allow_nan=False) + "\n")
+        return
+    for index, (output, prompt) in enumerate(zip(result, prompts, strict=True), 1):
+        first_line = next((line for line in prompt.splitlines() if line.strip()), "")
+        title = f"prompt {index} of {len(prompts)}: {first_line}" if len(prompts) > 1 else None
+        show_output(console, output, title, form.ranked)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that nobody ever sees a part of it."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def document(result: Result, prompts: Sequence[str], form: Form) -> dict[str, Any]:
+    """The JSON object of a result."""
+    return {
+        "prompts": [
+            {"prompt": prompt, "samples": [_sample(sample, form) for sample in form.samples(output)]}
+            for output, prompt in zip(result, prompts, strict=True)
+        ],
+        "stats": result.stats.to_dict(),
+    }
+
+
+def _sample(sample: Sample, form: Form) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "text": sample.text,
+        "token_ids": list(sample.token_ids),
+        "mean_logprob": _finite(sample.mean_logprob),
+        "finish_reason": sample.finish_reason,
+        "finished_at_s": sample.finished_at,
+        "rounds": sample.rounds,
+        "drafted": sample.drafted,
+        "accepted": sample.accepted,
+    }
+    if form.logprobs:
+        entry["logprobs"] = [_finite(value) for value in sample.logprobs]
+        entry["processed_logprobs"] = [_finite(value) for value in sample.processed_logprobs]
+    if form.top_logprobs:
+        entry["top_logprobs"] = [{"raw": _pairs(top.raw), "processed": _pairs(top.processed)} for top in sample.top_logprobs]
+    return entry
+
+
+def _pairs(pairs: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
+    return [[token, _finite(value)] for token, value in pairs]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinities: null."""
+    return value if math.isfinite(value) else None

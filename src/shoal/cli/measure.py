@@ -1,0 +1,183 @@
+"""Timing two ways of decoding fairly, and what follows from measured costs.
+
+Runs are interleaved, so that a machine that warms up or has company treats all ways alike, and medians are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.request import Result, Sample
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over repeated runs of one way of decoding.
+
+    Attributes:
+        ms_per_token_first, ms_per_token_mean, ms_per_token_last: time from submission to the end of a row, per token of
+            it: of the row that ended first, the mean over rows, of the row that ended last.
+    """
+
+    tokens_per_second: float
+    seconds: float
+    ms_per_token_first: float
+    ms_per_token_mean: float
+    ms_per_token_last: float
+    acceptance_length: float
+    target_passes: int
+    rounds: int
+    drafted: int
+    accepted: int
+    committed: int
+
+    @staticmethod
+    def of(results: Sequence[Result]) -> Speed:
+        """The medians; counts differ between runs only if seeds do."""
+        stats = [result.stats for result in results]
+        first, mean, last = (median(times) for times in zip(*map(_row_times, results), strict=True))
+
+        def middle(name: str) -> Any:
+            return median(getattr(one, name) for one in stats)
+
+        counts = {name: round(middle(name)) for name in ("target_passes", "rounds", "drafted", "accepted", "committed")}
+        return Speed(
+            tokens_per_second=middle("tokens_per_second"),
+            seconds=middle("seconds"),
+            ms_per_token_first=first,
+            ms_per_token_mean=mean,
+            ms_per_token_last=last,
+            acceptance_length=middle("acceptance_length"),
+            **counts,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def _row_times(result: Result) -> tuple[float, float, float]:
+    """Milliseconds per token of the row that ended first, of the mean row, of the row that ended last."""
+    rows = sorted(rows_of(result), key=lambda sample: sample.finished_at)
+    times = [1000 * sample.finished_at / max(1, len(sample.token_ids)) for sample in rows]
+    return times[0], fmean(times), times[-1]
+
+
+def rows_of(result: Result) -> list[Sample]:
+    """All samples of all prompts, in order."""
+    return [sample for output in result for sample in output.samples]
+
+
+def interleave(
+    ways: Mapping[str, Callable[[], Result]], repeats: int, say: Callable[[str], None]
+) -> dict[str, list[Result]]:
+    """Runs every way `repeats` times, taking turns, every other turn in reverse order."""
+    results: dict[str, list[Result]] = {name: [] for name in ways}
+    for repeat in range(repeats):
+        for name in list(ways)[:: -1 if repeat % 2 else 1]:
+            say(f"measuring {name}, {repeat + 1} of {repeats} ...")
+            results[name].append(ways[name]())
+    return results
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whether greedy speculation gave the token ids of greedy plain decoding.
+
+    Attributes:
+        rows, same: rows compared, rows equal. drafted: of the speculative run; 0 proves nothing.
+        difference: prompt, row and position of the first difference.
+    """
+
+    rows: int
+    same: int
+    drafted: int
+    difference: tuple[int, int, int] | None
+
+    @property
+    def holds(self) -> bool:
+        """Every row is the same, and speculation took part."""
+        return self.same == self.rows and self.drafted > 0
+
+    @property
+    def verdict(self) -> str:
+        """ "yes", or "no" with the reason."""
+        if self.drafted == 0:
+            return "no (nothing was drafted, so nothing was tested)"
+        if self.difference is None:
+            return "yes"
+        prompt, row, position = self.difference
+        return f"no (first difference: prompt {prompt + 1}, row {row + 1}, token {position + 1})"
+
+
+def greedy_identity(model: Shoal, prompts: Sequence[str], n: int, lookahead: str | int, **options: Any) -> Identity:
+    """Decodes greedily, plainly and speculatively, and compares the token ids of all rows."""
+    plain = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
+    speculative = model.generate(prompts, n, temperature=0.0, lookahead=lookahead, **options)
+    same, difference = 0, None
+    for prompt, (left, right) in enumerate(zip(plain, speculative, strict=True)):
+        for row, (a, b) in enumerate(zip(left.samples, right.samples, strict=True)):
+            position = first_difference(a.token_ids, b.token_ids)
+            same += position is None
+            if position is not None and difference is None:
+                difference = (prompt, row, position)
+    return Identity(len(rows_of(plain)), same, speculative.stats.drafted, difference)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position at which two sequences differ; None for equal ones."""
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return position
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds for a full batch.
+
+    Attributes:
+        target: draft length -> one target pass over draft length + 1 positions per row; has 0.
+        draft: one drafted token per row.
+        overhead: bookkeeping of a round with drafts. plain_overhead: of a round without.
+    """
+
+    target: Mapping[int, float]
+    draft: float
+    overhead: float
+    plain_overhead: float
+
+    def target_pass(self, k: int) -> float:
+        """The cost at any draft length: measured, or on the line through the nearest two that were."""
+        known = sorted(self.target)
+        right = next((length for length in known[1:] if length >= k), known[-1])
+        left = known[known.index(right) - 1]
+        slope = (self.target[right] - self.target[left]) / (right - left)
+        return self.target[left] + slope * (k - left)
+
+
+def per_position(rate: float, k: int) -> float:
+    """The probability a with which each next draft token is accepted, from accepted / drafted at draft length k.
+
+    Drafts are kept up to the first rejection, so the rate is (a + a^2 + ... + a^k) / k; solved by bisection.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(1, k + 1)) / k < rate:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
+    """Tokens per round, (1 - a^(k+1)) / (1 - a), over what a round costs compared with a plain one."""
+    tokens = sum(acceptance**i for i in range(k + 1))
+    plain = costs.target[0] + costs.plain_overhead
+    return tokens * plain / (costs.target_pass(k) + k * costs.draft + costs.overhead)

@@ -1,0 +1,154 @@
+"""The options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.runner import Runner
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+MODELS, SAMPLING, SPEED, OUTPUT = "Models", "Sampling and limits", "Speculation and speed", "Output"
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.", rich_help_panel=MODELS),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.", rich_help_panel=MODELS),
+]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.", rich_help_panel=MODELS)]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODELS)]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of the target.", rich_help_panel=MODELS)
+]
+DraftRevisionOption = Annotated[
+    str | None, typer.Option("--draft-revision", help="Branch, tag or commit of the drafter.", rich_help_panel=MODELS)
+]
+LocalOption = Annotated[bool, typer.Option("--local-files-only", help="Never go to the network.", rich_help_panel=MODELS)]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
+]
+AttentionOption = Annotated[str, typer.Option("--attention", help="How ragged rows are attended to.", rich_help_panel=SPEED)]
+MaxBatchOption = Annotated[
+    int, typer.Option("--max-batch", help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
+]
+LookaheadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lookahead", "--k", "-k", metavar="K|off|bass|fixed:K",
+        help="Draft length: tokens proposed per row and round; off or 0 = plain decoding.",
+        rich_help_panel=SPEED,
+    ),
+]  # fmt: skip
+SamplesOption = Annotated[int, typer.Option("-n", "--samples", min=1, help="Samples per prompt.", rich_help_panel=SAMPLING)]
+NewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", help="Tokens per sample at most.", rich_help_panel=SAMPLING)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=OUTPUT)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which models to load, and how: the arguments of `shoal.load`."""
+
+    model: str | None = None
+    draft: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    draft_revision: str | None = None
+    attention: str = "auto"
+    max_batch: int = 16
+    trust_remote_code: bool = False
+    local_files_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and self.model is None:
+            raise RequestError("--draft needs --model: a drafter fits one target; without both, the bundled pair is used")
+
+    def target_alone(self) -> Source:
+        """The same without the drafter."""
+        return replace(self, draft=None, draft_revision=None)
+
+    def load(self) -> Shoal:
+        """Loads the pair, or the target alone where there is no drafter."""
+        self._quieten_transformers()
+        from shoal.api import load
+
+        options = dict(vars(self))
+        return load(options.pop("model"), options.pop("draft"), **options)
+
+    def _quieten_transformers(self) -> None:
+        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if all(name is None or Path(name).is_dir() for name in (self.model, self.draft)):
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def parse_lookahead(text: str) -> str | int:
+    """A draft length as the engine takes it, checked: "4" is an int, everything else the name of a rule."""
+    from shoal.lookahead import by_name
+
+    lookahead = int(text) if text.isdecimal() else text
+    by_name(lookahead)
+    return lookahead
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that the user gave; the rest keep the library's defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def display_name(runner: Runner) -> str:
+    """A model's name as the user gave it; "bundled target" for a model that came with shoal."""
+    from shoal.models import bundled
+
+    path = Path(runner.name)
+    return f"bundled {path.name}" if path.parent == bundled("target").parent else runner.name
+
+
+def dtype_name(runner: Runner) -> str:
+    """The bare name: float32, not torch.float32."""
+    return str(runner.dtype).removeprefix("torch.")
+
+
+def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    """The prompts of a command line: texts, then whole files; stdin where there is neither.
+
+    Raises:
+        RequestError: for a file that cannot be read, an empty prompt, or none at all.
+    """
+    found = [("--prompt", text) for text in prompts]
+    found += [(str(file), _read(file)) for file in files]
+    if not found:
+        if sys.stdin.isatty():
+            raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin")
+        try:
+            found = [("stdin", sys.stdin.read())]
+        except UnicodeDecodeError as error:
+            raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
+    for name, text in found:
+        if not text:
+            raise RequestError(f"the prompt from {name} is empty; it must hold at least one character")
+    return [text for _, text in found]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot read prompt file {str(file)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt file {str(file)!r} is not UTF-8 text: {error.reason}") from error

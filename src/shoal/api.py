@@ -142,14 +142,14 @@ class Shoal:
 class Stream(Iterator[Increment]):
     """A run in progress: iterate it to drive it.
 
-    Closing or dropping it leaves nothing behind; `result()` is complete once it is exhausted or cancelled.
+    Dropping it leaves nothing behind; `result()` is complete once it is exhausted or cancelled. `rows`: the rows of each prompt.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], *, text: bool = True) -> None:
         self._engine, self._requests = engine, list(requests)
         self._started = time.perf_counter()
-        self._groups = [engine.submit(request, stream=text) for request in self._requests]
-        self._prompt = {id(row): i for i, rows in enumerate(self._groups) for row in rows}
+        self.rows = [engine.submit(request, stream=text) for request in self._requests]
+        self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
         self._samples: dict[int, Sample] = {}
         self._queue: list[Increment] = []
 
@@ -165,7 +165,7 @@ class Stream(Iterator[Increment]):
         """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""
         chosen = [
             row
-            for i, rows in enumerate(self._groups) if prompt in (None, i)
+            for i, rows in enumerate(self.rows) if prompt in (None, i)
             for row in rows if sample in (None, row.index)
         ]  # fmt: skip
         self._take(self._engine.cancel(chosen))
@@ -176,12 +176,12 @@ class Stream(Iterator[Increment]):
         Raises:
             RequestError: while rows are still running.
         """
-        running = sum(map(len, self._groups)) - len(self._samples)
+        running = sum(map(len, self.rows)) - len(self._samples)
         if running:
             raise RequestError(f"{running} rows are still running: exhaust the stream or cancel it first")
         outputs = tuple(
             Output(request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows))
-            for request, rows in zip(self._requests, self._groups, strict=True)
+            for request, rows in zip(self._requests, self.rows, strict=True)
         )
         return Result(outputs, self._engine.stats)
 

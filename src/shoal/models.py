@@ -83,9 +83,15 @@ def _context(config: Any) -> int:
 
 
 def wrap(hf: Any, name: str, attention: str = "auto", self_check: bool = True) -> Runner:
-    """A runner around a Transformers model object, checked."""
+    """A runner around a Transformers model object, checked.
+
+    Raises:
+        RequestError: if the model is in training mode. UnsupportedModel: see `capabilities` and `Runner.self_check`.
+    """
+    if hf.training:
+        raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
     door, context = capabilities(hf, name)
-    runner = Runner(hf.eval(), name, door, context, attention)
+    runner = Runner(hf, name, door, context, attention)
     if self_check:
         runner.self_check()
     return runner
@@ -114,7 +120,7 @@ def load_runner(
         raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it")
     hf = _from(source, transformers.AutoModelForCausalLM, dtype=kind, **hub)
     try:
-        hf = hf.to(place)
+        hf = hf.to(place).eval()
     except RuntimeError as error:
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
     return wrap(hf, str(source), attention)

@@ -1,0 +1,161 @@
+"""`model.generate(custom_generate=shoal.custom_generate)` returns what `generate` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+import shoal
+from shoal import transformers_door
+from shoal.engine import Engine
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.stats import Stats
+
+VOCAB = 61
+
+
+def llama(seed: int, layers: int) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    return llama(0, 2), llama(1, 1)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
+    """The stats of every engine the door makes: proof that the speculative path ran."""
+    stats: list[Stats] = []
+    made = Engine.__init__
+
+    def spy(self: Engine, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        stats.append(self.stats)
+
+    monkeypatch.setattr(Engine, "__init__", spy)
+    return stats
+
+
+PROMPT = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 4]])
+
+
+def test_greedy_equals_generate(pair: tuple[Any, Any], ran: list[Stats]) -> None:
+    target, drafter = pair
+    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False, num_return_sequences=1)
+    ours = target.generate(
+        PROMPT, max_new_tokens=20, do_sample=False, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3
+    )
+    assert torch.equal(plain, ours)
+    assert ran[0].drafted > 0
+    assert ran[0].prefills == 2
+
+
+def test_left_padding_and_several_samples_of_one_prompt(pair: tuple[Any, Any], ran: list[Stats]) -> None:
+    target, drafter = pair
+    ids = torch.tensor([[0, 0, 7, 8], [9, 3, 4, 4]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    ours = target.generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=0, num_return_sequences=3,
+        custom_generate=shoal.custom_generate, draft_model=drafter, lookahead="bass",
+    )  # fmt: skip
+    assert ours.shape == (6, 16)
+    assert torch.equal(ours[:, :4], ids.repeat_interleave(3, dim=0))
+    assert ran[0].prefills == 2  # once per prompt, not per sample
+    alone = target.generate(torch.tensor([[7, 8]]), max_new_tokens=12, do_sample=False)
+    greedy = target.generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, custom_generate=shoal.custom_generate, draft_model=drafter
+    )
+    assert torch.equal(greedy[0, 4:], alone[0, 2:])
+
+
+def test_return_dict_scores_and_logits(pair: tuple[Any, Any]) -> None:
+    target, drafter = pair
+    options: dict[str, Any] = dict(
+        max_new_tokens=10, do_sample=False, repetition_penalty=1.3, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    plain = target.generate(PROMPT, **options)
+    ours = target.generate(PROMPT, custom_generate=shoal.custom_generate, draft_model=drafter, **options)
+    assert type(ours) is type(plain)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(ours, name), getattr(plain, name)
+        assert len(mine) == len(theirs) == 10
+        torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), atol=1e-4, rtol=1e-4)
+
+
+def test_eos_pads_and_manual_seed_repeats(pair: tuple[Any, Any]) -> None:
+    target, drafter = pair
+    options: dict[str, Any] = dict(
+        max_new_tokens=30, do_sample=True, top_k=0, eos_token_id=[11, 12, 13, 14, 15], pad_token_id=0, num_return_sequences=8,
+        custom_generate=shoal.custom_generate, draft_model=drafter,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    first = target.generate(PROMPT[:1], **options)
+    torch.manual_seed(3)
+    assert torch.equal(first, target.generate(PROMPT[:1], **options))
+    for row in first[:, 4:].tolist():
+        ends = [i for i, token in enumerate(row) if 11 <= token <= 15]
+        if ends:
+            assert all(token == 0 for token in row[ends[0] + 1 :])
+
+
+class Seven(StoppingCriteria):
+    """Stops a row once it holds seven new tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 11, dtype=torch.bool)
+
+
+def test_own_stopping_criteria_inside_a_block(pair: tuple[Any, Any]) -> None:
+    target, _ = pair
+    ours = target.generate(
+        PROMPT, max_new_tokens=30, do_sample=False, stopping_criteria=[Seven()], custom_generate=shoal.custom_generate,
+        draft_model=target, lookahead=4,
+    )  # fmt: skip
+    assert ours.shape[1] == 11
+
+
+def test_the_model_is_its_owners_again(pair: tuple[Any, Any]) -> None:
+    target, drafter = pair
+    before = target.config._attn_implementation
+    target.generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate, draft_model=drafter)
+    assert target.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams must be 1"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "must be off"),
+        ({"lookahead": "soon"}, "lookahead must be"),
+        ({"attention": "magic"}, "attention must be one of"),
+    ],
+)
+def test_what_is_refused(pair: tuple[Any, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        pair[0].generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate, draft_model=pair[1], **options)
+
+
+def test_training_mode_is_refused() -> None:
+    model = llama(5, 1).train()
+    with pytest.raises(RequestError, match="training mode"):
+        model.generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate)
+
+
+def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(6, 1)
+    model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
+    monkeypatch.setattr(transformers_door.models, "wrap", lambda *a: pytest.fail("checked twice"))
+    model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
+    assert issubclass(UnsupportedModel, shoal.ModelError)

@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 export PYTHON PIP_ARGS TORCH
 
 BIN := .venv/bin
-# Touched by scripts/setup.sh as its last act: an install that was killed is made again.
+# Marks that scripts/setup.sh leaves as its last act: an install that was killed is made again.
 CORE := .venv/done-core
 DEV := .venv/done-dev
 

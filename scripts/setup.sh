@@ -8,7 +8,6 @@ cd "$(dirname "$0")/.."
 
 part=${1:?core or dev}
 venv=.venv
-busy=$venv/busy # there while an install is under way: found at the start, the last one was killed
 read -ra pip_args <<<"${PIP_ARGS:-}"
 torch_version=$(sed -n 's/^torch==//p' constraints.txt)
 
@@ -44,7 +43,7 @@ install_cpu_torch() {
 }
 
 install_torch() {
-    say "installing torch $torch_version (once; a minute or two)"
+    say "installing torch $torch_version (a minute or two, the first time)"
     if [[ -n ${TORCH:-} ]]; then
         pip_install "$TORCH"
     elif [[ $(uname -s) == Linux ]] && ! command -v nvidia-smi >/dev/null; then
@@ -54,8 +53,9 @@ install_torch() {
     fi
 }
 
-[[ -f $venv/done-core && ! -f $busy ]] || make_venv
-touch "$busy"
+# The marks are gone while an install is under way: one that was killed leaves none, and all is made anew.
+[[ -f $venv/done-core ]] || make_venv
+rm -f "$venv"/done-*
 if [[ $part == core ]]; then
     pip_install 'pip>=22.3' # a Python of 2021 brings one that cannot install from pyproject.toml in place
     install_torch
@@ -65,5 +65,5 @@ else
     say "installing shoal's tests and tools"
     pip_install -e '.[dev]'
 fi
-rm "$busy"
-touch "$venv/done-$part" # last: what this file says is done is done
+touch "$venv/done-core"
+[[ $part == core ]] || touch "$venv/done-$part"

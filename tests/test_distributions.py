@@ -65,8 +65,11 @@ def assert_same_but_for_ties(got: Tensor, expected: Tensor, logits: Tensor) -> N
 
 scores_1d = st.builds(
     lambda vocab, seed, scale, grid: random_logits(seed, 1, 1, vocab, scale, grid)[0, 0],
-    st.sampled_from(VOCABS), st.integers(0, 10**6), st.sampled_from([0.01, 1.0, 4.0, 12.0]), st.sampled_from([0.0, 0.25, 1.0]),
-)  # fmt: skip
+    st.sampled_from(VOCABS),
+    st.integers(0, 10**6),
+    st.sampled_from([0.01, 1.0, 4.0, 12.0]),
+    st.sampled_from([0.0, 0.25, 1.0]),
+)
 
 
 def near_threshold(logits: Tensor, mass: float) -> bool:
@@ -328,7 +331,8 @@ def test_a_processor_sees_exactly_the_histories() -> None:
     [
         hf.TopPLogitsWarper(0.8), hf.MinPLogitsWarper(0.1), hf.TopHLogitsWarper(0.5), hf.TypicalLogitsWarper(0.7),
         hf.EpsilonLogitsWarper(0.01), hf.EtaLogitsWarper(0.02), hf.InfNanRemoveLogitsProcessor(), hf.LogitNormalization(),
-        hf.SuppressTokensLogitsProcessor([1, 2]), hf.RepetitionPenaltyLogitsProcessor(1.5), hf.NoRepeatNGramLogitsProcessor(2),
+        hf.SuppressTokensLogitsProcessor([1, 2]), hf.RepetitionPenaltyLogitsProcessor(1.5),
+        hf.NoRepeatNGramLogitsProcessor(2),
     ],
     ids=lambda processor: type(processor).__name__,
 )  # fmt: skip
@@ -364,7 +368,8 @@ def test_a_processor_that_changes_the_shape_is_named() -> None:
 
 MIXED = [
     Sampling(), Sampling(seed=4), Sampling(temperature=0), Sampling(temperature=0.3), Sampling(top_k=3), Sampling(top_p=0.6),
-    Sampling(min_p=0.2), Sampling(typical_p=0.5), RICH, Sampling(temperature=0, no_repeat_ngram=1), Sampling(top_k=9, top_p=0.8),
+    Sampling(min_p=0.2), Sampling(typical_p=0.5), RICH, Sampling(temperature=0, no_repeat_ngram=1),
+    Sampling(top_k=9, top_p=0.8),
 ]  # fmt: skip
 
 

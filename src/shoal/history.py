@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def bias_and_penalise(
             scores.view(-1).index_fill_(0, _ints(per_position, scores.device), -torch.inf)
 
 
-def _ints(values: Iterable[int], device: torch.device) -> Tensor:
+def _ints(values: list[int], device: torch.device) -> Tensor:
     """int64 [len(values)]; by way of an array, several times faster than torch.tensor of a list."""
     buffer = array("q", values)
     if not buffer:
@@ -107,9 +107,9 @@ def _replace(
 def _committed_counts(scores: Tensor, committed: Sequence[Mapping[int, int]]) -> tuple[Tensor, Tensor]:
     """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at each of its positions."""
     (n, q, vocab), device = scores.shape, scores.device
-    ids = _ints(itertools.chain.from_iterable(committed), device)
-    count = _ints(itertools.chain.from_iterable(c.values() for c in committed), device)
-    row = torch.arange(n, device=device).repeat_interleave(_ints(map(len, committed), device), output_size=len(ids))
+    ids = _ints(list(itertools.chain.from_iterable(committed)), device)
+    count = _ints(list(itertools.chain.from_iterable(c.values() for c in committed)), device)
+    row = torch.arange(n, device=device).repeat_interleave(_ints(list(map(len, committed)), device), output_size=len(ids))
     # An embedding may be larger than the output layer: such ids have no score to change.
     inside = ids < vocab
     if not bool(inside.all()):

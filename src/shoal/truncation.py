@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shoal.config import Sampling
 
-_NUCLEUS = 64
-"""Candidates tried first for a plain top_p: enough for a peaked distribution, cheap when they are not."""
+_FIRST = 64
+"""Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they are not."""
 _TIES = 16
 """Candidates beyond top_k, so that a few ties with the k-th score do not force a wider list."""
-_WIDEN = 16
+_WIDEN = 4
 
 
 def truncates(sampling: Sampling) -> bool:
@@ -40,54 +40,75 @@ def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
     Returns:
         [n, vocab] probabilities, same dtype.
     """
-    if not (sampling.top_k or sampling.top_p < 1 or sampling.typical_p < 1):
-        return _min_p_softmax(scores, sampling.min_p)
     vocab = scores.shape[-1]
     if sampling.top_k:
         return _truncate(scores, sampling, min(sampling.top_k, vocab) + _TIES)
-    # Typicality orders tokens by surprise, not by score, so without another cut every token is a candidate.
-    return _truncate(scores, sampling, _NUCLEUS if sampling.top_p < 1 else vocab)
-
-
-def _min_p_softmax(scores: Tensor, min_p: float) -> Tensor:
+    if sampling.top_p < 1:
+        mass = (scores - scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
+        return _truncate(scores, sampling, _FIRST, mass)
     probs = scores.softmax(-1)
-    probs = torch.where(probs < min_p * probs.amax(-1, keepdim=True), 0.0, probs)
-    return probs / probs.sum(-1, keepdim=True)
+    if sampling.min_p:
+        probs = torch.where(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
+        probs = probs.div_(probs.sum(-1, keepdim=True))
+    return _typical(probs, sampling.typical_p, _FIRST) if sampling.typical_p < 1 else probs
 
 
-def _truncate(scores: Tensor, sampling: Sampling, width: int) -> Tensor:
-    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], wider where they do not suffice."""
-    vocab = scores.shape[-1]
-    complete = 2 * width > vocab
-    values, ids = scores.sort(dim=-1, descending=True, stable=True) if complete else _largest(scores, width)
-    if not complete and sampling.top_p < 1:
-        values, ids = _lower_id_first(values, ids)
+def _truncate(scores: Tensor, sampling: Sampling, width: int, mass: Tensor | None = None) -> Tensor:
+    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], wider where they do not suffice.
+
+    mass: [n, 1], sum of exp(score - highest score) over the row; needed when top_p comes without top_k.
+    """
+    values, ids, complete = _highest(scores, width)
     kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
-        mass = kept if complete or sampling.top_k else scores
-        kept = _keep_top_p(kept, mass.logsumexp(-1, keepdim=True), sampling.top_p)
+        if not complete:
+            ids = _lower_id_first(values, ids)
+        kept = _keep_top_p(kept, mass, sampling.top_p)
         end = end if sampling.top_k else kept
     if sampling.min_p:
         kept = _keep_min_p(kept, sampling.min_p)
     if sampling.typical_p < 1:
-        kept = _keep_typical(kept, sampling.typical_p)
+        probs = kept.softmax(-1)
+        kept = kept.masked_fill(_typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf)
     probs = torch.zeros_like(scores).scatter_(-1, ids, kept.softmax(-1))
     # Outside the list no score is above the list's last; where the first cut kept that one, it may have ties out there.
     if not complete and bool((short := _lowest(end) <= values[:, -1]).any()):
-        probs[short] = _truncate(scores[short], sampling, _WIDEN * width)
+        probs[short] = _truncate(scores[short], sampling, _WIDEN * width, None if mass is None else mass[short])
     return probs
 
 
-def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` highest scores of each row [n, vocab] and their ids, highest first; ties in any order.
+def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
+    """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold `mass`; 0 elsewhere."""
+    logp = probs.log()
+    distance = (logp - (logp * probs).nansum(-1, keepdim=True)).abs()
+    nearest, ids, complete = _highest(-distance, width)
+    cumulative = probs.gather(-1, ids).cumsum(-1)
+    needed = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
+    limit = nearest.gather(-1, needed)
+    kept = torch.where(-distance < limit, 0.0, probs)
+    kept = kept.div_(kept.sum(-1, keepdim=True))
+    if not complete and bool((short := cumulative[:, -1] < mass).any()):
+        kept[short] = _typical(probs[short], mass, _WIDEN * width)
+    return kept
 
-    In two levels: the `width` highest of the maxima of disjoint columns hold the `width` highest scores, and both
-    selections are much shorter than one over the vocabulary.
-    """
+
+def _highest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
+    """The `width` highest scores of each row [n, vocab] and their ids, highest first; or all, and True, if width is near
+    vocab. Equal scores: lowest id first in a full list, in any order in a short one."""
+    if 2 * width > scores.shape[-1]:
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return values, ids, True
+    return *_largest(scores, width), False
+
+
+def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """torch.topk for a long last dimension, in two levels: the `width` highest of the maxima of disjoint columns hold the
+    `width` highest scores, and both selections are much shorter than one over the vocabulary."""
     n, vocab = scores.shape
     depth = 1 << round(0.5 * math.log2(vocab / width))
     if depth < 4:
-        return scores.topk(width, dim=-1)
+        values, ids = scores.topk(width, dim=-1)
+        return values, ids
     stride = vocab // depth
     columns = scores[:, : depth * stride].reshape(n, depth, stride).amax(1).topk(width, dim=-1, sorted=False).indices
     ids = (columns[:, None] + torch.arange(0, depth * stride, stride, device=scores.device)[:, None]).flatten(1)
@@ -97,13 +118,12 @@ def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(-1, order)
 
 
-def _lower_id_first(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Orders equal scores of a descending list [n, m] by id."""
+def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:
+    """The ids of a descending list [n, m], those of equal scores in ascending order."""
     if not bool((values[:, 1:] == values[:, :-1]).any()):
-        return values, ids
+        return ids
     ids, order = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
+    return ids.gather(-1, values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def _lowest(kept: Tensor) -> Tensor:
@@ -116,24 +136,15 @@ def _keep_top_k(values: Tensor, k: int) -> Tensor:
     return values.masked_fill(values < kth, -torch.inf)
 
 
-def _keep_top_p(values: Tensor, log_mass: Tensor, top_p: float) -> Tensor:
-    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of a total mass exp(log_mass) [n, 1]."""
-    cumulative = (values - log_mass).exp().cumsum(-1)
+def _keep_top_p(values: Tensor, mass: Tensor | None, top_p: float) -> Tensor:
+    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass; by default, of its own."""
+    cumulative = (values - values[:, :1]).exp_().cumsum(-1)
+    mass = cumulative[:, -1:] if mass is None else mass
     drop = torch.zeros_like(values, dtype=torch.bool)
-    torch.ge(cumulative[:, :-1], top_p, out=drop[:, 1:])
+    torch.ge(cumulative[:, :-1], top_p * mass, out=drop[:, 1:])
     return values.masked_fill(drop, -torch.inf)
 
 
 def _keep_min_p(values: Tensor, min_p: float) -> Tensor:
     probs = values.softmax(-1)
     return values.masked_fill(probs < min_p * probs[:, :1], -torch.inf)
-
-
-def _keep_typical(values: Tensor, mass: float) -> Tensor:
-    """Keeps the tokens of a list [n, m] whose surprise is nearest the entropy, until they hold `mass`."""
-    logp = values.log_softmax(-1)
-    probs = logp.exp()
-    entropy = -(logp * probs).nansum(-1, keepdim=True)
-    distance, order = (-logp - entropy).abs().sort(dim=-1, stable=True)
-    needed = (probs.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True).clamp_(max=values.shape[-1] - 1)
-    return values.masked_fill((-logp - entropy).abs() > distance.gather(-1, needed), -torch.inf)

@@ -5,11 +5,13 @@
 #   TORCH=torch==2.13.0        exactly this torch; otherwise a machine without an NVIDIA GPU gets a CPU build, and the
 #                              install stops with advice if it finds none, rather than fetch gigabytes of CUDA
 #   PYTEST_ARGS='-k accept'    further arguments for pytest
+#   BENCH_ARGS='-n 16'         arguments for the measurements; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
 PIP_ARGS ?=
 TORCH ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export PYTHON PIP_ARGS TORCH
 
 BIN := .venv/bin
@@ -17,13 +19,16 @@ BIN := .venv/bin
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo test lint types format clean
+.PHONY: help demo bench test lint types format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(CORE) ## n samples from the bundled pair, and what speculation did
 	@$(BIN)/shoal demo
+
+bench: $(CORE) ## speculative against plain decoding and Hugging Face generate, measured here
+	@$(BIN)/python -m shoal.bench $(BENCH_ARGS)
 
 test: $(DEV) ## all tests
 	@$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)

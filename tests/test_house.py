@@ -56,9 +56,9 @@ WITHIN = {
 
 # Who may import these packages, at the top of a file or inside a function.
 RESERVED = {
-    "transformers": "models cache attention transformers_door testing train",
-    "typer": "cli train",
-    "rich": "cli train",
+    "transformers": "models cache attention transformers_door testing train bench",
+    "typer": "cli train bench",
+    "rich": "cli train bench",
     "matplotlib": "bench",
     "triton": "attention",
 }

@@ -52,7 +52,7 @@ def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     names: dict[str, Any] = {"__name__": "readme"}
     for line, source in python:
         padded = "\n" * (line - 1) + source  # so that a traceback names the README's own lines
-        exec(compile(padded, str(README), "exec"), names)
+        exec(compile(padded, str(README), "exec", dont_inherit=True), names)
 
 
 def test_console_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,7 @@ from typing import Annotated
 import typer
 from typer import TyperException
 
-from shoal.cli.check import check
-from shoal.cli.demo import demo
-from shoal.cli.generate import generate
+from shoal.cli import check, demo, generate
 from shoal.errors import ModelError, RequestError
 
 EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
@@ -30,9 +28,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(generate)
-app.command()(check)
+app.command()(demo.demo)
+app.command()(generate.generate)
+app.command()(check.check)
 
 
 def _print_version(wanted: bool) -> None:

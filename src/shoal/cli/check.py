@@ -65,8 +65,7 @@ def check(
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?
 
-    Every check says ok, warn or fail with a figure and, where needed, what to do.
-    The exit code is 2 if a check failed.
+    Every check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one failed.
     """
     if prompt and not all(prompt):
         raise RequestError("a prompt is empty; it must hold at least one character")

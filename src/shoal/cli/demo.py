@@ -100,8 +100,11 @@ def demo(
 ) -> int:
     """Watch eight samples grow, then compare with plain decoding.
 
-    Loads the bundled pair, shows accepted draft tokens in colour, measures speculative against plain decoding on this
-    machine (same seeds, interleaved runs, medians), and checks that greedy decoding gives identical tokens.
+    Shows which tokens were drafted and accepted, in colour, while the samples fill in.
+
+    Then measures speculative against plain decoding: same seeds, interleaved runs, medians.
+
+    Last, decodes greedily both ways: the tokens must be identical.
     """
     if not prompt:
         raise RequestError("the prompt is empty; it must hold at least one character")
@@ -119,7 +122,7 @@ def demo(
     if shown is None:
         return 130
     if shown.stats.drafted == 0:
-        raise RequestError(f"--lookahead {lookahead} drafts nothing, so there is nothing to compare; try --lookahead 4")
+        raise RequestError(f"nothing was drafted with --lookahead {lookahead}: raise it, or --max-new-tokens")
     findings = measure(pair, job, repeats)
     if json_output:
         print(json.dumps(document(pair, job, repeats, shown, findings)))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ACCEPTED, DRAWN = "green", "yellow"
 REFRESH = 0.08  # seconds between two pictures
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 PLAIN_WIDTH = 100  # columns where stdout is no terminal
 
 
@@ -92,10 +93,15 @@ def show_output(console: Console, output: Output, title: str | None, by_rank: bo
     for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
         header = f"# sample {number}, rank {rank[id(sample)]} of {len(rank)}: {describe(sample)}"
         console.print(Text(header, style="bold"), soft_wrap=True)
-        text = Syntax("", "python").highlight(sample.text) if console.is_terminal else Text(sample.text)
+        text = Syntax("", "python").highlight(printable(sample.text)) if console.is_terminal else Text(sample.text)
         text.rstrip()
         console.print(text, soft_wrap=True)
         console.print()
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and never obeys: control characters but line break and tab are replaced."""
+    return text.translate(CONTROLS)
 
 
 def describe(sample: Sample) -> str:
@@ -120,8 +126,8 @@ class BoardRow:
         """Appends a round's text; the accepted draft tokens come first in it."""
         before = len(decode(self.ids))
         accepted = len(decode([*self.ids, *increment.token_ids[: increment.accepted]])) - before
-        self.text.append(increment.text[:accepted], ACCEPTED)
-        self.text.append(increment.text[accepted:], DRAWN)
+        self.text.append(printable(increment.text[:accepted]), ACCEPTED)
+        self.text.append(printable(increment.text[accepted:]), DRAWN)
         self.ids += increment.token_ids
         self.rounds += 1
         self.finish_reason = increment.finish_reason

@@ -1,0 +1,463 @@
+"""The command line: what it prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import run
+from shoal.cli.generate import write_whole
+from shoal.cli.measure import Costs, first_difference, per_position, predicted_speedup
+from shoal.cli.streaming import follow
+from shoal.cli.views import Board, printable, stdout
+from shoal.testing import save_pair
+
+SAMPLE_KEYS = {
+    "text", "token_ids", "mean_logprob", "finish_reason", "finished_at_s", "rounds", "drafted", "accepted",
+}  # fmt: skip
+STATS_KEYS = {
+    "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "row_rounds", "drafted", "accepted",
+    "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds", "acceptance_length",
+    "acceptance_rate", "bookkeeping", "tokens_per_second",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def shoal(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line in this process."""
+
+    def call(*arguments: object) -> Answer:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Answer(code, *capsys.readouterr())
+
+    return call
+
+
+@dataclass(frozen=True)
+class Models:
+    """Directories of a target, a drafter that fits it, and one that does not."""
+
+    target: Path
+    drafter: Path
+    stranger: Path
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        return "--model", str(self.target), "--draft", str(self.drafter)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    target, drafter = save_pair(root)
+    stranger = shutil.copytree(drafter, root / "stranger")
+    file = stranger / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer))
+    return Models(target, drafter, stranger)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+def test_generate_json_has_exactly_these_keys(shoal: Command, tiny: Models) -> None:
+    answer = shoal("generate", *tiny.pair, "-p", "ab", "-p", "c", "-n", 2, "--k", 4, "--max-new-tokens", 8, "--json")
+    assert answer.code == 0
+    assert set(answer.json) == {"prompts", "stats"}
+    assert [set(prompt) for prompt in answer.json["prompts"]] == [{"prompt", "samples"}] * 2
+    assert [prompt["prompt"] for prompt in answer.json["prompts"]] == ["ab", "c"]
+    samples = [sample for prompt in answer.json["prompts"] for sample in prompt["samples"]]
+    assert [set(sample) for sample in samples] == [SAMPLE_KEYS] * 4
+    assert set(answer.json["stats"]) == STATS_KEYS
+
+
+def test_generate_drafts_with_k_and_not_without(shoal: Command, tiny: Models) -> None:
+    ask = ["generate", *tiny.pair, "-p", "def", "--max-new-tokens", 12, "--json", "--seed", 3]
+    drafting, plain = (shoal(*ask, "--lookahead", length).json for length in ("4", "off"))
+    assert drafting["stats"]["drafted"] > 0
+    assert plain["stats"]["drafted"] == 0
+    assert plain["stats"]["acceptance_length"] == 1.0
+
+
+def test_generate_greedy_is_the_same_with_and_without_drafts(shoal: Command, tiny: Models) -> None:
+    ask = ["generate", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 12, "--json", "--greedy"]
+    drafting, plain = (shoal(*ask, "--k", length).json for length in (4, 0))
+    assert [s["token_ids"] for s in drafting["prompts"][0]["samples"]] == [
+        s["token_ids"] for s in plain["prompts"][0]["samples"]
+    ]
+    assert drafting["stats"]["drafted"] > 0
+
+
+def test_generate_reports_logprobs_when_asked(shoal: Command, tiny: Models) -> None:
+    answer = shoal(
+        "generate", *tiny.pair, "-p", "x", "--max-new-tokens", 4, "--json", "--logprobs", "--top-logprobs", 2, "--top-k", 1
+    )  # fmt: skip
+    [sample] = answer.json["prompts"][0]["samples"]
+    assert set(sample) == SAMPLE_KEYS | {"logprobs", "processed_logprobs", "top_logprobs"}
+    count = len(sample["token_ids"])
+    assert len(sample["logprobs"]) == len(sample["processed_logprobs"]) == len(sample["top_logprobs"]) == count
+    assert {len(top["raw"]) for top in sample["top_logprobs"]} == {2}
+
+
+def test_generate_ranked_puts_the_most_probable_first(shoal: Command, tiny: Models) -> None:
+    answer = shoal("generate", *tiny.pair, "-p", "x", "-n", 5, "--max-new-tokens", 6, "--json", "--ranked", "--seed", 1)
+    means = [sample["mean_logprob"] for sample in answer.json["prompts"][0]["samples"]]
+    assert means == sorted(means, reverse=True)
+
+
+def test_generate_prints_a_header_and_the_text(shoal: Command, tiny: Models) -> None:
+    answer = shoal("generate", *tiny.pair, "-p", "x", "-n", 2, "--max-new-tokens", 6, "--k", 2)
+    assert answer.code == 0
+    headers = [line for line in answer.out.splitlines() if line.startswith("# sample ")]
+    assert len(headers) == 2
+    for word in ("rank ", "mean logprob ", " tokens", "acceptance length "):
+        assert all(word in header for header in headers)
+    assert answer.err == ""  # no progress where stderr is no terminal
+
+
+def test_generate_reads_stdin(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    answer = shoal("generate", "--model", tiny.target, "--max-new-tokens", 2, "--json")
+    assert answer.json["prompts"][0]["prompt"] == "two\nlines\n"
+
+
+def test_generate_reads_whole_files(shoal: Command, tiny: Models, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first\n\nprompt\n")
+    (tmp_path / "b.txt").write_text("second")
+    files = ("--prompt-file", tmp_path / "a.txt", "-f", tmp_path / "b.txt")
+    answer = shoal("generate", "--model", tiny.target, *files, "--max-new-tokens", 2, "--json")
+    assert [prompt["prompt"] for prompt in answer.json["prompts"]] == ["first\n\nprompt\n", "second"]
+
+
+def test_generate_writes_a_file_instead_of_stdout(shoal: Command, tiny: Models, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    answer = shoal("generate", *tiny.pair, "-p", "x", "--max-new-tokens", 2, "--json", "--output", file)
+    assert (answer.code, answer.out) == (0, "")
+    assert set(json.loads(file.read_text())) == {"prompts", "stats"}
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "out.txt"
+    file.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(file, "half" * 100_000 + "\ud800")  # a lone surrogate cannot be written
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", ""], "prompt from --prompt is empty"),
+        (["-p", "x", "-n", "0"], "-n"),
+        (["-p", "x", "--temperature", "-1"], "temperature must be >= 0"),
+        (["-p", "x", "--lookahead", "psychic"], "psychic"),
+        (["-p", "x", "--k", "-1"], "-1"),
+        (["-p", "x", "--top-p", "0"], "top_p"),
+        (["-p", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["-p", "x", "--dtype", "int4"], "dtype"),
+        (["-f", "no-such-file.txt"], "no-such-file.txt"),
+        (["-p", "x", "--greedy", "--temperature", "0.5"], "--greedy"),
+        (["-p", "x", "--model", "./no-such-model"], "no-such-model"),
+        (["-p", "x", "--draft", "./no-target"], "--draft needs --model"),
+        (["-p", "x", "--output", "no-such-folder/out.json"], "no-such-folder"),
+        (["-p", "x", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_generate_refuses(shoal: Command, arguments: list[str], words: str) -> None:
+    answer = shoal("generate", *arguments, "--json")
+    assert answer.code == 2
+    assert set(answer.json) == {"error"}
+    assert set(answer.json["error"]) == {"type", "message"}
+    assert words in answer.json["error"]["message"]
+    assert answer.err == f"error: {answer.json['error']['message']}\n"
+
+
+def test_generate_refuses_empty_stdin(shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    answer = shoal("generate")
+    assert answer.code == 2
+    assert answer.out == ""
+    assert "stdin is empty" in answer.err
+
+
+def test_greedy_agrees_with_temperature_zero(shoal: Command, tiny: Models) -> None:
+    arguments = ("--model", tiny.target, "-p", "x", "--max-new-tokens", 2)
+    assert shoal("generate", *arguments, "--greedy", "--temperature", 0).code == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures of ours, and interruptions
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError("spilt\nmilk")
+
+
+def test_our_failure_is_one_line_and_a_hint(shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.options.Source.load", _fail)
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+    answer = shoal("generate", "-p", "x")
+    assert answer.code == 1
+    assert answer.err == "error: ZeroDivisionError: spilt milk (run again with SHOAL_DEBUG=1 for the traceback)\n"
+    monkeypatch.setenv("SHOAL_DEBUG", "1")
+    assert "Traceback" in shoal("generate", "-p", "x").err
+
+
+def test_interrupt_cancels_and_keeps_what_finished(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press_after_ten(stream: Any, show: Callable[[Any], None]) -> Any:
+        seen = []
+
+        def press(increment: Any) -> None:
+            show(increment)
+            seen.append(increment)
+            if len(seen) == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return follow(stream, press)
+
+    monkeypatch.setattr("shoal.cli.generate.follow", press_after_ten)
+    ask = ["generate", "--model", tiny.target, "-p", "x", "-n", 3, "--seed", 0, "--max-new-tokens", 60]
+    answer = shoal(*ask, "--json")
+    assert answer.code == 130
+    samples = answer.json["prompts"][0]["samples"]
+    assert "cancelled" in {sample["finish_reason"] for sample in samples}
+    assert all(sample["token_ids"] for sample in samples)
+    assert "interrupted: 0 of 3 samples finished" in answer.err
+    assert "# sample" not in shoal(*ask).out
+
+
+def test_an_interrupted_run_writes_no_file(
+    shoal: Command, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press_at_once(stream: Any, show: Callable[[Any], None]) -> Any:
+        return follow(stream, lambda increment: os.kill(os.getpid(), signal.SIGINT) if increment.sample == 0 else None)
+
+    monkeypatch.setattr("shoal.cli.generate.follow", press_at_once)
+    answer = shoal("generate", "--model", tiny.target, "-p", "x", "-n", 2, "--output", tmp_path / "out.txt")
+    assert answer.code == 130
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# demo
+
+
+def test_demo_json_finds_greedy_decoding_identical(shoal: Command, tiny: Models) -> None:
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 3, "--max-new-tokens", 12, "--repeats", 2, "--json")
+    assert answer.code == 0
+    found = answer.json
+    assert found["greedy_identical"] is True
+    assert found["greedy"]["drafted"] > 0
+    assert (found["greedy"]["rows"], found["greedy"]["same"]) == (3, 3)
+    assert found["speculative"]["drafted"] > 0
+    assert found["plain"]["drafted"] == 0
+    assert found["plain"]["acceptance_length"] == 1.0
+    assert found["dtype"] == "float32"
+    assert len(found["samples"]) == 3
+
+
+def test_demo_prints_a_table_without_escapes(shoal: Command, tiny: Models) -> None:
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1)
+    assert answer.code == 0
+    assert "\x1b" not in answer.out
+    for words in ("tokens/s", "acceptance length", "target passes", "drafted tokens", "speed-up: "):
+        assert words in answer.out
+    assert "greedy identical: yes (float32, 2 rows)" in answer.out
+
+
+def test_demo_sees_a_difference(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: a speculative run that ends early must not pass for identical."""
+    from shoal import Shoal
+
+    generate = Shoal.generate
+
+    def shortened(self: Shoal, prompts: Any, n: int, **options: Any) -> Any:
+        cut = 1 if options["lookahead"] != "off" else 0
+        return generate(self, prompts, n, **{**options, "max_new_tokens": options["max_new_tokens"] - cut})
+
+    monkeypatch.setattr(Shoal, "generate", shortened)
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1)
+    assert answer.code == 1
+    assert "greedy identical: no (first difference: prompt 1, row 1, token 8)" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [(["--k", "0", "-p", "x"], "nothing was drafted"), (["--lookahead", "psychic"], "psychic"), (["-p", ""], "empty")],
+)
+def test_demo_refuses(shoal: Command, tiny: Models, extra: list[str], words: str) -> None:
+    answer = shoal("demo", *tiny.pair, "--max-new-tokens", 4, *extra)
+    assert answer.code == 2
+    assert words in answer.err
+
+
+def test_demo_needs_a_drafter(shoal: Command, tiny: Models) -> None:
+    answer = shoal("demo", "--model", tiny.target)
+    assert answer.code == 2
+    assert "--draft" in answer.err
+
+
+def test_board_colours_accepted_tokens_and_shows_all_text(tiny: Models) -> None:
+    from shoal import load
+
+    pair = load(tiny.target, tiny.target)  # a drafter equal to its target: nearly everything is accepted
+    stream = pair.stream("def", 3, max_new_tokens=12, temperature=0.0, lookahead=3)
+    board = Board(stdout(), 3, lambda ids: str(pair.tokenizer.decode(ids, skip_special_tokens=True)))
+    result, interrupted = follow(stream, board.add)
+    assert not interrupted
+    for row, sample in zip(board.rows, result[0].samples, strict=True):
+        assert row.text.plain == printable(sample.text)
+        assert {span.style for span in row.text.spans} == {"green", "yellow"}
+        assert row.rounds == sample.rounds
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\r\x9b\tc\n") == "a\ufffd[31mb\ufffd\ufffd\tc\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# check
+
+
+def _verdicts(answer: Answer) -> dict[str, str]:
+    return {check["name"]: check["verdict"] for check in answer.json["checks"]}
+
+
+def test_check_of_a_good_pair(shoal: Command, tiny: Models) -> None:
+    work = ("-n", 2, "--max-new-tokens", 10, "--k", 2, "--repeats", 1, "--json", "-p", "def")
+    answer = shoal("check", *tiny.pair, *work)
+    assert answer.code == 0
+    verdicts = _verdicts(answer)
+    assert list(verdicts) == [
+        "target", "drafter", "tokenizer", "target self-check", "drafter self-check", "context", "dtype", "memory",
+        "acceptance", "costs", "speed-up", "greedy identity",
+    ]  # fmt: skip
+    assert set(verdicts.values()) <= {"ok", "warn"}
+    assert verdicts["greedy identity"] == "ok"
+    data = {check["name"]: check["data"] for check in answer.json["checks"]}
+    assert set(data["costs"]["target_ms"]) == {"1", "2", "3", "9"}
+    assert set(data["speed-up"]["speedup"]) == {str(k) for k in range(1, 9)}
+    assert data["greedy identity"]["drafted"] > 0
+    assert data["memory"]["cache_bytes"] > 0
+
+
+def test_check_of_a_pair_that_does_not_fit(shoal: Command, tiny: Models) -> None:
+    answer = shoal("check", "--model", tiny.target, "--draft", tiny.stranger, "--json")
+    assert answer.code == 2
+    assert answer.json["verdict"] == "fail"
+    verdicts = _verdicts(answer)
+    assert verdicts["target"] == "ok"
+    assert verdicts["tokenizer"] == "fail"
+    assert "greedy identity" not in verdicts
+    [failure] = [check for check in answer.json["checks"] if check["verdict"] == "fail"]
+    assert "same tokenizer" in failure["advice"]
+
+
+def test_check_names_the_half_that_does_not_load(shoal: Command, tiny: Models) -> None:
+    assert _verdicts(shoal("check", "--model", "./nowhere", "--json")) == {"target": "fail"}
+    assert _verdicts(shoal("check", "--model", "./nowhere", "--draft", tiny.drafter, "--json")) == {"target": "fail"}
+    answer = shoal("check", "--model", tiny.target, "--draft", "./nowhere", "--json")
+    assert answer.code == 2
+    assert (_verdicts(answer)["target"], _verdicts(answer)["drafter"]) == ("ok", "fail")
+
+
+def test_check_without_a_drafter_looks_at_the_target(shoal: Command, tiny: Models) -> None:
+    answer = shoal("check", "--model", tiny.target, "-p", "def", "--max-new-tokens", 8)
+    assert answer.code == 0
+    assert "none: plain decoding" in answer.out
+    assert answer.out.rstrip().endswith("verdict: ok")
+
+
+def test_check_of_a_prompt_that_does_not_fit(shoal: Command, tiny: Models) -> None:
+    answer = shoal("check", *tiny.pair, "-p", "x" * 200, "--json")
+    assert answer.code == 2
+    assert _verdicts(answer)["context"] == "fail"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_per_position_acceptance_is_found_from_the_rate(chance: float, k: int) -> None:
+    rate = sum(chance**i for i in range(1, k + 1)) / k
+    assert per_position(rate, k) == pytest.approx(chance, abs=1e-6)
+
+
+def test_predicted_speedup() -> None:
+    free = Costs(target={0: 10.0, 4: 10.0}, draft=0.0, overhead=0.0, plain_overhead=0.0)
+    assert predicted_speedup(1.0, 4, free) == pytest.approx(5.0)  # five tokens for the price of one
+    assert predicted_speedup(0.0, 4, free) == pytest.approx(1.0)
+    dear = Costs(target={0: 10.0, 4: 20.0}, draft=1.0, overhead=1.0, plain_overhead=0.5)
+    assert predicted_speedup(0.5, 2, dear) == pytest.approx(1.75 * 10.5 / (15.0 + 2.0 + 1.0))
+
+
+def test_costs_between_and_beyond_the_measured_lengths() -> None:
+    costs = Costs(target={0: 1.0, 1: 2.0, 5: 4.0}, draft=0.0, overhead=0.0, plain_overhead=0.0)
+    assert [costs.target_pass(k) for k in (0, 1, 3, 5, 7)] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_version_and_help(shoal: Command) -> None:
+    import shoal as package
+
+    assert shoal("--version").out == f"shoal {package.__version__}\n"
+    for page in ([], ["--help"], ["demo", "-h"], ["generate", "--help"], ["check", "--help"]):
+        answer = shoal(*page)
+        assert (answer.code, answer.err) == (0, "")
+        assert "Usage: shoal" in answer.out
+
+
+def test_unknown_command_suggests_the_nearest(shoal: Command) -> None:
+    answer = shoal("generat")
+    assert answer.code == 2
+    assert "'generate'" in answer.err
+
+
+def test_module_runs_and_keeps_stdout_for_results(tiny: Models) -> None:
+    command = [sys.executable, "-m", "shoal", "generate", *tiny.pair, "--max-new-tokens", "3", "--json"]
+    done = subprocess.run(command, input="def", capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)) == {"prompts", "stats"}

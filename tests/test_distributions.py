@@ -431,13 +431,12 @@ def test_columns_that_are_impossible_from_the_start(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("controls", [{"bad_words": [(0,), (1,), (2,)]}, {"no_repeat_ngram": 1}])
-def test_controls_that_ban_everything_are_named(controls: dict[str, Any], temperature: float) -> None:
-    sampling = Sampling(temperature=temperature, **controls)
-    with pytest.raises(RequestError, match=rf"row 6 of request 0, draft position 1: .*{next(iter(controls))}=") as error:
-        probabilities(
-            torch.zeros(1, 2, 3), [make_row(sampling, [0, 1], index=6)], [[2]], first=0 if "no" in str(controls) else 1
-        )
+@pytest.mark.parametrize(("controls", "position"), [({"bad_words": [(0,), (1,), (2,)]}, 0), ({"no_repeat_ngram": 1}, 1)])
+def test_controls_that_ban_everything_are_named(controls: dict[str, Any], position: int, temperature: float) -> None:
+    row = make_row(Sampling(temperature=temperature, seed=3, **controls), [0, 1], index=6)
+    name = next(iter(controls))
+    with pytest.raises(RequestError, match=rf"row 6 of request 0, draft position {position}: .*{name}=") as error:
+        probabilities(torch.zeros(1, 2, 3), [row], [[2]])
     assert "seed" not in str(error.value)
 
 

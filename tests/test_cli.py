@@ -419,16 +419,17 @@ def test_per_position_acceptance_is_found_from_the_rate(chance: float, k: int) -
 
 
 def test_predicted_speedup() -> None:
-    free = Costs(target={0: 10.0, 4: 10.0}, draft=0.0, overhead=0.0, plain_overhead=0.0)
+    free = Costs(rounds={0: 10.0, 4: 10.0}, target={}, draft=0.0)
     assert predicted_speedup(1.0, 4, free) == pytest.approx(5.0)  # five tokens for the price of one
     assert predicted_speedup(0.0, 4, free) == pytest.approx(1.0)
-    dear = Costs(target={0: 10.0, 4: 20.0}, draft=1.0, overhead=1.0, plain_overhead=0.5)
-    assert predicted_speedup(0.5, 2, dear) == pytest.approx(1.75 * 10.5 / (15.0 + 2.0 + 1.0))
+    dear = Costs(rounds={0: 10.0, 4: 30.0}, target={}, draft=0.0)
+    assert predicted_speedup(0.5, 2, dear) == pytest.approx(1.75 * 10.0 / 20.0)
 
 
-def test_costs_between_and_beyond_the_measured_lengths() -> None:
-    costs = Costs(target={0: 1.0, 1: 2.0, 5: 4.0}, draft=0.0, overhead=0.0, plain_overhead=0.0)
-    assert [costs.target_pass(k) for k in (0, 1, 3, 5, 7)] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+def test_costs_of_rounds_between_and_beyond_the_measured_lengths() -> None:
+    costs = Costs(rounds={0: 1.0, 1: 2.0, 5: 4.0}, target={0: 0.5, 1: 1.0, 5: 1.5}, draft=0.25)
+    assert [costs.round(k) for k in (0, 1, 3, 5, 7)] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [costs.overhead(k) for k in (0, 1, 5)] == pytest.approx([0.5, 0.75, 1.25])
 
 
 def test_first_difference() -> None:

@@ -78,6 +78,7 @@ def check(
         for finding in examinations(source, list(prompt or PROMPTS), (n, max_new_tokens, k, repeats), status.say):
             findings.append(finding)
             if not json_output:
+                status.clear()
                 show(console, finding)
     if json_output:
         print(json.dumps({"verdict": overall(findings), "checks": [finding.to_dict() for finding in findings]}))

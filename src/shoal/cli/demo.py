@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.request import Result
 
-PROMPT = '''def count_multiples_of_7(numbers):
-    """Return how many multiples of 7 numbers has.
+PROMPT = '''def multiply_above_4(values):
+    """Return the product of the numbers greater than 4 in values.
 
-    >>> count_multiples_of_7([7, 12, 21, 30])
-    2
-    >>> count_multiples_of_7([1, 2, 3])
-    0
+    >>> multiply_above_4([1, 2, 3, 4, 5])
+    5
+    >>> multiply_above_4([6, 10, 2])
+    60
     """
 '''
 WARM_UP_TOKENS = 16

@@ -56,32 +56,30 @@ class Case:
         return {t: self.run(self.k, self.prompts, temperature=t) for t in (TEMPERATURE, 0.0)}
 
     @cached_property
-    def costs(self) -> Costs:
-        """Milliseconds per pass with all rows running to the end, medians of interleaved runs."""
+    def timed(self) -> dict[int, list[Result]]:
+        """Interleaved runs by draft length, with all rows running to the end."""
         lengths = sorted({0, 1, self.k, LONGEST})
         ways = {
             f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], temperature=TEMPERATURE, eos=()) for k in lengths
         }
         for way in ways.values():
             way()  # warm-up
-        runs = dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
-        drafting = [result for k in lengths if k for result in runs[k]]
+        return dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Milliseconds per round and per pass, medians over the runs."""
+        stats = {k: [result.stats for result in results] for k, results in self.timed.items()}
         return Costs(
-            target={k: median(_per(r.stats.seconds_target, r.stats.target_passes) for r in runs[k]) for k in lengths},
-            draft=median(_per(r.stats.seconds_draft, r.stats.draft_passes) for r in drafting),
-            overhead=median(_overhead(r) for r in drafting),
-            plain_overhead=median(_overhead(r) for r in runs[0]),
+            rounds={k: median(_per(s.seconds_rounds, s.rounds) for s in runs) for k, runs in stats.items()},
+            target={k: median(_per(s.seconds_target, s.target_passes) for s in runs) for k, runs in stats.items()},
+            draft=median(_per(s.seconds_draft, s.draft_passes) for k, runs in stats.items() if k for s in runs),
         )
 
 
 def _per(seconds: float, count: int) -> float:
     """Milliseconds each."""
     return 1000 * seconds / max(1, count)
-
-
-def _overhead(result: Result) -> float:
-    stats = result.stats
-    return _per(stats.seconds_rounds - stats.seconds_target - stats.seconds_draft, stats.rounds)
 
 
 def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
@@ -255,16 +253,18 @@ def costs(case: Case) -> Finding:
     """What passes cost at this batch size."""
     measured = case.costs
     passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
+    overhead, plain_overhead = measured.overhead(case.k), measured.overhead(0)
     figure = (
         f"{case.n} rows, ms: target pass {passes}; draft pass {measured.draft:.1f}; "
-        f"bookkeeping {measured.overhead:.1f} per round ({measured.plain_overhead:.1f} plain)"
+        f"bookkeeping {overhead:.1f} per round at k={case.k}, {plain_overhead:.1f} at k=0"
     )
     data = {
         "rows": case.n,
+        "round_ms": {str(k): ms for k, ms in measured.rounds.items()},
         "target_ms": {str(k + 1): ms for k, ms in measured.target.items()},
         "draft_ms": measured.draft,
-        "overhead_ms": measured.overhead,
-        "plain_overhead_ms": measured.plain_overhead,
+        "overhead_ms": overhead,
+        "plain_overhead_ms": plain_overhead,
     }
     return Finding("costs", "ok", figure, data=data)
 
@@ -276,7 +276,7 @@ def prediction(case: Case) -> Finding:
     by_length = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
     best = max(by_length, key=lambda k: by_length[k])
     data = {"speedup": {str(k): value for k, value in by_length.items()}, "best_k": best}
-    figure = " ".join(f"k={k} {value:.2f}x" for k, value in by_length.items())
+    figure = "predicted " + " ".join(f"k={k} {value:.2f}" for k, value in by_length.items())
     if by_length[best] < WORTHWHILE:
         advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
         return Finding("speed-up", "warn", figure, advice, data | {"best_k": 0})

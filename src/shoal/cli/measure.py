@@ -139,26 +139,28 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured milliseconds for a full batch.
+    """Measured milliseconds with all rows of a batch running.
 
     Attributes:
-        target: draft length -> one target pass over draft length + 1 positions per row; has 0.
-        draft: one drafted token per row.
-        overhead: bookkeeping of a round with drafts. plain_overhead: of a round without.
+        rounds: draft length -> one round: target pass, draft passes and bookkeeping together; has 0 and one more.
+        target: draft length -> the target pass within it. draft: one draft pass.
     """
 
+    rounds: Mapping[int, float]
     target: Mapping[int, float]
     draft: float
-    overhead: float
-    plain_overhead: float
 
-    def target_pass(self, k: int) -> float:
-        """The cost at any draft length: measured, or on the line through the nearest two that were."""
-        known = sorted(self.target)
+    def overhead(self, k: int) -> float:
+        """What is left of a measured round beside the passes: bookkeeping."""
+        return self.rounds[k] - self.target[k] - k * self.draft
+
+    def round(self, k: int) -> float:
+        """A round at any draft length: measured, or on the line through the nearest two that were."""
+        known = sorted(self.rounds)
         right = next((length for length in known[1:] if length >= k), known[-1])
         left = known[known.index(right) - 1]
-        slope = (self.target[right] - self.target[left]) / (right - left)
-        return self.target[left] + slope * (k - left)
+        slope = (self.rounds[right] - self.rounds[left]) / (right - left)
+        return self.rounds[left] + slope * (k - left)
 
 
 def per_position(rate: float, k: int) -> float:
@@ -177,7 +179,6 @@ def per_position(rate: float, k: int) -> float:
 
 
 def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
-    """Tokens per round, (1 - a^(k+1)) / (1 - a), over what a round costs compared with a plain one."""
+    """Tokens per round, (1 - a^(k+1)) / (1 - a), over the cost of a round compared with a plain one."""
     tokens = sum(acceptance**i for i in range(k + 1))
-    plain = costs.target[0] + costs.plain_overhead
-    return tokens * plain / (costs.target_pass(k) + k * costs.draft + costs.overhead)
+    return tokens * costs.round(0) / costs.round(k)

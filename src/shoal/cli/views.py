@@ -59,6 +59,10 @@ class Status:
             self.shown_at = time.perf_counter()
             self.live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
+    def clear(self) -> None:
+        """Empties the line, so that stdout can be printed to on the same screen."""
+        self.say("")
+
 
 class Progress(Status):
     """Rows finished and tokens so far, from a stream's increments."""

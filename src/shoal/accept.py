@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.distributions import draw
 from shoal.noise import Purpose, uniforms
 from shoal.request import Row
 from shoal.round import Proposal, Verdict
@@ -56,23 +57,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
-
-    Args:
-        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
-        uniforms: in [0, 1), [rows] float64.
-
-    Returns:
-        The first index whose cumulative weight exceeds u times the total; its weight is never zero.
-    """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # u * total may round up to total; stepping just below it keeps the answer on a token that has weight.
-    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
 def reject_and_replace(

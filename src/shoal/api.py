@@ -64,7 +64,9 @@ class Shoal:
         max_batch: most rows decoded together.
     """
 
-    def __init__(self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16) -> None:
+    def __init__(
+        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16
+    ) -> None:
         self.target, self.draft_model, self.tokenizer = target, draft_model, tokenizer
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")

@@ -125,7 +125,12 @@ class Limits:
     time_budget: float | None = None
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "max_new_tokens", "an integer >= 1", self.max_new_tokens)
+        _require(
+            _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
+            "max_new_tokens",
+            "an integer >= 1",
+            self.max_new_tokens,
+        )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop)

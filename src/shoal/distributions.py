@@ -136,3 +136,20 @@ def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> Shoa
         if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
     ]
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
+
+    Args:
+        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
+        uniforms: in [0, 1), [rows] float64.
+
+    Returns:
+        The first index whose cumulative weight exceeds u times the total; its weight is never zero.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # u * total may round up to total; stepping just below it keeps the answer on a token that has weight.
+    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)

@@ -25,7 +25,8 @@ from shoal.prefill import prefill
 from shoal.request import Request, Row
 from shoal.round import Commit, Proposal
 from shoal.runner import Runner
-from shoal.scheduler import Round, Scheduler
+from shoal.schedule import Round
+from shoal.scheduler import Scheduler
 from shoal.stats import Stats
 from shoal.verify import verify
 
@@ -96,7 +97,9 @@ class Engine:
             raise RequestError(f"prompt ids must be in 0..{self.target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
         for model in self.models:
             if len(ids) >= model.context:
-                raise RequestError(f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included")
+                raise RequestError(
+                    f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included"
+                )
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         if not 0 <= request.top_logprobs <= self.target.vocab_size:
@@ -143,7 +146,9 @@ class Engine:
 
     def _prefill(self, round_: Round) -> None:
         started = time.perf_counter()
-        need = max((min(row.prompt_length + row.request.limits.max_new_tokens, self.context) for row in round_.rows), default=0)
+        need = max(
+            (min(row.prompt_length + row.request.limits.max_new_tokens, self.context) for row in round_.rows), default=0
+        )
         for model in self.models:
             # A pass may write up to `limit` unused columns beyond a row's last token.
             model.cache.reserve(len(round_.rows), need + self.lookahead.limit + 1)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.runner import Runner
-from shoal.scheduler import Round
+from shoal.schedule import Round
 
 CHUNK = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.accept import draw
-from shoal.distributions import probabilities
+from shoal.distributions import draw, probabilities
 from shoal.noise import Purpose, row_seed, uniforms
 from shoal.request import Request, Row
 

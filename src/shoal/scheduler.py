@@ -8,39 +8,12 @@ after its row has gone: prompts are admitted first come, first served, so a grou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shoal.errors import RequestError
 from shoal.request import Row
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A row enters `row.slot`. `source`: slot to copy the prompt from; None = nobody has it, compute it. `fresh`: the source is
-    itself computed in this round."""
-
-    row: Row
-    source: int | None
-    fresh: bool = False
-
-
-@dataclass(frozen=True)
-class Move:
-    """A row was moved from slot `source` to slot `target`; its tokens must follow."""
-
-    row: Row
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves."""
-
-    rows: Sequence[Row]
-    admissions: Sequence[Admission] = ()
-    moves: Sequence[Move] = ()
+from shoal.schedule import Admission, Move, Round
 
 
 @dataclass

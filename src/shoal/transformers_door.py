@@ -68,7 +68,9 @@ def _refuse(config: Any) -> None:
     if (config.num_beams or 1) > 1:
         raise RequestError(f"shoal samples or decodes greedily: num_beams must be 1, got {config.num_beams}")
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-        raise RequestError("shoal returns sequences, scores and logits; output_attentions and output_hidden_states must be off")
+        raise RequestError(
+            "shoal returns sequences, scores and logits; output_attentions and output_hidden_states must be off"
+        )
 
 
 def _runner(model: Any, attention: str) -> Runner:
@@ -94,7 +96,9 @@ def _requests(
     eos = config._eos_token_tensor
     budget = next((c.max_time for c in criteria if isinstance(c, MaxTimeCriteria)), None)
     limits = Limits(
-        max_new_tokens=config.max_length - input_ids.shape[1], eos=() if eos is None else tuple(eos.tolist()), time_budget=budget
+        max_new_tokens=config.max_length - input_ids.shape[1],
+        eos=() if eos is None else tuple(eos.tolist()),
+        time_budget=budget,
     )
     others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))]
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
@@ -107,7 +111,11 @@ def _requests(
 
 
 def _placed(groups: dict[tuple[int, ...], list[int]], stream: Stream) -> list[tuple[int, Row]]:
-    return [(i, row) for places, rows in zip(groups.values(), stream.rows, strict=True) for i, row in zip(places, rows, strict=True)]
+    return [
+        (i, row)
+        for places, rows in zip(groups.values(), stream.rows, strict=True)
+        for i, row in zip(places, rows, strict=True)
+    ]
 
 
 def _returned(rows: Sequence[Row], input_ids: Tensor, processors: Any, config: Any) -> Any:
@@ -127,7 +135,9 @@ def _scores(row: Row, processors: Any) -> list[Tensor]:
     """Processed scores [vocab] of each committed token."""
     ids = torch.tensor([row.tokens])
     start = row.prompt_length
-    return [processors(ids[:, : start + t].to(logits.device), logits[None].float())[0] for t, logits in enumerate(row.logits)]
+    return [
+        processors(ids[:, : start + t].to(logits.device), logits[None].float())[0] for t, logits in enumerate(row.logits)
+    ]
 
 
 def _by_step(rows: Sequence[Sequence[Tensor]], width: int) -> tuple[Tensor, ...]:

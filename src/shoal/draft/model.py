@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.accept import draw
-from shoal.distributions import probabilities
+from shoal.distributions import draw, probabilities
 from shoal.errors import BadLogits
 from shoal.noise import Purpose, uniforms
 from shoal.request import Row

@@ -1,0 +1,36 @@
+"""What the scheduler tells the caches before a round; plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.request import Row
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A row enters `row.slot`. `source`: slot to copy the prompt from; None = nobody has it, compute it. `fresh`: the source is
+    itself computed in this round."""
+
+    row: Row
+    source: int | None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Move:
+    """A row was moved from slot `source` to slot `target`; its tokens must follow."""
+
+    row: Row
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves."""
+
+    rows: Sequence[Row]
+    admissions: Sequence[Admission] = ()
+    moves: Sequence[Move] = ()

@@ -1,0 +1,212 @@
+"""Tiny random models of every architecture shoal knows about, built from configs; a byte tokenizer that fits them.
+
+The weights are random but not small: logits spread over several units and greedy output wanders, so a wrong mask, position
+or cache column shows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIALS = ("<|end|>", "<|begin|>", "<|pad|>", "<|unused|>")
+VOCABULARY = 256 + len(SPECIALS)
+END, BEGIN, PAD = 256, 257, 258
+
+WINDOW = 8
+"""Sliding window of the architectures that have one: short enough for a test to cross it."""
+STD = 0.35
+"""Standard deviation of the weight matrices: 17 times what training starts from."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How to make one architecture small.
+
+    Attributes:
+        config: name of the Transformers config class. options: its arguments beyond those of `names`.
+        names: "llama" for today's argument names, "gpt2" for the older ones, "" for none but the vocabulary.
+        auto: Transformers' class that makes the model.
+    """
+
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    names: str = "llama"
+    auto: str = "AutoModelForCausalLM"
+
+
+NAMES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    },
+    "mha": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 128},
+    "": {},
+}  # fmt: skip
+LAYERS = {"llama": "num_hidden_layers", "mha": "num_hidden_layers", "gpt2": "n_layer", "": "num_hidden_layers"}
+
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
+QWEN_SLIDING: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 1}  # layer 0 sees all, 1 slides
+MIXED: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+HEAD: dict[str, Any] = {"head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NO_DROPOUT: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+ARCHITECTURES: dict[str, Spec] = {
+    "llama": Spec("LlamaConfig"),
+    "qwen2": Spec("Qwen2Config"),
+    "qwen2-sliding": Spec("Qwen2Config", QWEN_SLIDING),
+    "qwen3": Spec("Qwen3Config", HEAD),
+    "mistral": Spec("MistralConfig", {**HEAD, "sliding_window": None}),
+    "mistral-sliding": Spec("MistralConfig", HEAD | SLIDING),
+    "mixtral": Spec("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": Spec("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen2-moe-sliding": Spec("Qwen2MoeConfig", EXPERTS | QWEN_SLIDING | {"shared_expert_intermediate_size": 24}),
+    "qwen3-moe": Spec("Qwen3MoeConfig", EXPERTS | HEAD),
+    "olmoe": Spec("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": Spec("GPT2Config", names="gpt2"),
+    "opt": Spec("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}, names="mha"),
+    "gpt-neox": Spec("GPTNeoXConfig", names="mha"),
+    "gpt-bigcode-mqa": Spec("GPTBigCodeConfig", {"multi_query": True}, names="gpt2"),
+    "gpt-bigcode-mha": Spec("GPTBigCodeConfig", {"multi_query": False}, names="gpt2"),
+    "starcoder2": Spec("Starcoder2Config", SLIDING),
+    "gemma": Spec("GemmaConfig", HEAD),
+    "gemma2": Spec(
+        "Gemma2Config",
+        HEAD | MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": Spec("Gemma3TextConfig", HEAD | MIXED | {"query_pre_attn_scalar": 8}),
+    "phi": Spec("PhiConfig"),
+    "phi3": Spec("Phi3Config", {"pad_token_id": 0, "sliding_window": WINDOW}),
+    "olmo2": Spec("Olmo2Config"),
+    "phimoe": Spec("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "smollm3": Spec("SmolLM3Config", MIXED | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+    "stablelm": Spec("StableLmConfig"),
+    "cohere2": Spec("Cohere2Config", MIXED | {"logit_scale": 1.0}),
+    "glm4": Spec("Glm4Config", HEAD | {"pad_token_id": 0}),
+    "granite": Spec("GraniteConfig", {"attention_multiplier": 0.35, "logits_scaling": 2.0, "residual_multiplier": 0.8}),
+    "gpt-oss": Spec("GptOssConfig", HEAD | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v3": Spec(
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+            "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+        },
+    ),
+    "codegen": Spec("CodeGenConfig", {"rotary_dim": 4, "n_ctx": 128}, names="gpt2"),
+    "gptj": Spec("GPTJConfig", {"rotary_dim": 4}, names="gpt2"),
+    "falcon": Spec("FalconConfig", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}, names="mha"),
+    "mpt": Spec("MptConfig", {"d_model": 32, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2}, names=""),
+}  # fmt: skip
+"""Architectures that shoal decodes."""
+
+REFUSED: dict[str, Spec] = {
+    "bloom": Spec("BloomConfig", {"hidden_size": 32, "n_head": 4}, names=""),
+    "gpt-neo": Spec(
+        "GPTNeoConfig",
+        {
+            "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": WINDOW,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        names="",
+    ),
+    "falcon-alibi": Spec("FalconConfig", {"alibi": True}, names="mha"),
+    "mamba": Spec("MambaConfig", {"hidden_size": 32, "state_size": 4}, names=""),
+    "lfm2": Spec("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "qwen3-next": Spec(
+        "Qwen3NextConfig",
+        EXPERTS | HEAD | {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "rwkv": Spec("RwkvConfig", {"hidden_size": 32, "context_length": 128, "attention_hidden_size": 32}, names=""),
+    "t5": Spec(
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        names="",
+        auto="AutoModelForSeq2SeqLM",
+    ),
+    "llama4": Spec(
+        "Llama4TextConfig",
+        HEAD | {
+            "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+"""Architectures whose rows cannot have lengths of their own, or that are no causal LMs."""
+
+
+def tiny_model(architecture: str, *, seed: int = 0, vocab_size: int = VOCABULARY, layers: int = 2, **overrides: Any) -> Any:
+    """A random Transformers model of that architecture in float32, ready to decode.
+
+    Args:
+        architecture: a name in `ARCHITECTURES` or `REFUSED`.
+        seed: of the weights. layers: as many; those that mix layer types need two.
+        overrides: further arguments of the config.
+
+    Returns:
+        A `PreTrainedModel` in evaluation mode, without EOS, so that it ends where it is told to.
+    """
+    spec = {**ARCHITECTURES, **REFUSED}[architecture]
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shape = {"vocab_size": vocab_size, LAYERS[spec.names]: layers, "tie_word_embeddings": False}
+    config = getattr(transformers, spec.config)(**{**special, **shape, **NAMES[spec.names], **spec.options, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for vectors that start random, such as GPT-OSS's sinks
+        model = getattr(transformers, spec.auto).from_config(config, dtype=torch.float32)
+    fill(model, seed)
+    return model.eval()
+
+
+def fill(model: Any, seed: int, std: float = STD) -> None:
+    """Random weights, the same on every machine: matrices N(0, std²), vectors moved off their initial values."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.data.copy_(std * noise)
+        else:
+            parameter.data.add_(0.1 * noise)
+
+
+def tiny_tokenizer() -> Any:
+    """One token per byte, then `SPECIALS`; no files. Any text goes through it and comes back."""
+    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIALS[0], bos_token=SPECIALS[1], pad_token=SPECIALS[2]
+    )
+
+
+def save_pair(
+    directory: Path, architecture: str = "llama", *, draft_architecture: str | None = None, seed: int = 0, **overrides: Any
+) -> tuple[Path, Path]:
+    """Saves a tiny target and a random one-layer drafter with their tokenizer, as `shoal.load` reads them.
+
+    Args:
+        overrides: config arguments of the target.
+
+    Returns:
+        The directories `target` and `drafter` within `directory`.
+    """
+    end = {"eos_token_id": END, "bos_token_id": BEGIN, "pad_token_id": PAD}
+    target = tiny_model(architecture, seed=seed, **{**end, **overrides})
+    drafter = tiny_model(draft_architecture or "llama", seed=seed + 1, layers=1, **end)
+    places = directory / "target", directory / "drafter"
+    for model, place in zip((target, drafter), places, strict=True):
+        model.save_pretrained(place)
+        tiny_tokenizer().save_pretrained(place)
+    return places

@@ -1,0 +1,339 @@
+"""Every architecture: what the ragged engine says is what Transformers says, or the model is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal import attention, engine, models
+from shoal.api import Shoal, Stream
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.lookahead import Fixed
+from shoal.request import Request, Result
+from shoal.runner import TOLERANCE, Runner
+from shoal.scheduler import Round
+from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.tiny import WINDOW
+
+MASK_DOOR = {"codegen", "gptj", "falcon", "mpt"}
+INTERFACE = sorted(ARCHITECTURES.keys() - MASK_DOOR)
+SLIDING = {
+    "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "phi3", "smollm3", "cohere2",
+    "gpt-oss",
+}  # fmt: skip
+
+K = 3
+MAX_BATCH = 3
+
+ERROR = 1e-4
+"""Largest difference in standard deviations of the logits. Sums of up to 64 terms in two layers come out of order: about
+2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
+    return tuple(ids.tolist())
+
+
+# Prompt and new tokens: one token only; longer than the window from the start; grows past it. The unequal ends make rows
+# join late and the last ones move into holes.
+ASKED = ((prompt(1), 6), (prompt(WINDOW + 5), 14), (prompt(4), 24))
+
+
+@lru_cache(maxsize=1)  # the tests of one architecture run side by side
+def expected_ids(architecture: str) -> list[tuple[int, ...]]:
+    """What Transformers makes of `ASKED`."""
+    hf = tiny_model(architecture)
+    return [stock_ids(hf, ids, new) for ids, new in ASKED]
+
+
+def stock_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
+    """Greedy ids of Transformers' own `generate`, one prompt alone."""
+    out = hf.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+    return tuple(out[0, len(ids) :].tolist())
+
+
+Asked = Sequence[tuple[Sequence[int], int]]
+
+
+def shoal_ids(target: Runner, drafter: Runner | None, asked: Asked = ASKED, n: int = 2) -> Result:
+    """Greedy samples of each prompt, through a batch too small for all of them."""
+    stream = Stream(Engine(target, drafter, Fixed(K), max_batch=MAX_BATCH), requests(asked, n), text=False)
+    for _ in stream:
+        pass
+    return stream.result()
+
+
+def requests(asked: Asked, n: int) -> list[Request]:
+    return [Request(tuple(ids), n, Sampling(temperature=0), Limits(max_new_tokens=new)) for ids, new in asked]
+
+
+def wavering(hf: Any, amount: float = 0.15) -> Any:
+    """The same model with noise on its head: a drafter that is right now and then."""
+    other = copy.deepcopy(hf)
+    head = other.get_output_embeddings().weight.data
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(7))
+    head.add_(amount * float(head.std()) * noise)
+    return other
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
+    """The rounds in which rows joined or moved."""
+    seen: list[Round] = []
+    real = engine.prefill
+
+    def spy(runner: Runner, round_: Round) -> int:
+        seen.append(round_)
+        return real(runner, round_)
+
+    monkeypatch.setattr(engine, "prefill", spy)
+    return seen
+
+
+# ── supported ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_self_check_passes(architecture: str) -> None:
+    runner = models.wrap(tiny_model(architecture), architecture)
+    assert runner.door == ("mask" if architecture in MASK_DOOR else "interface")
+    assert runner.self_check_error is not None
+    assert runner.self_check_error < ERROR
+
+
+def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[Round]) -> None:
+    hf, expected = tiny_model(architecture), expected_ids(architecture)
+    assert len(set(expected[1])) > 4  # it wanders: equality says something
+    target = models.wrap(hf, "target")
+
+    result = shoal_ids(target, models.wrap(wavering(hf), "drafter"))
+
+    assert [[s.token_ids for s in output.samples] for output in result] == [[ids, ids] for ids in expected]
+    stats = result.stats
+    assert 0 < stats.accepted < stats.drafted
+    assert stats.row_rounds < stats.committed == 2 * sum(new for _, new in ASKED)
+    assert any(round_.moves for round_ in rounds)
+    assert sum(bool(round_.admissions) for round_ in rounds) > 2  # some joined while others ran
+
+
+def test_a_drafter_that_knows_nothing_changes_nothing(architecture: str) -> None:
+    target, drafter = (models.wrap(tiny_model(architecture, seed=seed), f"seed {seed}") for seed in (0, 99))
+    result = shoal_ids(target, drafter, ASKED[1:2], n=1)
+    assert result[0].samples[0].token_ids == expected_ids(architecture)[1]
+    assert result.stats.drafted > result.stats.accepted
+
+
+def test_a_drafter_equal_to_the_target_is_always_right(architecture: str) -> None:
+    target = models.wrap(tiny_model(architecture), "target")
+    result = shoal_ids(target, target)
+    for output, (_, new) in zip(result, ASKED, strict=True):
+        for sample in output.samples:
+            assert sample.accepted == sample.drafted
+            assert sample.rounds == math.ceil(new / (K + 1))
+
+
+def test_plain_decoding_is_that_of_generate(architecture: str) -> None:
+    result = shoal_ids(models.wrap(tiny_model(architecture), "target"), None, ASKED[1:2], n=1)
+    assert result[0].samples[0].token_ids == expected_ids(architecture)[1]
+    assert result.stats.acceptance_length == 1.0
+
+
+# ── attention methods ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ragged_logits(runner: Runner) -> list[Tensor]:
+    """Logits of a small ragged schedule: unequal prompts beyond the window, swapped slots, a rollback, unequal blocks."""
+    ids = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(5))
+    runner.cache.clear()
+    runner.cache.reserve(4, 48)
+    seen = []
+    for slots, starts, counts in (
+        ([2, 0, 1], [0, 0, 0], [19, 1, 11]),
+        ([0, 1, 2], [1, 11, 19], [5, 2, 3]),
+        ([1, 2], [12, 22], [4, 1]),
+        ([0, 1, 2], [6, 16, 23], [1, 1, 1]),
+    ):
+        for slot, start in zip(slots, starts, strict=True):
+            runner.cache.rollback(slot, start)
+        block = torch.stack([ids[slot, start : start + max(counts)] for slot, start in zip(slots, starts, strict=True)])
+        logits = runner.feed(slots, block, counts)
+        seen += [logits[row, :count] for row, count in enumerate(counts)]
+    return seen
+
+
+@pytest.mark.parametrize("name", INTERFACE)
+def test_attention_methods_agree(name: str) -> None:
+    hf = tiny_model(name)
+    expected = ragged_logits(models.wrap(hf, name, "reference"))
+    spread = float(torch.cat(expected).std())
+    for method in ("pad", "split", "auto"):
+        for ours, theirs in zip(ragged_logits(models.wrap(hf, name, method)), expected, strict=True):
+            assert float((ours - theirs).abs().max()) < ERROR * spread, method
+
+
+@pytest.mark.parametrize("name", sorted(MASK_DOOR))
+@pytest.mark.parametrize("method", ["split", "reference"])
+def test_the_mask_door_has_one_method(name: str, method: str) -> None:
+    with pytest.raises(RequestError, match=f"attention must be 'auto' or 'pad', got '{method}'"):
+        models.wrap(tiny_model(name), name, method)
+
+
+def test_the_model_is_its_owners_again_after_a_pass() -> None:
+    hf = tiny_model("llama")
+    before = hf.config._attn_implementation
+    runner = models.wrap(hf, "llama")
+    ragged_logits(runner)
+    assert hf.config._attn_implementation == before != attention.NAME
+    with pytest.raises(RuntimeError):
+        runner.feed([0], torch.zeros(1, 2, 3, dtype=torch.long), [1])  # fails inside the model
+    assert hf.config._attn_implementation == before
+
+
+# ── sliding windows ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", sorted(SLIDING))
+def test_the_window_is_felt(name: str) -> None:
+    """Negative control for the tests above: with the window gone, the same tokens get other logits."""
+    hf = tiny_model(name)
+    ids = torch.tensor([prompt(3 * WINDOW)])
+    with torch.inference_mode():
+        short, long = (m(ids, use_cache=False).logits for m in (hf, tiny_model(name, sliding_window=64)))
+    assert float((short[:, -1] - long[:, -1]).abs().max()) > 0.1 * float(short.std())
+    assert float((short[:, 0] - long[:, 0]).abs().max()) < 1e-3
+
+
+def test_a_window_that_only_the_mask_knows_bounds_the_context() -> None:
+    """PhiMoE leaves its window to the mask, which shoal replaces: within the window nothing is lost."""
+    hf = tiny_model("phimoe", sliding_window=24)
+    runner = models.wrap(hf, "phimoe")
+    assert runner.context == 24
+    sample = shoal_ids(runner, runner, [(prompt(13), 100)], n=1)[0].samples[0]
+    assert sample.finish_reason == "length"
+    assert sample.token_ids == stock_ids(hf, prompt(13), 24 - 13)
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+REASONS = {
+    "bloom": "ALiBi biases are built from a 2D mask shared by all rows",
+    "gpt-neo": "local layers slice keys at an offset common to all rows",
+    "falcon-alibi": "ALiBi: its position biases are built from a 2D mask",
+    "mamba": "recurrent state",
+    "lfm2": "conv layers keep a recurrent state",
+    "qwen3-next": "linear_attention layers keep a recurrent state",
+    "rwkv": "recurrent state",
+    "t5": "encoder-decoder",
+    "llama4": "chunked attention is not implemented for ragged rows",
+}
+
+
+def test_every_refused_architecture_has_a_reason() -> None:
+    assert REASONS.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_before_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model(name)
+    monkeypatch.setattr(type(hf), "forward", _no_pass)
+    with pytest.raises(UnsupportedModel, match=f"my-{name} .* is not supported: .*{REASONS[name]}"):
+        models.wrap(hf, f"my-{name}")
+
+
+def _no_pass(*_: Any, **__: Any) -> None:
+    raise AssertionError("a refused model ran")
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "t5"])
+def test_refused_when_loaded(name: str, tmp_path: Path) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=REASONS[name]):
+        shoal.load(tmp_path)
+
+
+def test_refused_as_a_drafter(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
+    draft = tmp_path / "gpt-neo"
+    tiny_model("gpt-neo").save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    with pytest.raises(UnsupportedModel, match=REASONS["gpt-neo"]):
+        shoal.load(target, draft)
+
+
+def test_refused_in_training_mode() -> None:
+    with pytest.raises(RequestError, match=r"call model\.eval\(\) first"):
+        models.wrap(tiny_model("llama").train(), "llama")
+
+
+# ── the self-check catches what nobody listed ───────────────────────────────────────────────────────────────────────
+
+
+def _all_keys(problem: attention.Problem) -> Tensor:
+    """What a method that forgets the mask would do."""
+    keys, values = (t.repeat_interleave(problem.group, dim=1) for t in (problem.key, problem.value))
+    return torch.nn.functional.scaled_dot_product_attention(problem.query, keys, values, scale=problem.scale).transpose(1, 2)
+
+
+def _same_window_for_all(problem: attention.Problem) -> Tensor:
+    """What a method that forgets which slot is whose would do."""
+    return attention.METHODS["reference"](problem).flip(0)
+
+
+@pytest.mark.parametrize("sabotage", [_all_keys, _same_window_for_all])
+def test_a_broken_attention_is_refused(sabotage: attention.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.METHODS, "pad", sabotage)
+    with pytest.raises(UnsupportedModel, match=r"differs from a plain forward by [\d.]+ standard deviations"):
+        models.wrap(tiny_model("llama"), "llama", "pad")
+
+
+def test_a_model_through_the_wrong_door_is_refused() -> None:
+    """CodeGen takes the registered name without a word and computes something else."""
+    runner = Runner(tiny_model("codegen"), "codegen", "interface", 128)
+    with pytest.raises(UnsupportedModel, match="standard deviations"):
+        runner.self_check()
+    assert runner.self_check_error is not None
+    assert runner.self_check_error > 0.1
+
+
+def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model("llama")
+    real = hf.model.forward
+
+    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(hf.model, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="standard deviations"):
+        models.wrap(hf, "llama")
+
+
+# ── low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon"])
+def test_bfloat16_runs(name: str) -> None:
+    hf = tiny_model(name).to(torch.bfloat16)
+    target = models.wrap(hf, name)
+    assert target.self_check_error is not None
+    assert target.self_check_error < TOLERANCE[torch.bfloat16]
+    pair = Shoal(target, target, max_batch=MAX_BATCH)
+    result = pair.generate([ids for ids, _ in ASKED], n=2, lookahead=K, max_new_tokens=10, seed=1)
+    assert all(len(sample.token_ids) == 10 for output in result for sample in output.samples)
+    assert result.stats.accepted > 0

@@ -71,16 +71,18 @@ def planned(plan: Plan, method: Method) -> Iterator[None]:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The registered function. query [rows, heads, q, dim], key and value [rows, kv heads, kv, dim] as stored (not
-    repeated); returns ([rows, q, heads, value dim], None). OPT passes a scaling of 1, MLA its own: use what is given."""
+    repeated); returns ([rows, q, heads, value dim], None). OPT passes a scaling of 1, MLA its own: use what is given.
+    A window that is passed counts, None included; Qwen2-MoE passes nothing and notes it on the module."""
     current = _current.get()
     if current is None:
         raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
     plan, method = current
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return method(Problem(query, key, value, plan, scale, sliding_window, softcap, s_aux)), None
+    window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
+    return method(Problem(query, key, value, plan, scale, window, softcap, s_aux)), None
 
 
 AttentionInterface.register(NAME, _attend)

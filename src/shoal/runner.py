@@ -40,7 +40,9 @@ class Runner:
         self._method = attention.method_named(attention_name)
         self.attention = attention_name
         if door == "mask" and attention_name not in ("auto", "pad"):
-            raise RequestError(f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}")
+            raise RequestError(
+                f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
+            )
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
         self.cache = SlotCache()
         self.passes = 0
@@ -109,7 +111,9 @@ class Runner:
         if self._positional:
             options["position_ids"] = plan.positions.clamp(max=self.context - 1)
         if self.door == "mask":
-            options["attention_mask"] = plan.bias(self.dtype) if plan.bias(self.dtype) is not None else plan.zero_bias(self.dtype)
+            options["attention_mask"] = (
+                plan.bias(self.dtype) if plan.bias(self.dtype) is not None else plan.zero_bias(self.dtype)
+            )
         try:
             self.cache.begin(plan)
             with self._switched(), attention.planned(plan, self._method):
@@ -126,6 +130,7 @@ class Runner:
         """One ragged decode against plain forwards of the same tokens, before the first real token.
 
         Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
+        A sliding window that the attention never hears of bounds the context, as longer rows would see too much.
 
         Returns:
             The largest difference in standard deviations of the logits; kept in `self_check_error`.
@@ -136,7 +141,11 @@ class Runner:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (2, min(12, self.context)), generator=generator).to(self.device)
         plain = self.hf(ids, use_cache=False).logits.double()
-        ragged = self._ragged_decode(ids)
+        with self._noting_windows() as windows:
+            ragged = self._ragged_decode(ids)
+        declared = _declared_window(self.hf.config.get_text_config())
+        if self.door == "interface" and declared is not None and declared not in windows:
+            self.context = min(self.context, declared)
         worst = max(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
         error = worst / max(float(plain.std()), 1e-9)
         self.self_check_error = error
@@ -147,20 +156,43 @@ class Runner:
             )
         return error
 
+    @contextmanager
+    def _noting_windows(self) -> Iterator[set[int | None]]:
+        """The windows that the layers ask for meanwhile."""
+        method = self._method
+        seen: set[int | None] = set()
+
+        def noting(problem: attention.Problem) -> Tensor:
+            seen.add(problem.window)
+            return method(problem)
+
+        self._method = noting
+        try:
+            yield seen
+        finally:
+            self._method = method
+
     def _ragged_decode(self, ids: Tensor) -> list[tuple[int, slice, Tensor]]:
         """(row, positions, logits [positions, vocab]) of a small ragged decode of `ids` [2, length]."""
         length = ids.shape[1]
         self.cache.reserve(2, length + 4)
         self.cache.lengths = [0] * self.cache.slots
         long, short = max(1, length - 5), max(1, length - 8)
-        pairs = []
+        pairs: list[tuple[int, slice, Tensor]] = []
 
         def block(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
             rows = [1 - slot for slot in slots]  # row 0 lives in slot 1, row 1 in slot 0
             q = max(counts)
-            tokens = torch.stack([torch.nn.functional.pad(ids[r, s : s + c], (0, q - c)) for r, s, c in zip(rows, starts, counts, strict=True)])
+            tokens = torch.stack(
+                [
+                    torch.nn.functional.pad(ids[r, s : s + c], (0, q - c))
+                    for r, s, c in zip(rows, starts, counts, strict=True)
+                ]
+            )
             logits = self.feed(slots, tokens, counts).double()
-            pairs.extend((r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True)))
+            pairs.extend(
+                (r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
+            )
 
         block([1, 0], [0, 0], [long, short])
         block([0, 1], [short, long], [2, 3])
@@ -170,9 +202,19 @@ class Runner:
         return pairs
 
 
+def _declared_window(config: Any) -> int | None:
+    """The sliding window some layers of this model have by its config."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None
+
+
 def _explained(error: BaseException, name: str) -> BaseException:
     """Out of memory becomes a ModelError that says what to do; anything else stays what it is."""
     text = str(error).lower()
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text or "not enough memory" in text:
+    if (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or "can't allocate memory" in text
+        or "not enough memory" in text
+    ):
         return ModelError(f"{name}: out of memory ({error}); lower max_batch, n, max_new_tokens or use dtype='bfloat16'")
     return error

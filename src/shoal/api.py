@@ -14,7 +14,7 @@ from shoal import lookahead, models
 from shoal.config import Limits, Sampling, split_options
 from shoal.engine import Engine
 from shoal.errors import RequestError
-from shoal.request import Increment, Output, Request, Result, Row, Sample
+from shoal.request import Increment, Output, Request, Result, Sample
 from shoal.round import Commit
 from shoal.runner import Runner
 

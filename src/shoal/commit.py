@@ -15,7 +15,7 @@ from shoal.round import Commit, Proposal, Scores, Verdict
 def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Commit]:
     """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row."""
     accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
-    blocks = [drafts[:a] + [token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
+    blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
     raw, processed = _logprobs(scores, blocks)
     commits = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):

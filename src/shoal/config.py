@@ -85,7 +85,8 @@ class Sampling:
             _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, name, "an integer >= 0", getattr(self, name))
         _require(self.seed is None or _is_int(self.seed), "seed", "an integer or None", self.seed)
         _require(
-            isinstance(self.logit_bias, Mapping) and all(_is_int(k) and k >= 0 and _is_number(v) for k, v in self.logit_bias.items()),
+            isinstance(self.logit_bias, Mapping)
+            and all(_is_int(token) and token >= 0 and _is_number(bias) for token, bias in self.logit_bias.items()),
             "logit_bias", "a mapping of token id to a finite number", self.logit_bias,
         )  # fmt: skip
         _require(

@@ -18,6 +18,7 @@ from shoal.accept import accept
 from shoal.commit import commit
 from shoal.draft import Drafter, ModelDrafter
 from shoal.errors import RequestError
+from shoal.history import require_ids
 from shoal.lookahead import Lookahead
 from shoal.noise import row_seed
 from shoal.outputs import Detokenizer, finish
@@ -102,6 +103,7 @@ class Engine:
                 )
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
+        require_ids(request.sampling, self.target.vocab_size)
         if not 0 <= request.top_logprobs <= self.target.vocab_size:
             raise RequestError(f"top_logprobs must be in 0..{self.target.vocab_size}, got {request.top_logprobs}")
 

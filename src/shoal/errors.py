@@ -2,7 +2,6 @@
 
     ShoalError
     ├── RequestError      what was asked cannot be done: the caller can mend it (CLI exit code 2)
-    │   └── Cancelled     the caller asked for it
     ├── ModelError        the model, drafter or pair cannot do it (CLI exit code 2)
     │   ├── UnsupportedModel    an architecture whose cache or attention cannot be ragged
     │   ├── PairMismatch        target and drafter do not fit each other

@@ -27,7 +27,7 @@ RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "h
 VOCABULARY_PADDING = 512
 """Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
 
-PROBE = "def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I'm 3.14\n\t<b>\"ok\"</b>"
+PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\t<b>"ok"</b>'
 
 
 def bundled(part: str) -> Path:
@@ -77,7 +77,9 @@ def _context(config: Any) -> int:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in rope.values() if rope and all(isinstance(v, Mapping) for v in rope.values()) else [rope]:
         if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
-            original = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            original = parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
             context = min(context, int(original or context))
     return context
 
@@ -115,9 +117,13 @@ def load_runner(
     kind = resolve_dtype(dtype, place)
     config = _from(source, transformers.AutoConfig, **hub)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal decodes causal language models")
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal decodes causal language models"
+        )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
-        raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it")
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
+        )
     hf = _from(source, transformers.AutoModelForCausalLM, dtype=kind, **hub)
     try:
         hf = hf.to(place).eval()
@@ -151,7 +157,7 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """"auto" takes an accelerator if there is one. Raises RequestError for a device that is not here."""
+    """ "auto" takes an accelerator if there is one. Raises RequestError for a device that is not here."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import torch
+import torch.utils.benchmark
 import transformers
 import typer
 from rich.console import Console
@@ -41,7 +42,7 @@ def main(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Measures speculative against plain decoding and Hugging Face generate."""
-    texts = [problem.prompt for problem in problems(20, prompts, "heldout")]
+    texts = [problem.prompt for problem in problems(20, prompts, "templates")]
     reports = []
     for name in dtype:
         pair = shoal.load(model, draft, dtype=name, max_batch=n)
@@ -107,12 +108,11 @@ def _figures(runs: list[Stats]) -> dict[str, float]:
 
     per_pass = median(1000 * s.seconds_target / s.target_passes for s in runs)
     per_draft = median(1000 * s.seconds_draft / s.draft_passes if s.draft_passes else 0.0 for s in runs)
-    return {
-        "tokens_per_second": middle("tokens_per_second"), "seconds": middle("seconds"), "acceptance_length": middle("acceptance_length"),
-        "acceptance_rate": middle("acceptance_rate"), "target_passes": middle("target_passes"), "drafted": middle("drafted"),
-        "accepted": middle("accepted"), "ms_per_target_pass": per_pass, "ms_per_draft_pass": per_draft,
-        "bookkeeping": middle("bookkeeping"),
-    }  # fmt: skip
+    names = ("tokens_per_second", "seconds", "acceptance_length", "acceptance_rate", "target_passes", "drafted", "accepted")
+    return {name: middle(name) for name in (*names, "bookkeeping")} | {
+        "ms_per_target_pass": per_pass,
+        "ms_per_draft_pass": per_draft,
+    }
 
 
 def _memory(
@@ -142,14 +142,19 @@ def _table(report: dict[str, Any]) -> Table:
     )
     memory = report["memory"]
     caption = (
-        f"greedy identical: {report['greedy_identical_rows']} of {report['greedy_rows']} rows; plain over HF {report['plain_over_hf']:.2f}x; "
+        f"greedy identical: {report['greedy_identical_rows']} of {report['greedy_rows']} rows; "
+        f"plain over HF {report['plain_over_hf']:.2f}x; "
         f"peak memory {memory['peak'] / 2**20:.0f} MiB = {memory['peak_over_predicted']:.2f}x predicted"
     )
     table = Table(title=title, caption=caption)
     columns = {
-        "tokens/s": ("tokens_per_second", ".0f"), "acceptance length": ("acceptance_length", ".2f"), "target passes": ("target_passes", ".0f"),
-        "ms/target pass": ("ms_per_target_pass", ".1f"), "ms/draft pass": ("ms_per_draft_pass", ".1f"), "bookkeeping": ("bookkeeping", ".1%"),
-    }  # fmt: skip
+        "tokens/s": ("tokens_per_second", ".0f"),
+        "acceptance length": ("acceptance_length", ".2f"),
+        "target passes": ("target_passes", ".0f"),
+        "ms/target pass": ("ms_per_target_pass", ".1f"),
+        "ms/draft pass": ("ms_per_draft_pass", ".1f"),
+        "bookkeeping": ("bookkeeping", ".1%"),
+    }
     table.add_column("")
     for heading in columns:
         table.add_column(heading, justify="right")

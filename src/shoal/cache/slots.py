@@ -128,7 +128,7 @@ class SlotCache(Cache):
             rows = store[torch.tensor(plan.slots, device=store.device), : plan.kv]
         return rows.transpose(1, 2)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Transformers only uses this for default positions and masks, which shoal always passes itself."""
         return max(self.plan.starts) if self.plan is not None else 0
 
@@ -138,7 +138,7 @@ class SlotCache(Cache):
     def get_max_length(self) -> int:
         return self.capacity
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """The name of `get_max_length` before Transformers 5.15."""
         return self.capacity
 

@@ -38,7 +38,8 @@ class ModelDrafter:
         luck = self._luck(rows, k)
         reads_history = any(row.request.sampling.reads_history for row in rows)
         histories: list[list[int]] = [[] for _ in rows]
-        tokens, qs = [], []
+        tokens: list[Tensor] = []
+        qs: list[Tensor] = []
         logits = self._catch_up(rows)
         for j in range(k):
             if j:

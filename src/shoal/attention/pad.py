@@ -39,14 +39,15 @@ def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem, q: int) -> Tensor:
     """The folded call for what the library's kernel lacks: soft-capped scores and attention sinks."""
-    scores = (query @ key.transpose(-1, -2)).float() * problem.scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-1, -2)).to(wide) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if bias is not None:
         scores = scores + bias
     if problem.sinks is not None:
         # sinks [heads] -> [1, kv heads, group * q, 1], in the order of the folded query axis
-        sinks = problem.sinks.float().view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
+        sinks = problem.sinks.to(wide).view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
         scores = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, -1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return weights @ value

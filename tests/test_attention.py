@@ -1,0 +1,221 @@
+"""Ragged attention: every method against the definition, and the definition against a loop over single queries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal import attention
+from shoal.attention import METHODS, Problem
+from shoal.attention.reference import reference
+from shoal.cache import Plan
+from shoal.errors import InternalError, RequestError
+from shoal.testing import tiny_model
+
+CPU = torch.device("cpu")
+FAST = [name for name in METHODS if name != "reference"]
+POISON = {torch.float64: 1e4, torch.float32: 1e4, torch.bfloat16: 1e4, torch.float16: 30.0}  # float16 ends at 65504
+
+
+def build(
+    starts: list[int], counts: list[int], dtype: torch.dtype = torch.float64, *, kv_heads: int = 2, group: int = 2, dim: int = 8,
+    value_dim: int = 8, window: int | None = None, softcap: float | None = None, sinks: bool = False, seed: int = 0,
+) -> Problem:  # fmt: skip
+    """A random problem; scores of a few units, so that softmax is neither flat nor one-hot."""
+    plan = Plan(range(len(starts)), starts, counts, CPU)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    query = random(plan.rows, kv_heads * group, plan.q, dim)
+    key, value = random(plan.rows, kv_heads, plan.kv, dim), random(plan.rows, kv_heads, plan.kv, value_dim)
+    sink = random(kv_heads * group) if sinks else None
+    return Problem(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink)
+
+
+@st.composite
+def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Problem:
+    rows = draw(st.integers(1, 4))
+    lengths = st.lists(st.integers(0, 14), min_size=rows, max_size=rows)
+    widths = st.lists(st.integers(1, 4), min_size=rows, max_size=rows)
+    return build(
+        draw(lengths), draw(widths), draw(st.sampled_from(dtypes)),
+        kv_heads=draw(st.sampled_from([1, 2, 3])), group=draw(st.sampled_from([1, 2, 4])), value_dim=draw(st.sampled_from([8, 5])),
+        window=draw(st.sampled_from([None, 1, 3, 8, 100])), softcap=draw(st.sampled_from([None, 2.0])),
+        sinks=draw(st.booleans()), seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+
+
+def exact(problem: Problem) -> Problem:
+    """The same problem in float64."""
+    tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "sinks")}
+    return replace(problem, **{name: t.double() for name, t in tensors.items() if t is not None})
+
+
+def one_by_one(problem: Problem) -> Tensor:
+    """Softmax over exactly the keys that each query sees, one query of one head at a time, in the problem's dtype."""
+    plan = problem.plan
+    out = problem.query.new_zeros(plan.rows, plan.q, problem.query.shape[1], problem.value.shape[-1])
+    for b, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        for i in range(count):
+            end = start + i + 1
+            first = 0 if problem.window is None else max(0, end - problem.window)
+            for h in range(problem.query.shape[1]):
+                keys, values = (t[b, h // problem.group, first:end] for t in (problem.key, problem.value))
+                out[b, i, h] = softmax_mix(problem, keys @ problem.query[b, h, i] * problem.scale, h, values)
+    return out
+
+
+def softmax_mix(problem: Problem, scores: Tensor, head: int, values: Tensor) -> Tensor:
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    weights = scores.exp()
+    sink = 0.0 if problem.sinks is None else problem.sinks[head].exp()
+    return (weights @ values) / (weights.sum() + sink)
+
+
+def used(problem: Problem, out: Tensor) -> Tensor:
+    """The outputs that mean something, [tokens, heads, value dim]."""
+    return torch.cat([out[b, :count] for b, count in enumerate(problem.plan.counts)])
+
+
+def error(problem: Problem, out: Tensor) -> float:
+    truth = reference(exact(problem))
+    return float((used(problem, out).double() - used(problem, truth)).abs().max())
+
+
+def tolerance(problem: Problem) -> float:
+    """Twice the error of plain arithmetic in the same dtype, plus what rounding can do where that one was lucky.
+
+    A score is a sum of products, off by at most eps times the sum of their sizes; an error d of the scores moves the output by at
+    most 2 d max|value|; rounding the weights and the output costs at most 2 eps max|value|.
+    """
+    eps = torch.finfo(problem.query.dtype).eps
+    sizes = problem.query.double().abs().amax() * problem.key.double().abs().sum(-1).amax() * problem.scale
+    rounding = 2 * eps * float(sizes + 1) * float(problem.value.double().abs().max())
+    return 2 * error(problem, one_by_one(problem)) + rounding
+
+
+@given(problems((torch.float64,)))
+def test_the_reference_is_the_definition(problem: Problem) -> None:
+    difference = used(problem, reference(problem)) - used(problem, one_by_one(problem))
+    assert float(difference.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", FAST)
+@given(problems((torch.float32, torch.float64)))
+def test_a_method_is_the_reference(name: str, problem: Problem) -> None:
+    out = METHODS[name](problem)
+    assert out.shape == (problem.plan.rows, problem.plan.q, problem.query.shape[1], problem.value.shape[-1])
+    assert error(problem, out) <= tolerance(problem)
+
+
+@pytest.mark.parametrize("name", [*FAST, "reference"])
+@given(problems((torch.bfloat16, torch.float16)))
+def test_a_method_is_the_reference_in_half_the_bits(name: str, problem: Problem) -> None:
+    out = METHODS[name](problem)
+    assert out.dtype == problem.query.dtype
+    assert error(problem, out) <= tolerance(problem)
+
+
+def poisoned(problem: Problem) -> Problem:
+    """The same problem with other values wherever no token lies: beyond each row's length, and in unused query columns."""
+    query, key, value = (t.clone() for t in (problem.query, problem.key, problem.value))
+    size = POISON[query.dtype]
+    for b, (length, count) in enumerate(zip(problem.plan.lengths, problem.plan.counts, strict=True)):
+        key[b, :, length:], value[b, :, length:] = size, -size
+        query[b, :, count:] = size
+    return replace(problem, query=query, key=key, value=value)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@given(problems((torch.float32, torch.bfloat16, torch.float64, torch.float16)))
+def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> None:
+    clean, dirty = (used(p, METHODS[name](p)) for p in (problem, poisoned(problem)))
+    assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window": 3}, {"window": None}, {"softcap": None}, {"scale": 1.0}, {"sinks": torch.zeros(4)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_tolerance_notices(name: str, wrong: dict[str, object]) -> None:
+    """Negative control: a method that gets one thing wrong is far outside the tolerance."""
+    problem = build([9, 2], [2, 4], torch.float32, window=4, softcap=2.0, sinks=True)
+    assert error(problem, METHODS[name](replace(problem, **wrong))) > 100 * tolerance(problem)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_one_token_too_many_is_noticed(name: str) -> None:
+    problem = build([9, 5], [1, 1], torch.float32)
+    plan = Plan([0, 1], [9, 6], [1, 1], CPU)
+    assert error(problem, METHODS[name](replace(problem, plan=plan))) > 100 * tolerance(problem)
+
+
+# ── which method ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chosen"),
+    [
+        ([50, 50, 50, 50], "pad"),
+        ([50, 40, 45, 30], "pad"),
+        ([2000, 3, 3, 3], "split"),
+        ([120, 3, 3, 3], "pad"),
+        ([2000], "pad"),
+    ],
+)
+def test_auto_splits_when_one_row_is_much_longer(lengths: list[int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name in ("pad", "split"):
+        monkeypatch.setattr(attention, name, lambda problem, name=name: asked.append(name))
+    attention.auto(build(lengths, [1] * len(lengths), torch.float32))
+    assert asked == [chosen]
+
+
+def test_unknown_method() -> None:
+    with pytest.raises(RequestError, match="attention must be one of auto, pad, split, reference, got 'flash'"):
+        attention.method_named("flash")
+
+
+def test_outside_of_a_pass_the_registered_name_explains_itself() -> None:
+    hf = tiny_model("llama")
+    hf.set_attn_implementation(attention.NAME)
+    with pytest.raises(InternalError, match="outside of a planned forward pass"):
+        hf(torch.tensor([[1, 2, 3]]))
+
+
+# ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_mask_where_nothing_is_hidden() -> None:
+    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32) is None
+    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32, window=5) is None  # exactly the 5 keys there are
+    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32, window=4) is not None
+    assert Plan([0, 1], [4, 3], [1, 1], CPU).bias(torch.float32) is not None
+    assert Plan([0, 1], [4, 4], [2, 2], CPU).bias(torch.float32) is not None
+
+
+def test_masks_are_made_once_per_pass() -> None:
+    plan = Plan([0, 1], [4, 3], [2, 1], CPU)
+    assert plan.bias(torch.float32, 3) is plan.bias(torch.float32, 3)
+    assert plan.bias(torch.float32, 99) is plan.bias(torch.float32)
+    assert plan.bias(torch.float32, 3) is not plan.bias(torch.float32)
+    assert plan.bias(torch.bfloat16).dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_visible_keys_by_hand() -> None:
+    plan = Plan([0, 1], [2, 0], [2, 1], CPU)
+    assert plan.visible().int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
+    assert plan.visible(2).int().tolist() == [[[0, 1, 1, 0], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
+    assert plan.bias(torch.float32, fold=3).shape == (2, 1, 6, 4)  # type: ignore[union-attr]
+    assert math.isclose(float(plan.bias(torch.float32).min()), torch.finfo(torch.float32).min)  # type: ignore[union-attr]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.outputs import finish, visible_text
 from shoal.request import Row, TopLogprobs
@@ -75,10 +77,15 @@ def _logprobs(scores: Scores, blocks: Sequence[Sequence[int]]) -> tuple[list[lis
 
 
 def _top(scores: Scores, row: int, taken: int, n: int) -> list[TopLogprobs]:
-    raw = (scores.logits[row, :taken].to(scores.normaliser.dtype) - scores.normaliser[row, :taken, None]).topk(n)
-    processed = scores.p[row, :taken].log().topk(n)
-    pairs = [
-        [tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-        for top in (raw, processed)
+    """The n most probable tokens at each committed position; fewer after processing if fewer are possible."""
+    raw = scores.logits[row, :taken].to(scores.normaliser.dtype) - scores.normaliser[row, :taken, None]
+    tops = [_pairs(raw, n), _pairs(scores.p[row, :taken].log(), n)]
+    return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
+
+
+def _pairs(logprobs: Tensor, n: int) -> list[tuple[tuple[int, float], ...]]:
+    top = logprobs.topk(n)
+    return [
+        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
-    return [TopLogprobs(before, after) for before, after in zip(*pairs, strict=True)]

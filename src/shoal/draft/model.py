@@ -44,7 +44,7 @@ class ModelDrafter:
         for j in range(k):
             if j:
                 logits = self.runner.feed(slots, tokens[-1][:, None], ones)[:, -1]
-            q = probabilities(self._fitted(logits)[:, None], rows, histories, first=j)[:, 0]
+            q = self._distributions(logits, rows, histories, j)
             token = draw(q, luck[:, j])
             tokens.append(token)
             qs.append(q)
@@ -78,11 +78,12 @@ class ModelDrafter:
         last = torch.tensor(counts, device=logits.device) - 1
         return logits[torch.arange(len(rows), device=logits.device), last]
 
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """[rows, drafter vocab] -> [rows, target vocab]; ids the drafter does not have get no probability."""
-        if not torch.isfinite(logits.amax()):
-            raise BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits")
+    def _distributions(self, logits: Tensor, rows: Sequence[Row], histories: Sequence[Sequence[int]], j: int) -> Tensor:
+        """q of every row at draft position j, [rows, target vocab]; ids the drafter does not have get no probability."""
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[..., : self.vocab_size]
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        try:
+            return probabilities(logits[:, None, : self.vocab_size], rows, histories, first=j)[:, 0]
+        except BadLogits as error:
+            raise BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits: {error}") from error

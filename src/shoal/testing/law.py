@@ -1,0 +1,234 @@
+"""The law of what is committed, computed instead of sampled: the real code of `accept` is asked at chosen uniforms.
+
+Every decision of a round is a step function of its uniform, with steps at places that follow from p and q alone. One question per
+step, weighted by its width, integrates over all uniforms; no random number is drawn, so the result is exact up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal import accept, distributions
+
+EDGE = 1e-6
+"""Share of a step's width that its two margins take; they are asked too, so that a step in another place shows."""
+
+
+def draw_measure(weights: Tensor) -> Tensor:
+    """The law of `distributions.draw` for weights [n, vocab] float64; [n, vocab]."""
+    rows, vocab = weights.shape
+    steps = _steps(weights / weights.sum(dim=-1, keepdim=True))
+    measure = torch.zeros_like(weights)
+    for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
+        left, width = steps[:, :-1], steps.diff(dim=-1)
+        u = (left + at * width).clamp(max=1 - 2**-53)
+        token = distributions.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(rows, vocab)
+        measure.scatter_add_(1, token, share * width)
+    return measure
+
+
+def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
+    """The measure of uniforms that `accept.acceptance_mask` lets pass, for probabilities p and q of one shape, float64."""
+    step = _threshold(p, q)
+    measure = torch.zeros_like(p)
+    for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
+        for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
+            passes = accept.acceptance_mask(p, q, left + at * width)
+            measure += share * width * passes
+    return measure
+
+
+def _threshold(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p / q), and 1 where q is 0: such a draft is never made."""
+    return torch.where(q > 0, p / q, 1.0).clamp(max=1)
+
+
+def _steps(p: Tensor) -> Tensor:
+    """0, the inner cumulative sums, 1; [n, vocab + 1]."""
+    inner = p.cumsum(dim=-1)[:, :-1].clamp(max=1)
+    return torch.cat([torch.zeros_like(p[:, :1]), inner, torch.ones_like(p[:, :1])], dim=-1)
+
+
+def chain_rule(table: Tensor, horizon: int) -> Tensor:
+    """The law of `horizon` tokens drawn one by one from a Markov table after a prompt of zeros; [vocab] * horizon."""
+    order, vocab = table.dim() - 1, table.shape[-1]
+    histories = _digits(torch.arange(vocab**horizon), horizon, vocab)
+    padded = torch.nn.functional.pad(histories, (order, 0))
+    law = torch.ones(vocab**horizon, dtype=table.dtype)
+    for t in range(horizon):
+        law = law * table[tuple(padded[:, t : t + order + 1].unbind(dim=1))]
+    return law.view([vocab] * horizon)
+
+
+def committed_law(target: Tensor, drafter: Tensor, horizon: int, lengths: Sequence[int], *, clip: bool = True) -> Tensor:
+    """The law of the first `horizon` committed tokens over repeated rounds of the real acceptance code.
+
+    Args:
+        target, drafter: Markov tables of one order, [vocab] * order + [vocab] float64; the prompt is zeros.
+        lengths: draft lengths that rounds may have; which one is a fixed function of the row's history, so the rows of one call
+            have different ones.
+        clip: as the engine does, no row drafts more than it may still commit, minus one. Otherwise surplus tokens are cut off.
+
+    Returns:
+        [vocab] * horizon float64.
+    """
+    vocab, pair = target.shape[-1], _Pair(target, drafter)
+    mass = [torch.zeros(vocab**depth, dtype=torch.float64) for depth in range(horizon + 1)]
+    mass[0][0] = 1.0
+    for depth in range(horizon):
+        codes = mass[depth].nonzero().squeeze(1)
+        histories = _digits(codes, depth, vocab)
+        own = torch.tensor(lengths)[(histories.sum(dim=1) + depth) % len(lengths)]
+        own = own.clamp(max=horizon - depth - 1) if clip else own
+        for way in pair.round(histories, own):
+            _advance(mass, depth, codes[way.row], way)
+    return mass[horizon].view([vocab] * horizon)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Ways a round can go: `drafts` [m, k], the verdict's `accepted` and `token` [m], the `row` they are of, their `weight`."""
+
+    drafts: Tensor
+    accepted: Tensor
+    token: Tensor
+    row: Tensor
+    weight: Tensor
+
+
+def _advance(mass: list[Tensor], depth: int, codes: Tensor, ways: _Ways) -> None:
+    """Moves the ways' share of mass[depth] to where their committed blocks lead; `codes` [m]: where they come from."""
+    vocab, remaining = len(mass[1]), len(mass) - 1 - depth
+    block = torch.cat([ways.drafts, ways.token[:, None]], dim=1)
+    block[torch.arange(len(block)), ways.accepted] = ways.token
+    committed = (ways.accepted + 1).clamp(max=remaining)
+    share, code = mass[depth][codes] * ways.weight, codes
+    for length in range(1, min(remaining, block.shape[1]) + 1):
+        code = code * vocab + block[:, length - 1]
+        ends = committed == length
+        mass[depth + length].index_add_(0, code[ends], share[ends])
+
+
+@dataclass
+class _Pair:
+    """Two Markov tables of one order and vocabulary."""
+
+    target: Tensor
+    drafter: Tensor
+
+    def __post_init__(self) -> None:
+        vocab = self.target.shape[-1]
+        self.drafted = draw_measure(self.drafter.reshape(-1, vocab)).view_as(self.drafter)
+        self.accepts = acceptance_measure(self.target, self.drafter)
+
+    def round(self, histories: Tensor, lengths: Tensor) -> list[_Ways]:
+        """All ways one round can go, by how many drafts pass.
+
+        Args:
+            histories: [rows, depth] new tokens so far. lengths: draft length of each row, [rows].
+        """
+        vocab, order, k = self.target.shape[-1], self.target.dim() - 1, int(lengths.max())
+        every = _digits(torch.arange(vocab**k), k, vocab)
+        row = torch.arange(len(histories)).repeat_interleave(len(every))
+        drafts, own = every.repeat(len(histories), 1), lengths[row]
+        tokens = torch.nn.functional.pad(torch.cat([histories[row], drafts], dim=1), (order, 0))
+        start = histories.shape[1]
+        contexts = [tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)]
+        inside = torch.arange(k) < own[:, None]
+        of_draft = [(*context, drafts[:, j]) for j, context in enumerate(contexts[:k])]
+        # Padding is drafted uniformly: it must not matter.
+        made = _stack([self.drafted[index] for index in of_draft], len(row)).where(inside, 1 / vocab).prod(dim=1)
+        passes = _stack([self.accepts[index] for index in of_draft], len(row))
+        step = _stack([_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row))
+        p, q = (torch.stack([table[context] for context in contexts], dim=1) for table in (self.target, self.drafter))
+        return [
+            self._outcome(j, drafts, own, p, q, step, made * _run(passes, inside, j), row)
+            for j in range(k + 1)
+            if bool((own >= j).any())
+        ]
+
+    def _outcome(
+        self, j: int, drafts: Tensor, own: Tensor, p: Tensor, q: Tensor, step: Tensor, weight: Tensor, row: Tensor
+    ) -> _Ways:
+        """The rows' ways with exactly the first j drafts passing, asked at one uniform per step of the next token."""
+        u_accept = step / 2
+        if j < drafts.shape[1]:
+            u_accept[:, j] = (1 + step[:, j]) / 2
+            u_accept[:, j + 1 :] = 0.0  # passes, and must not count any more
+        rest = (p[:, j] - q[:, j]).clamp(min=0)
+        total = rest.sum(dim=-1, keepdim=True)
+        steps = torch.cat([_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1).sort(dim=1).values
+        width = weight[:, None] * steps.diff(dim=1)
+        at, which = (width > 0).nonzero().unbind(dim=1)
+        u = ((steps[:, :-1] + steps[:, 1:]) / 2)[at, which]
+        k = drafts.shape[1]
+        verdict = accept.reject_and_replace(
+            drafts[at], own[at], q[at, :k] if k else None, p[at], u_accept[at], u[:, None, None].expand(-1, k + 1, 2)
+        )
+        return _Ways(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])
+
+
+def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
+    """Probability that exactly the first j drafts pass, [rows]; 0 for rows that draft fewer than j."""
+    run = passes[:, :j].where(inside[:, :j], 0.0).prod(dim=1)
+    if j < passes.shape[1]:
+        run = run * torch.where(inside[:, j], 1 - passes[:, j], 1.0)
+    return run
+
+
+def _stack(columns: Sequence[Tensor], rows: int) -> Tensor:
+    return torch.stack(list(columns), dim=1) if columns else torch.ones(rows, 0, dtype=torch.float64)
+
+
+def _digits(codes: Tensor, length: int, base: int) -> Tensor:
+    """Numbers as their `length` digits, most significant first; [n, length]."""
+    powers = base ** torch.arange(length - 1, -1, -1)
+    return codes[:, None] // powers % base
+
+
+def chi_square(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
+    """p-value of Pearson's test that `counts` come from `expected`.
+
+    Args:
+        counts: observed, any shape. expected: probabilities of the same shape, sum 1.
+        least: cells expected less often than this are pooled into one.
+
+    Returns:
+        0.0 if something impossible was observed.
+    """
+    counts, expected = counts.flatten().double(), expected.flatten().double() * counts.sum()
+    if bool(((expected == 0) & (counts > 0)).any()):
+        return 0.0
+    small = expected < least
+    observed = torch.cat([counts[~small], counts[small].sum()[None]])
+    wanted = torch.cat([expected[~small], expected[small].sum()[None]])
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    return _tail(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1)
+
+
+def independence(table: Tensor, least: float = 5.0) -> float:
+    """p-value of Pearson's test that the two indices of a contingency table [a, b] are independent."""
+    table = _pooled(_pooled(table.double(), least).T, least)
+    expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0, keepdim=True) / table.sum()
+    return _tail(((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1))
+
+
+def _pooled(table: Tensor, least: float) -> Tensor:
+    """Rows so rare that one of their cells would expect less than `least` are summed into one."""
+    expected = table.sum(dim=1) * table.sum(dim=0).min() / table.sum()
+    small = expected < least
+    if not bool(small.any()):
+        return table
+    return torch.cat([table[~small], table[small].sum(dim=0, keepdim=True)])
+
+
+def _tail(statistic: Tensor, freedom: int) -> float:
+    """Probability that chi-square with `freedom` degrees exceeds the statistic."""
+    if freedom < 1:
+        return 1.0
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, statistic / 2))

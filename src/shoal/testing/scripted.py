@@ -1,0 +1,184 @@
+"""Models whose next token is what a script says: a pure function of the row's token history.
+
+They quack like a Transformers model as far as `Runner` looks, and they know their history only through the cache they are given:
+token ids are stored as keys and positions as values, so a cell that is stale, lost or another row's changes what they say. What
+they say beyond a row's own tokens is NaN: whoever reads it is found out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.runner import Runner
+
+History = Callable[[tuple[int, ...]], Tensor]
+"""All tokens of a row so far -> logits [vocab] of the next one."""
+
+UNSAID = -50.0
+"""Logit of what a one-hot script does not say, the said token having 0: below any uniform's resolution, and still finite."""
+
+
+class ScriptedModel(torch.nn.Module):
+    """A causal LM that follows a script.
+
+    Args:
+        script: the logits after a history. It is called once per history and remembered.
+        vocab_size: width of the logits. dtype: of the logits.
+
+    Attributes:
+        forwards: calls of `forward` so far.
+    """
+
+    def __init__(self, script: History, vocab_size: int, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.script = functools.cache(script)
+        self.head = torch.nn.Linear(1, vocab_size, bias=False, dtype=dtype)
+        self.config = SimpleNamespace(_attn_implementation="eager", eos_token_id=None, model_type="scripted")
+        self.forwards = 0
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(
+        self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False, position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Any:  # fmt: skip
+        """tokens [rows, q] -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history comes from it."""
+        self.forwards += 1
+        if past_key_values is None:
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+            return SimpleNamespace(logits=self._said(tokens, positions))
+        assert use_cache
+        assert position_ids is not None
+        ids, places = past_key_values.update(_as_states(tokens), _as_states(position_ids), 0)
+        ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
+        plan = past_key_values.plan
+        own = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
+        _check_places(places, position_ids, own)
+        if logits_to_keep:  # a prompt's pass, whose logits nobody reads
+            return SimpleNamespace(logits=torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan))
+        logits = self._said(ids, position_ids)
+        return SimpleNamespace(logits=logits.masked_fill(~own[..., None], torch.nan))
+
+    def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [rows, kv] long, positions [rows, q] -> logits [rows, q, vocab] after the tokens up to each position."""
+        rows = [
+            torch.stack([self.script(tuple(history[: place + 1])) for place in places])
+            for history, places in zip(ids.tolist(), positions.tolist(), strict=True)
+        ]
+        return torch.stack(rows).to(self.dtype)
+
+
+class TableModel(ScriptedModel):
+    """A Markov chain of any order, vectorised: histories too short are taken as preceded by token 0.
+
+    Args:
+        table: probabilities of the next token given the last `order` ones, [vocab] * order + [vocab]. Zeros are allowed.
+    """
+
+    def __init__(self, table: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(self._after, table.shape[-1], dtype)
+        self.table = table.log().to(dtype)
+
+    def _after(self, ids: tuple[int, ...]) -> Tensor:
+        return self._said(torch.tensor([ids]), torch.tensor([[len(ids) - 1]]))[0, 0]
+
+    def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
+        order = self.table.dim() - 1
+        last = []
+        for back in range(order - 1, -1, -1):
+            token = ids.gather(1, (positions - back).clamp(min=0))
+            last.append(torch.where(positions >= back, token, 0))
+        return self.table[tuple(last)]
+
+
+def _as_states(values: Tensor) -> Tensor:
+    """[rows, q] -> [rows, 1 head, q, 1 dim]; float32 holds token ids and positions exactly."""
+    return values[:, None, :, None].float()
+
+
+def _check_places(places: Tensor, positions: Tensor, own: Tensor) -> None:
+    """Every cell that a row's own queries see was written at its own position."""
+    reach = torch.where(own, positions, 0).amax(dim=1)
+    cells = torch.arange(places.shape[1])
+    wrong = (places != cells) & (cells <= reach[:, None])
+    if bool(wrong.any()):
+        row, cell = wrong.nonzero()[0].tolist()
+        raise AssertionError(
+            f"row {row} of the pass sees in cell {cell} what was written at position {int(places[row, cell])}"
+        )
+
+
+# ── scripts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_hot(token: int, vocab_size: int) -> Tensor:
+    """Logits [vocab] float64 that leave room for one token only."""
+    logits = torch.full((vocab_size,), UNSAID, dtype=torch.float64)
+    logits[token] = 0.0
+    return logits
+
+
+def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0) -> History:
+    """Continues each of the sequences (prompt and continuation) wherever it is in one; elsewhere says `otherwise`."""
+    following = {tuple(s[:i]): s[i] for s in sequences for i in range(1, len(s))}
+    return lambda ids: one_hot(following.get(ids, otherwise), vocab_size)
+
+
+def hashed(vocab_size: int, seed: int = 0, spread: float = 1.5) -> History:
+    """Logits N(0, spread²) that change completely with any token of the history, however far back."""
+
+    def script(ids: tuple[int, ...]) -> Tensor:
+        values = np.random.default_rng((seed, *ids)).normal(scale=spread, size=vocab_size)
+        return torch.from_numpy(values)
+
+    return script
+
+
+def mixed(first: History, second: History, every: int = 2) -> History:
+    """Speaks as `first`, but as `second` after every history whose tokens sum to a multiple of `every`."""
+    return lambda ids: (second if sum(ids) % every == 0 else first)(ids)
+
+
+def oracle(target: History, vocab_size: int) -> History:
+    """Says what a greedy target will say."""
+    return lambda ids: one_hot(int(target(ids).argmax()), vocab_size)
+
+
+def adversary(target: History, vocab_size: int) -> History:
+    """Never says what a greedy target will say."""
+    return lambda ids: one_hot((int(target(ids).argmax()) + 1) % vocab_size, vocab_size)
+
+
+# ── runners ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
+    """A runner around a scripted (or any other) model, without checks."""
+    return Runner(model, name, "interface", context)
+
+
+def scripted(script: History, vocab_size: int, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:
+    """The runner of a `ScriptedModel`."""
+    return runner(ScriptedModel(script, vocab_size, dtype), context)
+
+
+def table_model(table: Tensor, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:
+    """The runner of a `TableModel`."""
+    return runner(TableModel(table, dtype), context)

@@ -1,0 +1,96 @@
+"""Keyed uniforms: pure, uniform, and independent over every axis of the key.
+
+The statistical tests are deterministic; on an ideal generator each would fail with probability 1e-6.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.noise import Purpose, row_seed, uniforms
+from shoal.testing.law import chi_square
+
+ALPHA = 1e-6
+COUNT = 200_000
+BINS = 16
+
+
+def flat(counts: np.ndarray) -> float:
+    return chi_square(torch.from_numpy(counts), torch.full(counts.shape, 1 / counts.size))
+
+
+def squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """How often (x, y) falls into each square of the unit square."""
+    return np.bincount((x * BINS).astype(int).ravel() * BINS + (y * BINS).astype(int).ravel(), minlength=BINS * BINS)
+
+
+def test_known_values() -> None:
+    """Seeds that people wrote down must keep their meaning."""
+    drawn = uniforms([[0], [1]], [5, 6], Purpose.TOKEN)
+    expected = [[0.8132181901360952, 0.19041952841964171], [0.46526177321578777, 0.9911237274725585]]
+    assert drawn.tolist() == expected
+    rows = [row_seed(0, 0), row_seed(0, 1), row_seed(1, 0)]
+    assert rows == [8147104208329303767, 3980143261097177850, 6915206964022700985]
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.sampled_from(list(Purpose)))
+def test_a_uniform_is_a_function_of_its_key_alone(seed: int, position: int, purpose: Purpose) -> None:
+    alone = float(uniforms(seed, position, purpose))
+    assert 0 <= alone < 1
+    assert float(alone * 2**53).is_integer()
+    block = uniforms(np.array([seed, 7])[:, None, None], np.array([3, position])[:, None], np.array(list(Purpose)))
+    assert block.shape == (2, 2, 3)
+    assert block[0, 1, list(Purpose).index(purpose)] == alone
+
+
+@given(st.integers(), st.integers(0, 10_000))
+def test_any_request_seed_gives_row_seeds_that_fit(seed: int, row: int) -> None:
+    assert 0 <= row_seed(seed, row) < 2**63
+    assert row_seed(seed, row) == row_seed(seed + 2**64, row)
+
+
+def test_row_seeds_are_distinct() -> None:
+    assert len({row_seed(seed, row) for seed in range(-50, 50) for row in range(100)}) == 10_000
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_uniform_over_positions_and_over_seeds(purpose: Purpose) -> None:
+    for drawn in (uniforms(row_seed(0, 0), np.arange(COUNT), purpose), uniforms(np.arange(COUNT), 17, purpose)):
+        assert flat(np.bincount((drawn * 256).astype(int), minlength=256)) > ALPHA
+        assert flat(np.bincount((drawn * 2**53).astype(np.int64) % 256, minlength=256)) > ALPHA  # the low bits as well
+
+
+def neighbours() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Pairs of uniforms whose keys are as close as keys can be."""
+    positions, seeds = np.arange(COUNT), np.arange(COUNT)
+    rows = np.array([row_seed(3, row) for row in range(2000)])[:, None]
+    requests = np.array([row_seed(seed, 0) for seed in range(2000)])[:, None]
+    few = np.arange(100)
+    token, accept, replace = Purpose.TOKEN, Purpose.ACCEPT, Purpose.REPLACE
+    return {
+        "next position": (uniforms(5, positions, token), uniforms(5, positions + 1, token)),
+        "next seed": (uniforms(seeds, 5, token), uniforms(seeds + 1, 5, token)),
+        "token and accept": (uniforms(5, positions, token), uniforms(5, positions, accept)),
+        "accept and replace": (uniforms(5, positions, accept), uniforms(5, positions, replace)),
+        "token and replace": (uniforms(5, positions, token), uniforms(5, positions, replace)),
+        "accept and next token": (uniforms(5, positions, accept), uniforms(5, positions + 1, token)),
+        "next row": (uniforms(rows[:-1], few, token), uniforms(rows[1:], few, token)),
+        "next request": (uniforms(requests[:-1], few, token), uniforms(requests[1:], few, token)),
+        "seed against position": (uniforms(rows[:-1], few + 1, token), uniforms(rows[1:], few, token)),
+    }
+
+
+@pytest.mark.parametrize("pair", neighbours())
+def test_neighbouring_keys_are_independent(pair: str) -> None:
+    x, y = neighbours()[pair]
+    assert flat(squares(x, y)) > ALPHA
+
+
+def test_the_test_of_independence_can_fail() -> None:
+    x = uniforms(5, np.arange(COUNT), Purpose.TOKEN)
+    assert flat(squares(x, x)) < ALPHA
+    assert flat(squares(x, 0.98 * x + 0.02 * uniforms(6, np.arange(COUNT), Purpose.TOKEN))) < ALPHA

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shoal.cli import examine
@@ -33,6 +33,7 @@ from shoal.cli.views import Status, stdout
 from shoal.errors import RequestError
 
 EXIT_FAILED_CHECK = 2
+INDENT = 24  # columns before a figure
 PROMPTS = (
     'def is_palindrome(text):\n    """Return True if text reads the same backwards."""\n',
     "import json\nimport sys\n\n\ndef main():\n",
@@ -113,11 +114,10 @@ def examinations(
 def show(console: Console, finding: Finding) -> None:
     """Verdict, name and figure; the advice under the figure."""
     style = STYLES[finding.verdict]
-    line = Table.grid(padding=(0, 1))
-    line.add_column(width=4)
-    line.add_column(width=18)
-    line.add_column()
-    line.add_row(Text(finding.verdict, style), Text(finding.name, "bold"), Text(finding.figure))
-    if finding.advice:
-        line.add_row("", "", Text(f"-> {finding.advice}", style))
-    console.print(line)
+    room = max(20, console.width - INDENT)
+    first, *more = textwrap.wrap(finding.figure, room)
+    console.print(Text.assemble((f"{finding.verdict:5}", style), (f"{finding.name:{INDENT - 5}}", "bold"), first))
+    for line in more:
+        console.print(" " * INDENT + line, markup=False)
+    for line in textwrap.wrap(f"-> {finding.advice}", room) if finding.advice else []:
+        console.print(" " * INDENT + line, style=style, markup=False)

@@ -164,10 +164,11 @@ def exact(model: Shoal) -> bool:
 
 def report(console: Console, model: Shoal, job: Job, repeats: int, findings: Findings) -> None:
     """The table, the speed-up and the greedy comparison."""
+    runs = "one run each" if repeats == 1 else f"medians of {repeats} runs each"
     console.print()
     console.print(
         f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, T={job.options['temperature']:g}, "
-        f"lookahead {job.lookahead}, {dtype_name(model.target)} on {model.target.device}, medians of {repeats} runs each"
+        f"lookahead {job.lookahead}, {dtype_name(model.target)} on {model.target.device}; {runs}"
     )
     console.print()
     console.print(comparison(findings.plain, findings.speculative))

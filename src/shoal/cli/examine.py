@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
 TEMPERATURE = 0.8
 WORTHWHILE = 1.05  # a predicted speed-up below this is none
+WARM_UP_TOKENS = 16
 MATRIX = 512  # rows and columns of the matrices that time a number format
 
 
@@ -45,9 +46,8 @@ class Case:
 
     def run(self, lookahead: str | int, prompts: list[str], **options: Any) -> Result:
         """Samples with a fixed seed."""
-        return self.model.generate(
-            prompts, self.n, lookahead=lookahead, max_new_tokens=self.max_new_tokens, seed=0, **options
-        )
+        defaults = {"max_new_tokens": self.max_new_tokens, "temperature": TEMPERATURE, "seed": 0}
+        return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
 
     @cached_property
     def acceptance(self) -> dict[float, Result]:
@@ -59,11 +59,10 @@ class Case:
     def timed(self) -> dict[int, list[Result]]:
         """Interleaved runs by draft length, with all rows running to the end."""
         lengths = sorted({0, 1, self.k, LONGEST})
-        ways = {
-            f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], temperature=TEMPERATURE, eos=()) for k in lengths
-        }
-        for way in ways.values():
-            way()  # warm-up
+        self.say("warming up ...")
+        for k in lengths:
+            self.run(k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens))
+        ways = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
         return dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
 
     @cached_property
@@ -143,7 +142,7 @@ def self_check(runner: Runner, role: str) -> Finding:
     from shoal.runner import TOLERANCE
 
     limit = TOLERANCE[runner.dtype]
-    figure = f"ragged v plain forward: {error:.1e} (limit {limit:g}, in standard deviations of the logits)"
+    figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
     return Finding(name, "ok", figure, data={"error": error, "limit": limit})
 
 
@@ -198,7 +197,7 @@ def _product_ms(dtype: Any) -> float:
 def memory(case: Case) -> Finding:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
     longest = max(len(case.model.tokenizer.encode(prompt)) for prompt in case.prompts)
-    slots = min(case.n * len(case.prompts), case.model.max_batch)
+    slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
     caches = sum(runner.cache_bytes(slots, longest + case.max_new_tokens + case.k + 1) for runner in runners)
@@ -276,7 +275,8 @@ def prediction(case: Case) -> Finding:
     by_length = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
     best = max(by_length, key=lambda k: by_length[k])
     data = {"speedup": {str(k): value for k, value in by_length.items()}, "best_k": best}
-    figure = "predicted " + " ".join(f"k={k} {value:.2f}" for k, value in by_length.items())
+    figure = f"predicted for k=1..{LONGEST}: " + " ".join(f"{value:.2f}" for value in by_length.values())
+    figure += f"; best k={best}"
     if by_length[best] < WORTHWHILE:
         advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
         return Finding("speed-up", "warn", figure, advice, data | {"best_k": 0})

@@ -79,6 +79,7 @@ class SlotCache(Cache):
             raise InternalError(f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}")
         self.lengths[slot] = length
 
+    @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of `target` those of `source`."""
         if source != target:

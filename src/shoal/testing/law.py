@@ -81,6 +81,8 @@ def committed_law(target: Tensor, drafter: Tensor, horizon: int, lengths: Sequen
     mass[0][0] = 1.0
     for depth in range(horizon):
         codes = mass[depth].nonzero().squeeze(1)
+        if not len(codes):  # every round so far went further
+            continue
         histories = _digits(codes, depth, vocab)
         own = torch.tensor(lengths)[(histories.sum(dim=1) + depth) % len(lengths)]
         own = own.clamp(max=horizon - depth - 1) if clip else own

@@ -49,6 +49,8 @@ class Scheduler:
     def remove(self, rows: Iterable[Row]) -> None:
         """Rows leave at once, wherever they are."""
         gone = set(map(id, rows))
+        if not gone:
+            return
         self.waiting = deque(row for row in self.waiting if id(row) not in gone)
         self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
 

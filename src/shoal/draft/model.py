@@ -69,14 +69,25 @@ class ModelDrafter:
 
     def _catch_up(self, rows: Sequence[Row]) -> Tensor:
         """Feeds each row's committed tokens that the cache lacks, at least the last; logits after it, [rows, vocab]."""
-        lengths = self.runner.cache.lengths
-        pending = [row.tokens[lengths[row.slot] :] for row in rows]
+        self._shorten_lags(rows)
+        pending = [self._pending(row) for row in rows]
         counts = [len(tokens) for tokens in pending]
         width = max(counts)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending], device=self.runner.device)
         logits = self.runner.feed([row.slot for row in rows], block, counts)
         last = torch.tensor(counts, device=logits.device) - 1
         return logits[torch.arange(len(rows), device=logits.device), last]
+
+    def _pending(self, row: Row) -> list[int]:
+        return row.tokens[self.runner.cache.lengths[row.slot] :]
+
+    def _shorten_lags(self, rows: Sequence[Row]) -> None:
+        """After plain rounds: brings every row to at most two pending tokens, all laggards by the shortest lag at a time, so
+        that no block reaches beyond what a row will hold."""
+        while late := [row for row in rows if len(self._pending(row)) > 2]:
+            step = min(len(self._pending(row)) for row in late) - 1
+            block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
+            self.runner.feed([row.slot for row in late], block, [step] * len(late), want_logits=False)
 
     def _distributions(self, logits: Tensor, rows: Sequence[Row], histories: Sequence[Sequence[int]], j: int) -> Tensor:
         """q of every row at draft position j, [rows, target vocab]; ids the drafter does not have get no probability."""

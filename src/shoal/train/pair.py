@@ -31,6 +31,7 @@ from shoal.train.tokenizer import save_tokenizer, train_tokenizer
 SEED = 20
 WORK = Path("build/pair")
 DISTIL_LR = 0.7  # of the peak learning rates
+SAMPLE_TEMPERATURES = (1.0, 0.8)
 SAMPLES_REPEATED = 3  # copies of the target's samples among the corpus
 TOKENIZER_CHARACTERS = 3_000_000  # a sample of the corpus is enough for 2048 tokens
 console = Console(stderr=True)
@@ -40,10 +41,10 @@ console = Console(stderr=True)
 class Plan:
     """The sizes of every stage."""
 
-    steps: int = 1300  # of the target
-    warm_steps: int = 600  # of the drafter on the corpus alone
+    steps: int = 740  # of the target
+    warm_steps: int = 850  # of the drafter on the corpus alone
     drafter_steps: int = 1500  # of the drafter against the target
-    sampled_problems: int = 2500
+    sampled_problems: int = 2000  # at each temperature
     length: int = 384  # tokens in a window
     batch: int = 12  # windows in a step
     corpus: CorpusSize = field(default_factory=CorpusSize)
@@ -107,29 +108,26 @@ class Pair:
         model = build(target_config(), SEED).to(self.device)
         return Run(model, next_token_loss, self.work / "target.pt")
 
-    def train_target(self) -> None:
+    def train_target(self) -> Run:
+        """The target, trained to the end of its schedule."""
         run = self.target()
-        forward = run.model.forward
         if self.compiled:
-            run.model.forward = torch.compile(forward)
+            run.model.forward = torch.compile(run.model.forward)
         run.train(self.windows(self.tokens("train"), SEED), Schedule(self.plan.steps))
+        return run
 
-    def write_samples(self) -> None:
-        """Lets the target continue prompts of training problems, at T=1 and T=0.8."""
-        if (self.work / "samples.npy").exists():
-            return
-        model = self.target().model.eval()
-        tokenizer = self.tokenizer()
-        problems = generate(SEED + 1, self.plan.sampled_problems, "train")
-        rows: list[list[int]] = []
-        half = len(problems) // 2
-        for temperature, part in ((1.0, problems[:half]), (0.8, problems[half:])):
-            prompts = [tokenizer.encode(problem.prompt).ids for problem in part]
-            written = sample(model, prompts, temperature, SEED)
-            rows += [prompt + row for prompt, row in zip(prompts, written, strict=True)]
-        packed = np.array([token for row in rows for token in row], dtype=np.uint16)
-        np.save(self.work / "samples.npy", packed)
-        console.log(f"samples: {len(packed):,} tokens, prompts included")
+    def samples(self, temperature: float) -> Tokens:
+        """Prompts of training problems as the target continues them; written once."""
+        name = f"samples-{temperature}"
+        if not (self.work / f"{name}.npy").exists():
+            problems = generate(SEED + round(10 * temperature), self.plan.sampled_problems, "train")
+            prompts = [self.tokenizer().encode(problem.prompt).ids for problem in problems]
+            written = sample(self.target().model.eval(), prompts, temperature, SEED)
+            rows = (prompt + row for prompt, row in zip(prompts, written, strict=True))
+            packed = np.array([token for row in rows for token in row], dtype=np.uint16)
+            np.save(self.work / f"{name}.npy", packed)
+            console.log(f"{name}: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
+        return self.tokens(name)
 
     def warm_drafter(self) -> Run:
         """The drafter, trained on the corpus alone."""
@@ -144,13 +142,14 @@ class Pair:
         model = build(drafter_config(), SEED).to(self.device)
         model.load_state_dict(self.warm_drafter().model.state_dict())
         run = Run(model, distillation_loss(teacher), self.work / "drafter.pt", lr=DISTIL_LR)
-        texts = np.concatenate([self.tokens("train"), *[self.tokens("samples")] * SAMPLES_REPEATED])
+        samples = [self.samples(temperature) for temperature in SAMPLE_TEMPERATURES]
+        texts = np.concatenate([self.tokens("train"), *samples * SAMPLES_REPEATED])
         run.train(self.windows(texts, SEED + 2), Schedule(self.plan.drafter_steps))
         return run
 
-    def export(self, directory: Path) -> None:
-        """Writes both models as they are now."""
-        for name, run in (("target", self.target()), ("drafter", self.train_drafter())):
+    def export(self, directory: Path, target: Run, drafter: Run) -> None:
+        """Writes both models below a directory."""
+        for name, run in (("target", target), ("drafter", drafter)):
             export(run.model, self.tokenizer_directory, directory / name)
 
 
@@ -170,13 +169,12 @@ def main(
     pair = Pair(work, plan, device, compiled)
     try:
         pair.prepare()
-        pair.train_target()
-        pair.write_samples()
-        pair.train_drafter()
+        target = pair.train_target()
+        drafter = pair.train_drafter()
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from the last checkpoint")
         raise typer.Exit(130) from None
-    pair.export(output)
+    pair.export(output, target, drafter)
     console.print(f"wrote {output}")
 
 

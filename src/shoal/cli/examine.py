@@ -231,14 +231,14 @@ def acceptance(case: Case) -> Finding:
     for temperature, result in case.acceptance.items():
         stats = result.stats
         each = per_position(stats.acceptance_rate, case.k)
-        parts.append(f"T={temperature:g}: length {stats.acceptance_length:.2f}, {each:.0%} per position")
+        parts.append(f"{stats.acceptance_length:.2f} at T={temperature:g} ({each:.0%} per position)")
         data[f"T={temperature:g}"] = {
             "acceptance_length": stats.acceptance_length,
             "per_position": each,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
         }
-    figure = f"k={case.k}, " + "; ".join(parts)
+    figure = f"k={case.k}: length " + ", ".join(parts)
     if any(result.stats.drafted == 0 for result in case.acceptance.values()):
         return Finding("acceptance", "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
     if max(data[f"T={t:g}"]["per_position"] for t in case.acceptance) < 0.3:

@@ -97,10 +97,15 @@ def show_output(console: Console, output: Output, title: str | None, by_rank: bo
     for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
         header = f"# sample {number}, rank {rank[id(sample)]} of {len(rank)}: {describe(sample)}"
         console.print(Text(header, style="bold"), soft_wrap=True)
-        text = Syntax("", "python").highlight(printable(sample.text)) if console.is_terminal else Text(sample.text)
+        text = python_text(printable(sample.text)) if console.is_terminal else Text(sample.text)
         text.rstrip()
         console.print(text, soft_wrap=True)
         console.print()
+
+
+def python_text(text: str) -> Text:
+    """Text highlighted as Python in the terminal's own colours."""
+    return Syntax("", "python", theme="ansi_dark", background_color="default").highlight(text)
 
 
 def printable(text: str) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import run
 from shoal.cli.generate import write_whole
-from shoal.cli.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli.streaming import follow
 from shoal.cli.views import Board, printable, stdout
 from shoal.testing import save_pair

@@ -28,7 +28,7 @@ PLACES = {
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs models runner distributions history truncation attention cache",
-    "words": "request config errors stats noise ranking",
+    "words": "request schedule config errors stats noise ranking",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -49,6 +49,7 @@ WITHIN = {
     "distributions": "history truncation",
     "ranking": "request",
     "request": "config errors stats ranking",
+    "schedule": "request",
     "config": "errors",
     "stats": "errors",
     "noise": "errors",

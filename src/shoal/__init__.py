@@ -7,15 +7,29 @@ result = model.generate("def add(a, b):", n=8, max_new_tokens=64, temperature=0.
 print(result[0].ranked[0].text)
 """
 
-from shoal.api import Shoal, load
-from shoal.config import Limits, Sampling, Speculation
-from shoal.errors import InternalError, ModelError, RequestError, ShoalError
-from shoal.request import Increment, Output, Result, Sample, TopLogprobs
-from shoal.stats import Stats
-from shoal.transformers_door import custom_generate
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal, load
+    from shoal.config import Limits, Sampling, Speculation
+    from shoal.errors import InternalError, ModelError, RequestError, ShoalError
+    from shoal.request import Increment, Output, Result, Sample, TopLogprobs
+    from shoal.stats import Stats
+    from shoal.transformers_door import custom_generate
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "api": "Shoal load",
+    "config": "Limits Sampling Speculation",
+    "errors": "InternalError ModelError RequestError ShoalError",
+    "request": "Increment Output Result Sample TopLogprobs",
+    "stats": "Stats",
+    "transformers_door": "custom_generate",
+}
 __all__ = [
     "Increment",
     "InternalError",
@@ -34,3 +48,13 @@ __all__ = [
     "custom_generate",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: `shoal --help` need not wait for torch."""
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(import_module(f"shoal.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -21,8 +21,8 @@ from rich.table import Table
 
 import shoal
 from shoal.bench.baseline import hf_generate
+from shoal.bench.measure import greedy_identity
 from shoal.bench.memory import peak_tensor_bytes
-from shoal.cli.measure import greedy_identity
 from shoal.stats import Stats
 from shoal.train.problems import generate as problems
 
@@ -108,8 +108,8 @@ def _figures(runs: list[Stats]) -> dict[str, float]:
 
     per_pass = median(1000 * s.seconds_target / s.target_passes for s in runs)
     per_draft = median(1000 * s.seconds_draft / s.draft_passes if s.draft_passes else 0.0 for s in runs)
-    names = ("tokens_per_second", "seconds", "acceptance_length", "acceptance_rate", "target_passes", "drafted", "accepted")
-    return {name: middle(name) for name in (*names, "bookkeeping")} | {
+    names = ("tokens_per_second", "seconds", "acceptance_length", "acceptance_rate", "target_passes", "drafted")
+    return {name: middle(name) for name in (*names, "accepted", "bookkeeping")} | {
         "ms_per_target_pass": per_pass,
         "ms_per_draft_pass": per_draft,
     }

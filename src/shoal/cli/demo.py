@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.measure import Identity, Speed, greedy_identity, interleave
+from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
 from shoal.cli.options import (
     OUTPUT,
     SAMPLING,

@@ -9,8 +9,8 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from shoal.bench.measure import Costs, greedy_identity, interleave, per_position, predicted_speedup
 from shoal.cli.findings import Finding
-from shoal.cli.measure import Costs, greedy_identity, interleave, per_position, predicted_speedup
 from shoal.cli.options import Source, display_name, dtype_name
 from shoal.errors import ModelError, PairMismatch, RequestError
 

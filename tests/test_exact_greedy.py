@@ -1,0 +1,240 @@
+"""Greedy decoding in float32 equals Transformers' `generate`, id for id, one prompt alone: any batch, draft length, n and drafter.
+
+That the speculative path really ran is asserted from the counts: what an oracle, an adversary and plain decoding must have done
+is known in advance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import by_name
+from shoal.request import Request, Row
+from shoal.runner import Runner
+from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing.scripted import History, adversary, mixed, runner, says, scripted
+
+NEW = 34
+"""New tokens per row: more than the longest draft."""
+PROMPTS = 33
+
+
+@cache
+def target_model() -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@cache
+def random_model() -> Any:
+    return tiny_model("llama", seed=1, layers=1)
+
+
+@cache
+def prompt(index: int) -> tuple[int, ...]:
+    """Ragged: from one token to 40, neighbours very unequal."""
+    generator = torch.Generator().manual_seed(index)
+    length = 1 + (17 * index) % 40
+    return tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
+
+
+@cache
+def stock_ids(index: int) -> tuple[int, ...]:
+    """What Transformers' own `generate` says, this prompt alone."""
+    ids = torch.tensor([prompt(index)])
+    out = target_model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return tuple(out[0, ids.shape[1] :].tolist())
+
+
+def continuations(prompts: int) -> History:
+    """The greedy target as a script, for the prompts in use."""
+    return says([prompt(i) + stock_ids(i) for i in range(prompts)], VOCABULARY)
+
+
+def drafter(kind: str, prompts: int) -> Runner:
+    said = continuations(prompts)
+    wrong = adversary(said, VOCABULARY)
+    makers = {
+        "same": lambda: runner(target_model()),
+        "random": lambda: runner(random_model()),
+        "oracle": lambda: scripted(said, VOCABULARY, dtype=torch.float32),
+        "adversarial": lambda: scripted(wrong, VOCABULARY, dtype=torch.float32),
+        "sometimes": lambda: scripted(mixed(said, wrong, every=3), VOCABULARY, dtype=torch.float32),
+    }
+    return makers[kind]()
+
+
+def decode(
+    draft: Runner | None, k: object, *, prompts: int, n: int, max_batch: int, new: int = NEW
+) -> tuple[Engine, list[Row]]:
+    """All rows of the first prompts, greedily."""
+    engine = Engine(runner(target_model()), draft, by_name(k), max_batch=max_batch)
+    requests = [Request(prompt(i), n, Sampling(temperature=0), Limits(max_new_tokens=new)) for i in range(prompts)]
+    rows = [row for request in requests for row in engine.submit(request)]
+    while engine.step():
+        pass
+    return engine, rows
+
+
+def assert_stock(rows: Sequence[Row], n: int, new: int = NEW) -> None:
+    """Every row says what Transformers says; all are there."""
+    for i, row in enumerate(rows):
+        assert tuple(row.tokens[row.prompt_length :]) == stock_ids(i // n)[:new], f"row {i % n} of prompt {i // n}"
+        assert row.finish_reason == "length"
+
+
+def assert_adds_up(engine: Engine, rows: Sequence[Row], n: int) -> None:
+    """The counts of the rows are those of the run."""
+    stats = engine.stats
+    assert stats.committed == sum(row.new_tokens for row in rows)
+    assert stats.drafted == sum(row.drafted for row in rows)
+    assert stats.accepted == sum(row.accepted for row in rows)
+    assert stats.row_rounds == sum(row.rounds for row in rows) == sum(row.target_passes for row in rows)
+    assert stats.target_passes == stats.rounds
+    assert stats.prefills == len(rows) // n
+    assert stats.prefill_tokens == sum(len(prompt(i)) - 1 for i in range(len(rows) // n))
+    assert stats.acceptance_length == stats.committed / stats.row_rounds
+    for row in rows:
+        assert row.new_tokens == row.accepted + row.rounds  # each round adds one token of the target's own
+
+
+def drafted_in_total(k: int, kind: str, new: int = NEW) -> int:
+    """What one row drafts when all or none of it is accepted and it never drafts past its end."""
+    drafted, remaining = 0, new
+    while remaining:
+        length = min(k, remaining - 1)
+        drafted += length
+        remaining -= length + 1 if kind == "oracle" else 1
+    return drafted
+
+
+DRAFT_LENGTHS = (*range(9), 12, 16, 21, 32)
+
+
+@pytest.mark.parametrize("k", DRAFT_LENGTHS)
+@pytest.mark.parametrize("kind", ["same", "random", "oracle", "adversarial", "sometimes"])
+def test_every_draft_length_and_drafter(kind: str, k: int) -> None:
+    prompts = 5 if k < 8 else 3
+    engine, rows = decode(drafter(kind, prompts), k, prompts=prompts, n=1, max_batch=prompts - 1)
+    assert_stock(rows, 1)
+    assert_adds_up(engine, rows, 1)
+    for row in rows:
+        if k == 0:
+            assert (row.rounds, row.drafted) == (NEW, 0)
+        elif kind in ("oracle", "same"):
+            assert row.rounds == math.ceil(NEW / (k + 1))
+            assert row.accepted == row.drafted == drafted_in_total(k, "oracle") == NEW - row.rounds
+        elif kind == "adversarial":
+            assert (row.rounds, row.accepted, row.drafted) == (NEW, 0, drafted_in_total(k, kind))
+    if k == 0:
+        assert engine.stats.draft_passes == 0
+        assert engine.models == [engine.target]
+    elif kind == "sometimes":
+        assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_an_oracle_commits_one_more_than_it_drafts_in_every_round(k: int) -> None:
+    engine = Engine(runner(target_model()), drafter("oracle", 3), by_name(k), max_batch=3)
+    for i in range(3):
+        engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=3 * (k + 1))))
+    for _ in range(3):
+        for commit in engine.step():
+            assert (len(commit.tokens), commit.accepted) == (k + 1, k)
+    assert engine.step() == []
+    assert engine.stats.acceptance_length == k + 1
+    # Each proposal costs k passes: what the drafter lacks goes in with its first token.
+    assert (engine.stats.target_passes, engine.stats.draft_passes) == (3, 3 * k)
+
+
+@pytest.mark.parametrize("batch", range(1, 34))
+def test_every_batch_size(batch: int) -> None:
+    """All prompts in one batch of that size exactly; draft lengths and drafters take turns."""
+    kind, k = ("sometimes", "random", "oracle", "same", "adversarial")[batch % 5], batch % 6 + 1
+    engine, rows = decode(drafter(kind, batch), k, prompts=batch, n=1, max_batch=batch, new=10)
+    assert_stock(rows, 1, 10)
+    assert_adds_up(engine, rows, 1)
+    assert engine.target.cache.slots == batch
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("capacity", [1, 5, 64])
+def test_every_n(n: int, capacity: int) -> None:
+    """n samples of each prompt, in a batch too small, uneven and larger than needed."""
+    engine, rows = decode(drafter("sometimes", 4), 4, prompts=4, n=n, max_batch=capacity, new=12)
+    assert_stock(rows, n, 12)
+    assert_adds_up(engine, rows, n)
+    assert engine.target.cache.slots == min(capacity, 4 * n)
+
+
+@pytest.mark.parametrize("attention", ["reference", "pad", "split"])
+def test_every_attention_method(attention: str) -> None:
+    target = Runner(target_model(), "target", "interface", 128, attention)
+    engine = Engine(target, drafter("sometimes", 7), by_name(5), max_batch=4)
+    rows = [
+        row
+        for i in range(7)
+        for row in engine.submit(Request(prompt(i), 2, Sampling(temperature=0), Limits(max_new_tokens=NEW)))
+    ]
+    while engine.step():
+        pass
+    assert_stock(rows, 2)
+
+
+def test_bass_lengths() -> None:
+    engine, rows = decode(drafter("sometimes", 9), "bass", prompts=9, n=2, max_batch=6)
+    assert_stock(rows, 2)
+    assert_adds_up(engine, rows, 2)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks and pass budgets much smaller than the prompts."""
+    monkeypatch.setattr("shoal.prefill.CHUNK", 7)
+    monkeypatch.setattr("shoal.prefill.BUDGET", 20)
+    engine, rows = decode(drafter("sometimes", 12), 3, prompts=12, n=2, max_batch=9, new=8)
+    assert_stock(rows, 2, 8)
+    assert_adds_up(engine, rows, 2)
+
+
+class Intermittent:
+    """Drafts only now and then, so that the drafter lags far behind the target in between."""
+
+    limit = 3
+
+    def __init__(self, pause: int) -> None:
+        self.pause, self.round = pause, 0
+
+    def next_length(self) -> int:
+        self.round += 1
+        return 0 if self.round % (self.pause + 1) else 3
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("pause", [1, 5, 20])
+def test_a_drafter_that_lags_far_behind_catches_up(pause: int) -> None:
+    engine, rows = decode(drafter("sometimes", 6), Intermittent(pause), prompts=6, n=1, max_batch=4)
+    assert_stock(rows, 1)
+    assert_adds_up(engine, rows, 1)
+    assert engine.stats.accepted > 0
+
+
+def test_catching_up_beside_a_long_row_that_has_just_joined() -> None:
+    """What one row lacks, behind what the other has, is more columns than the cache was made for."""
+    engine = Engine(runner(target_model()), drafter("oracle", PROMPTS), by_name(Intermittent(NEW - 1)), max_batch=2)
+    short, long = min(range(PROMPTS), key=lambda i: len(prompt(i))), max(range(PROMPTS), key=lambda i: len(prompt(i)))
+    asked = [(short, NEW), (short, NEW - 2), (long, 4)]
+    rows = [engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=new)))[0] for i, new in asked]
+    while engine.step():
+        pass
+    for (i, new), row in zip(asked, rows, strict=True):
+        assert tuple(row.tokens[row.prompt_length :]) == stock_ids(i)[:new]

@@ -5,7 +5,7 @@ The only file beside the cache, the attention registration and the Transformers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,23 @@ def load_runner(
         raise UnsupportedModel(
             f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
         )
-    hf = _from(source, transformers.AutoModelForCausalLM, dtype=kind, **hub)
+    hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **hub)
+    _check_complete(source, found["missing_keys"])
     try:
         hf = hf.to(place).eval()
     except RuntimeError as error:
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
     return wrap(hf, str(source), attention)
+
+
+def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
+    """Transformers fills what a checkpoint lacks with random numbers, and only warns."""
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            f"{source}: the checkpoint lacks {len(names)} of its model's tensors, for example {names[0]}; "
+            "download or export it again"
+        )
 
 
 def load_tokenizer(source: str | Path, **hub: Any) -> Any:
@@ -153,6 +164,8 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
         raise ModelError(f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            first += " Only if you trust it: trust_remote_code=True"
         raise RequestError(f"cannot load the {what} of {source}: {first}") from error
 
 

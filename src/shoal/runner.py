@@ -117,7 +117,9 @@ class Runner:
         try:
             self.cache.begin(plan)
             with self._switched(), attention.planned(plan, self._method):
-                logits = self.hf(tokens[:, : plan.q], past_key_values=self.cache, use_cache=True, **options).logits
+                # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
+                known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
+                logits = self.hf(known, past_key_values=self.cache, use_cache=True, **options).logits
         except (MemoryError, RuntimeError) as error:
             raise _explained(error, self.name) from error
         self.cache.end()

@@ -1,0 +1,224 @@
+"""Slots, admissions, copies and moves: simulated without a tensor, then counted through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.lookahead import Fixed
+from shoal.request import Request, Row
+from shoal.schedule import Admission, Move, Round
+from shoal.scheduler import Scheduler
+from shoal.testing.scripted import hashed, scripted
+
+
+def group(number: int, n: int, deadline: float | None = None) -> list[Row]:
+    request = Request((number + 1,), n)
+    return [Row(request, number, i, 0, [number + 1], frozenset(), 1 << 20, deadline) for i in range(n)]
+
+
+def round_of(rows: Sequence[Row], admissions: Sequence[Admission] = (), moves: Sequence[Move] = ()) -> Round:
+    return Round(list(rows), list(admissions), list(moves))
+
+
+class Slots:
+    """What the slots of a cache hold, moved as the engine moves it.
+
+    A slot holds the name of a prompt (its group), and of the row whose tokens follow it.
+    """
+
+    def __init__(self) -> None:
+        self.prompt: dict[int, int] = {}
+        self.owner: dict[int, Row] = {}
+        self.computed: list[int] = []
+
+    def carry_out(self, round_: Round) -> None:
+        """Old copies, then computed prompts, then copies of those, then moves: each from a slot that holds what it claims to."""
+        for fresh in (False, True):
+            if fresh:
+                for admission in round_.admissions:
+                    if admission.source is None:
+                        self._enter(admission)
+                        self.computed.append(admission.row.group)
+            for admission in round_.admissions:
+                if admission.source is not None and admission.fresh is fresh:
+                    assert self.prompt[admission.source] == admission.row.group
+                    self._enter(admission)
+        for move in round_.moves:
+            assert self.owner[move.source] is move.row
+            self.prompt[move.target], self.owner[move.target] = self.prompt[move.source], move.row
+        assert [row.slot for row in round_.rows] == list(range(len(round_.rows)))
+        for row in round_.rows:
+            assert self.owner[row.slot] is row
+            assert self.prompt[row.slot] == row.group
+
+    def _enter(self, admission: Admission) -> None:
+        self.prompt[admission.row.slot], self.owner[admission.row.slot] = admission.row.group, admission.row
+
+
+steps = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 6)),
+    st.tuples(st.just("round"), st.lists(st.integers(0, 7), max_size=4)),
+    st.tuples(st.just("cancel"), st.lists(st.integers(0, 40), max_size=5)),
+)
+
+
+@given(st.integers(1, 5), st.lists(steps, max_size=30))
+def test_any_schedule(capacity: int, schedule: Sequence[tuple[str, object]]) -> None:
+    """Rows come, end in any order and are cancelled; every copy and move comes from a slot that holds what it claims to."""
+    scheduler, slots, rows = Scheduler(capacity), Slots(), []
+    entered: list[Row] = []
+    gone: set[int] = set()
+    groups = 0
+
+    def one_round(ends: Sequence[int]) -> None:
+        round_ = scheduler.next_round()
+        slots.carry_out(round_)
+        entered.extend(admission.row for admission in round_.admissions)
+        assert len(round_.rows) == min(capacity, len(rows) - len(gone))  # nobody waits while there is room
+        ended = [row for row in round_.rows if row.slot in ends]
+        gone.update(map(id, ended))
+        scheduler.remove(ended)
+
+    for kind, argument in schedule:
+        if kind == "add":
+            new = group(groups, int(argument))  # type: ignore[call-overload]
+            groups += 1
+            rows += new
+            scheduler.add(new)
+        elif kind == "round":
+            one_round(argument)  # type: ignore[arg-type]
+        else:
+            chosen = [rows[i] for i in argument if i < len(rows)]  # type: ignore[union-attr]
+            gone.update(map(id, chosen))
+            scheduler.remove(chosen)
+    while not scheduler.idle:
+        one_round(range(capacity))
+    assert len(gone) == len(rows)
+    assert [id(row) for row in entered] == [
+        id(row) for row in rows if any(row is e for e in entered)
+    ]  # first come, first served
+    assert len(slots.computed) == len(set(slots.computed))  # no prompt twice
+    assert scheduler.next_round() == round_of([])
+
+
+@given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms())
+def test_each_prompt_is_computed_once_whatever_the_capacity(capacity: int, sizes: Sequence[int], random: object) -> None:
+    scheduler, slots = Scheduler(capacity), Slots()
+    for number, n in enumerate(sizes):
+        scheduler.add(group(number, n))
+    while not scheduler.idle:
+        round_ = scheduler.next_round()
+        slots.carry_out(round_)
+        scheduler.remove([row for row in round_.rows if random.random() < 0.5])  # type: ignore[attr-defined]
+    assert slots.computed == list(range(len(sizes)))
+
+
+def test_one_slot_serves_one_row_at_a_time_in_order() -> None:
+    scheduler = Scheduler(1)
+    rows = group(0, 2) + group(1, 2)
+    scheduler.add(rows)
+    for row, source in zip(rows, (None, 0, None, 0), strict=True):
+        round_ = scheduler.next_round()
+        assert round_ == round_of([row], [Admission(row, source)])
+        assert scheduler.next_round() == round_of([row])
+        scheduler.remove([row])
+    assert scheduler.idle
+
+
+def test_siblings_admitted_together_are_copied_from_the_one_just_computed() -> None:
+    scheduler = Scheduler(4)
+    first, second = group(0, 2), group(1, 2)
+    scheduler.add(first + second)
+    expected = [
+        Admission(first[0], None),
+        Admission(first[1], 0, fresh=True),
+        Admission(second[0], None),
+        Admission(second[1], 2, fresh=True),
+    ]
+    assert scheduler.next_round().admissions == expected
+
+
+def test_a_waiting_row_takes_the_slot_of_one_that_ended() -> None:
+    scheduler = Scheduler(3)
+    rows = group(0, 4)
+    scheduler.add(rows)
+    scheduler.next_round()
+    scheduler.remove([rows[1]])
+    assert scheduler.next_round() == round_of([rows[0], rows[3], rows[2]], [Admission(rows[3], 0)])
+
+
+def test_holes_are_closed_from_the_end() -> None:
+    scheduler = Scheduler(5)
+    rows = group(0, 5)
+    scheduler.add(rows)
+    scheduler.next_round()
+    scheduler.remove([rows[0], rows[2]])
+    assert scheduler.next_round() == round_of([rows[4], rows[1], rows[3]], [], [Move(rows[4], 4, 0), Move(rows[3], 3, 2)])
+    assert [row.slot for row in (rows[4], rows[1], rows[3])] == [0, 1, 2]
+
+
+def test_cancelling_waiting_and_running_rows() -> None:
+    scheduler = Scheduler(2)
+    rows = group(0, 4)
+    scheduler.add(rows)
+    scheduler.next_round()
+    scheduler.remove([rows[0], rows[2]])
+    assert scheduler.running == [rows[1]]
+    assert list(scheduler.waiting) == [rows[3]]
+    scheduler.remove(rows)
+    assert scheduler.idle
+
+
+def test_expired_rows_run_or_wait() -> None:
+    scheduler = Scheduler(1)
+    early, late, never = group(0, 2, deadline=1.0), group(1, 1, deadline=2.0), group(2, 1)
+    scheduler.add(early + late + never)
+    scheduler.next_round()
+    assert scheduler.expired(0.5) == []
+    assert scheduler.expired(1.0) == early
+    assert scheduler.expired(9.0) == early + late
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_no_room_at_all(capacity: int) -> None:
+    with pytest.raises(RequestError, match=f"max_batch must be >= 1, got {capacity}"):
+        Scheduler(capacity)
+
+
+# ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+VOCAB = 12
+
+
+def tokens_of(requests: Sequence[Request], max_batch: int) -> tuple[Engine, list[list[int]]]:
+    """All rows' tokens from models that depend on every token of the history."""
+    engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(3), max_batch=max_batch)
+    rows = [row for request in requests for row in engine.submit(request)]
+    while engine.step():
+        pass
+    return engine, [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize("max_batch", [1, 5, 16, 100])
+def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
+    """The prompts are computed once each, however few rows fit; every sample is that of its prompt alone."""
+    requests = [
+        Request(
+            tuple(1 + (i + j) % (VOCAB - 1) for j in range(1 + i % 6)), 4, Sampling(seed=i), Limits(max_new_tokens=3 + i % 7)
+        )
+        for i in range(20)
+    ]
+    engine, tokens = tokens_of(requests, max_batch)
+    assert engine.stats.prefills == 20
+    assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) - 1 for request in requests)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert engine.target.cache.slots == min(max_batch, 80)
+    alone = [row for request in requests for row in tokens_of([request], 4)[1]]
+    assert tokens == alone

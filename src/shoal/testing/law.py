@@ -213,19 +213,33 @@ def chi_square(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
 
 
 def independence(table: Tensor, least: float = 5.0) -> float:
-    """p-value of Pearson's test that the two indices of a contingency table [a, b] are independent."""
-    table = _pooled(_pooled(table.double(), least).T, least)
+    """p-value of Pearson's test that the two indices of a contingency table [a, b] are independent.
+
+    Args:
+        least: every cell expects at least this many, because values too rare for that are pooled into one.
+
+    Raises:
+        ValueError: if one index has a single value left, so that nothing is tested.
+    """
+    rare = (least * float(table.sum())) ** 0.5
+    table = _pooled(_pooled(table.double(), rare).T, rare)
+    if min(table.shape) < 2:
+        raise ValueError(f"nothing to test: {table.shape[0]} x {table.shape[1]} values are frequent enough")
     expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0, keepdim=True) / table.sum()
     return _tail(((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1))
 
 
-def _pooled(table: Tensor, least: float) -> Tensor:
-    """Rows so rare that one of their cells would expect less than `least` are summed into one."""
-    expected = table.sum(dim=1) * table.sum(dim=0).min() / table.sum()
-    small = expected < least
+def _pooled(table: Tensor, rare: float) -> Tensor:
+    """Rows with a sum below `rare` summed into one, which joins the smallest other row if it is still rare."""
+    small = table.sum(dim=1) < rare
     if not bool(small.any()):
         return table
-    return torch.cat([table[~small], table[small].sum(dim=0, keepdim=True)])
+    rest, kept = table[small].sum(dim=0, keepdim=True), table[~small]
+    if float(rest.sum()) >= rare or not len(kept):
+        return torch.cat([kept, rest])
+    kept = kept.clone()
+    kept[kept.sum(dim=1).argmin()] += rest[0]
+    return kept
 
 
 def _tail(statistic: Tensor, freedom: int) -> float:

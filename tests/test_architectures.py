@@ -21,8 +21,9 @@ from shoal.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead import Fixed
 from shoal.request import Request, Result
-from shoal.runner import TOLERANCE, Runner
+from shoal.runner import Runner
 from shoal.scheduler import Round
+from shoal.selfcheck import TOLERANCE, self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import WINDOW
 
@@ -73,7 +74,7 @@ def stock_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
 
 def unchecked(hf: Any, method: str = "auto") -> Runner:
     """Without the self-check, which has a test of its own."""
-    return models.wrap(hf, "tiny", method, self_check=False)
+    return models.wrap(hf, "tiny", method, checked=False)
 
 
 Asked = Sequence[tuple[Sequence[int], int]]
@@ -314,7 +315,7 @@ def test_a_model_through_the_wrong_door_is_refused() -> None:
     """CodeGen takes the registered name without a word and computes something else."""
     runner = Runner(tiny_model("codegen"), "codegen", "interface", 128)
     with pytest.raises(UnsupportedModel, match="standard deviations"):
-        runner.self_check()
+        self_check(runner)
     assert runner.self_check_error is not None
     assert runner.self_check_error > 0.1
 

@@ -27,7 +27,7 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models runner distributions history truncation attention cache",
+    "base": "round outputs models selfcheck runner distributions history truncation attention cache",
     "words": "request schedule config errors stats noise ranking",
 }
 
@@ -43,7 +43,8 @@ MAY_IMPORT = {
 
 # ... but for these.
 WITHIN = {
-    "models": "runner attention cache",
+    "models": "selfcheck runner attention cache",
+    "selfcheck": "runner",
     "runner": "attention cache",
     "attention": "cache",
     "distributions": "history truncation",

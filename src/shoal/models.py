@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.runner import Runner
+from shoal.selfcheck import self_check
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -84,18 +85,18 @@ def _context(config: Any) -> int:
     return context
 
 
-def wrap(hf: Any, name: str, attention: str = "auto", self_check: bool = True) -> Runner:
+def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True) -> Runner:
     """A runner around a Transformers model object, checked.
 
     Raises:
-        RequestError: if the model is in training mode. UnsupportedModel: see `capabilities` and `Runner.self_check`.
+        RequestError: if the model is in training mode. UnsupportedModel: see `capabilities` and `selfcheck`.
     """
     if hf.training:
         raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
     door, context = capabilities(hf, name)
     runner = Runner(hf, name, door, context, attention)
-    if self_check:
-        runner.self_check()
+    if checked:
+        self_check(runner)
     return runner
 
 
@@ -110,7 +111,7 @@ def load_runner(
 
     Raises:
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
-        UnsupportedModel: see `capabilities` and `Runner.self_check`.
+        UnsupportedModel: see `capabilities` and `selfcheck`.
     """
     place = resolve_device(device)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}

@@ -139,7 +139,7 @@ def self_check(runner: Runner, role: str) -> Finding:
     name = f"{role} self-check"
     if error is None:
         return Finding(name, "skip", "not run")
-    from shoal.runner import TOLERANCE
+    from shoal.selfcheck import TOLERANCE
 
     limit = TOLERANCE[runner.dtype]
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"

@@ -1,0 +1,84 @@
+"""One small ragged decode against plain forwards, before the first real token.
+
+A model that ignores shoal's attention, or means something else by its cache, computes garbage in silence; a few milliseconds find
+it, and every such model to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UnsupportedModel
+from shoal.runner import Runner
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest difference a ragged forward may show against a plain one, in standard deviations of the logits."""
+
+
+@torch.inference_mode()
+def self_check(runner: Runner) -> float:
+    """One ragged decode against plain forwards of the same tokens, before the first real token.
+
+    Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
+    A sliding window that the attention never hears of bounds the context, as longer rows would see too much.
+
+    Returns:
+        The largest difference in standard deviations of the logits; kept in `self_check_error`.
+
+    Raises:
+        UnsupportedModel: if it exceeds `TOLERANCE` of the model's dtype.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
+    plain = runner.hf(ids, use_cache=False).logits.double()
+    with runner.noting_windows() as windows:
+        ragged = _ragged_decode(runner, ids)
+    declared = _declared_window(runner.hf.config.get_text_config())
+    if runner.door == "interface" and declared is not None and declared not in windows:
+        runner.context = min(runner.context, declared)
+    worst = max(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
+    error = worst / max(float(plain.std()), 1e-9)
+    runner.self_check_error = error
+    if not error <= TOLERANCE[runner.dtype]:
+        raise UnsupportedModel(
+            f"{runner.name}: ragged decoding differs from a plain forward by {error:.3g} standard deviations of the logits, "
+            f"more than {runner.dtype} allows ({TOLERANCE[runner.dtype]:.3g}); this architecture cannot be used"
+        )
+    return error
+
+
+def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor]]:
+    """(row, positions, logits [positions, vocab]) of a small ragged decode of `ids` [2, length]."""
+    length = ids.shape[1]
+    runner.cache.reserve(2, length + 4)
+    runner.cache.lengths = [0] * runner.cache.slots
+    long, short = max(1, length - 5), max(1, length - 8)
+    pairs: list[tuple[int, slice, Tensor]] = []
+
+    def block(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        rows = [1 - slot for slot in slots]  # row 0 lives in slot 1, row 1 in slot 0
+        q = max(counts)
+        tokens = torch.stack(
+            [torch.nn.functional.pad(ids[r, s : s + c], (0, q - c)) for r, s, c in zip(rows, starts, counts, strict=True)]
+        )
+        logits = runner.feed(slots, tokens, counts).double()
+        pairs.extend(
+            (r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
+        )
+
+    block([1, 0], [0, 0], [long, short])
+    block([0, 1], [short, long], [2, 3])
+    runner.cache.rollback(1, long + 1)
+    block([0, 1], [short + 2, long + 1], [1, 2])
+    runner.cache.lengths = [0] * runner.cache.slots
+    return pairs
+
+
+def _declared_window(config: Any) -> int | None:
+    """The sliding window some layers of this model have by its config."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None

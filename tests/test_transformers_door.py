@@ -74,7 +74,12 @@ def test_left_padding_and_several_samples_of_one_prompt(pair: tuple[Any, Any], r
     assert ran[0].prefills == 2  # once per prompt, not per sample
     alone = target.generate(torch.tensor([[7, 8]]), max_new_tokens=12, do_sample=False)
     greedy = target.generate(
-        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, custom_generate=shoal.custom_generate, draft_model=drafter
+        ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=False,
+        custom_generate=shoal.custom_generate,
+        draft_model=drafter,
     )
     assert torch.equal(greedy[0, 4:], alone[0, 2:])
 
@@ -82,7 +87,12 @@ def test_left_padding_and_several_samples_of_one_prompt(pair: tuple[Any, Any], r
 def test_return_dict_scores_and_logits(pair: tuple[Any, Any]) -> None:
     target, drafter = pair
     options: dict[str, Any] = dict(
-        max_new_tokens=10, do_sample=False, repetition_penalty=1.3, return_dict_in_generate=True, output_scores=True, output_logits=True
+        max_new_tokens=10,
+        do_sample=False,
+        repetition_penalty=1.3,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
     )
     plain = target.generate(PROMPT, **options)
     ours = target.generate(PROMPT, custom_generate=shoal.custom_generate, draft_model=drafter, **options)

@@ -10,7 +10,9 @@ from shoal.attention.problem import Problem
 
 def reference(problem: Problem) -> Tensor:
     """softmax(q k^T * scale + mask) v for each row alone; returns [rows, q, heads, value dim] in the query's dtype."""
-    query, key, value = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (problem.query, problem.key, problem.value))
+    query, key, value = (
+        t.to(torch.promote_types(t.dtype, torch.float32)) for t in (problem.query, problem.key, problem.value)
+    )
     visible = problem.plan.visible(problem.window)
     rows = []
     for b in range(query.shape[0]):

@@ -19,4 +19,3 @@ def split(problem: Problem) -> Tensor:
         key, value = problem.key[b : b + 1, :, :length], problem.value[b : b + 1, :, :length]
         out[b : b + 1, :count] = attend_folded(query, key, value, own, problem)
     return out
-

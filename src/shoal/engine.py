@@ -21,7 +21,7 @@ from shoal.errors import RequestError
 from shoal.history import require_ids
 from shoal.lookahead import Lookahead
 from shoal.noise import row_seed
-from shoal.outputs import Detokenizer, finish
+from shoal.outputs import Detokenizer, finish, visible_text
 from shoal.prefill import prefill
 from shoal.request import Request, Row
 from shoal.round import Commit, Proposal
@@ -117,7 +117,8 @@ class Engine:
         now, commits = time.perf_counter(), []
         for row in unfinished:
             row.finish_reason = reason
-            commits.append(Commit(row, [], 0, sample=finish(row, now)))
+            sample = finish(row, now)
+            commits.append(Commit(row, [], 0, visible_text(row), sample))
         return commits
 
     # ── the algorithm ───────────────────────────────────────────────────────────────────────────────────────────────

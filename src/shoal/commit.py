@@ -52,10 +52,10 @@ def _end(row: Row, token: int) -> str | None:
     """Why the row ends with this token, if it does."""
     if row.watched:
         row.detokenizer.push(token)
+    if row.watched and row.detokenizer.stopped:
+        return "stop"  # even if the token is an EOS as well: it is cut off with its text
     if token in row.eos:
         return "eos"
-    if row.watched and row.detokenizer.stopped:
-        return "stop"
     if row.request.criteria and _criteria_met(row):
         return "stop"
     return "length" if row.remaining <= 0 else None

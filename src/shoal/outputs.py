@@ -33,10 +33,10 @@ class Detokenizer:
         """Adds one token."""
         before = len(self.text)
         self._ids.append(token)
-        self._extend(final=False)
+        held_back = self._extend(final=False)
         self._ends.append(len(self.text))
         if self._stops and not self.stopped:
-            self._look_for_stop(before)
+            self._look_for_stop(before, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
         """The row is over: its text, and how many of its `count` tokens cover it.
@@ -49,23 +49,27 @@ class Detokenizer:
             self._extend(final=True)
         return self.text, count if self.kept is None else self.kept
 
-    def _extend(self, *, final: bool) -> None:
-        """Decodes the ids not yet read, in the context of those just before them."""
+    def _extend(self, *, final: bool) -> str:
+        """Decodes the ids not yet read, in the context of those just before them; returns what must wait for its last character."""
         known = self._decode(self._ids[self._prefix : self._read])
         grown = self._decode(self._ids[self._prefix :])
-        if len(grown) > len(known) and (final or not grown.endswith("\ufffd")):
+        if not final and grown.endswith("\ufffd"):
+            return grown[len(known) :]
+        if len(grown) > len(known):
             self.text += grown[len(known) :]
             self._prefix, self._read = self._read, len(self._ids)
+        return ""
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _look_for_stop(self, before: int) -> None:
+    def _look_for_stop(self, before: int, held_back: str) -> None:
         start = max(0, before - max(map(len, self._stops)) + 1)
-        found = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
+        text = self.text + held_back
+        found = [at for at in (text.find(stop, start) for stop in self._stops) if at >= 0]
         if found:
             cut = min(found)
-            self.text = self.text[:cut]
+            self.text, self._ends[-1] = text[:cut], len(text)
             self.kept = next(i for i, end in enumerate([0, *self._ends]) if end >= cut)
             self.stopped = True
 

@@ -120,7 +120,7 @@ def _possible(
     if not bool(impossible.any()):
         return scores
     for b, j in impossible.nonzero().tolist():
-        if first + j <= len(drafts[b]):
+        if first + j <= history.last_position(rows[b], drafts[b]):
             raise _reason(logits[b, j], sampling, rows[b], first + j)
     return scores.masked_fill(impossible[..., None], 0.0)
 

@@ -1,7 +1,8 @@
 """The steps that read the tokens before a position: bias, penalties, bans, and the caller's own processors.
 
 Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Past a row's own draft the positions are
-padding: they are given the row's full history, and processors are not called there.
+padding: they are given the row's full history, and processors are not called there. So are the positions past an EOS in the
+draft: the row ends with it, and a grammar need not know how to go on.
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
     return found
 
 
+def last_position(row: Row, draft: Sequence[int]) -> int:
+    """The last draft position whose distribution can matter: that of a drafted EOS, or the one after the draft."""
+    return next((j for j, token in enumerate(draft) if token in row.eos), len(draft))
+
+
 def process(
     scores: Tensor, processors: Sequence[Any], rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
 ) -> Tensor:
@@ -201,7 +207,7 @@ def process(
             continue
         for b, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             ids = _ints([*row.tokens, *draft], scores.device)[None]
-            for j in range(min(q, len(draft) - first + 1)):
+            for j in range(min(q, last_position(row, draft) - first + 1)):
                 scores[b, j] = _chain(steps, ids[:, : len(row.tokens) + first + j], scores[b, j, None].clone())[0]
     return scores
 

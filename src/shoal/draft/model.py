@@ -49,8 +49,9 @@ class ModelDrafter:
             tokens.append(token)
             qs.append(q)
             if reads_history:
-                for history, drawn in zip(histories, token.tolist(), strict=True):
-                    history.append(drawn)
+                for history, drawn, length in zip(histories, token.tolist(), lengths, strict=True):
+                    if j + 1 < length:  # what a row drafts beyond its own length is ignored, so no control may fail on it
+                        history.append(drawn)
         drafted = torch.stack(tokens, dim=1)
         drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
         own = torch.tensor(lengths, device=drafted.device)

@@ -1,0 +1,467 @@
+"""How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.api import Shoal, Stream
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import Fixed
+from shoal.request import FINISH_REASONS, Increment, Request, Result, Sample
+from shoal.runner import Runner
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import adversary, hashed, mixed, says, scripted
+from shoal.testing.tiny import END
+
+TOKENIZER = tiny_tokenizer()
+PROMPT = "Say it:"
+DRAFTERS = ("plain", "oracle", "adversarial", "sometimes")
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def pair(ids: Sequence[int], kind: str, context: int = 4096, draft_context: int = 4096) -> tuple[Runner, Runner | None]:
+    """A target that continues the prompt with these ids, and a drafter."""
+    said = says([[*encode(PROMPT), *ids]], VOCABULARY, otherwise=encode("?")[0])
+    wrong = adversary(said, VOCABULARY)
+    scripts = {"oracle": said, "adversarial": wrong, "sometimes": mixed(said, wrong)}
+    target = scripted(said, VOCABULARY, context)
+    return target, None if kind == "plain" else scripted(scripts[kind], VOCABULARY, draft_context)
+
+
+def stream_of(text: str | Sequence[int], kind: str, k: int = 4, n: int = 1, **options: Any) -> Stream:
+    target, drafter = pair(encode(text) if isinstance(text, str) else text, kind)
+    shoal = Shoal(target, drafter, TOKENIZER, max_batch=4)
+    return shoal.stream(PROMPT, n, **{"temperature": 0, "lookahead": k, "max_new_tokens": 40, "eos": END, **options})
+
+
+def result_of(text: str | Sequence[int], kind: str, k: int = 4, n: int = 1, **options: Any) -> Result:
+    """The same without asking for text on the way."""
+    target, drafter = pair(encode(text) if isinstance(text, str) else text, kind)
+    shoal = Shoal(target, drafter, TOKENIZER, max_batch=4)
+    return shoal.generate(PROMPT, n, **{"temperature": 0, "lookahead": k, "max_new_tokens": 40, "eos": END, **options})
+
+
+def assert_consistent(sample: Sample) -> None:
+    """Text, ids and log-probabilities cover the same tokens."""
+    assert sample.finish_reason in FINISH_REASONS
+    assert len(sample.logprobs) == len(sample.processed_logprobs) == len(sample.token_ids)
+    assert sample.text == TOKENIZER.decode(sample.token_ids, skip_special_tokens=True)
+    assert sample.finished == (sample.finish_reason in ("eos", "stop", "length"))
+
+
+def only(text: str | Sequence[int], kind: str, k: int = 4, **options: Any) -> Sample:
+    """The one sample, streamed and not: the same, and the increments join to it."""
+    stream = stream_of(text, kind, k, **options)
+    increments = list(stream)
+    sample, other = stream.result()[0].samples[0], result_of(text, kind, k, **options)[0].samples[0]
+    assert (sample.text, sample.token_ids, sample.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+    assert "".join(i.text for i in increments) == sample.text
+    assert [i.finish_reason for i in increments] == [None] * (len(increments) - 1) + [sample.finish_reason]
+    assert increments[-1].result is sample
+    assert_consistent(sample)
+    return sample
+
+
+# ── EOS ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("before", range(8))
+def test_eos_anywhere_in_a_block(before: int, kind: str) -> None:
+    """As a draft, a replacement or a bonus: the EOS is the last id, and not in the text."""
+    sample = only([*encode("abcdefgh"[:before]), END, *encode("never")], kind)
+    assert sample.finish_reason == "eos"
+    assert sample.token_ids[-1] == END
+    assert sample.text == "abcdefgh"[:before]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_first_of_several_eos_ids_ends(kind: str) -> None:
+    ids = [*encode("ab"), encode("X")[0], END, *encode("c")]
+    assert only(ids, kind, eos=[END, encode("X")[0]]).token_ids == tuple(ids[:3])
+    assert only(ids, kind, eos=[END]).token_ids == tuple(ids[:4])
+    assert only(ids, kind, eos=(), max_new_tokens=5).finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_eos_in_the_prompt_does_not_end(kind: str) -> None:
+    sample = only("abc" + ":" + "d", kind, eos=encode(":"), max_new_tokens=10)
+    assert sample.text == "abc:"
+    assert sample.finish_reason == "eos"
+
+
+def test_the_models_own_eos_is_used_unless_told_otherwise() -> None:
+    target, _ = pair([*encode("ab"), END, *encode("cd")], "plain")
+    target.hf.config.eos_token_id = END
+    shoal = Shoal(target, None, TOKENIZER)
+    assert shoal.generate(PROMPT, temperature=0)[0].samples[0].finish_reason == "eos"
+    assert shoal.generate(PROMPT, temperature=0, eos=(), max_new_tokens=5)[0].samples[0].text == "abcd"
+
+
+def nothing_after_eos(ids: Tensor, scores: Tensor) -> Tensor:
+    """Like a grammar: once it is over, no token is possible, and it must not be asked again after that."""
+    if END in ids[0, :-1].tolist():
+        raise AssertionError("asked beyond the end")
+    return torch.full_like(scores, -torch.inf) if int(ids[0, -1]) == END else scores
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_processor_that_allows_nothing_after_eos(kind: str) -> None:
+    """Drafts may run past an EOS; what would come after it is nobody's business."""
+    ids = [*encode("ab"), END]
+    sample = only(ids, kind, k=6, processors=[nothing_after_eos])
+    assert sample.token_ids == tuple(ids)
+
+
+# ── stop strings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+def test_a_stop_string_inside_and_across_blocks(kind: str, k: int) -> None:
+    """Several tokens long, so that it begins and ends at every place of a block."""
+    for before in range(7):
+        text = "0123456"[:before]
+        sample = only(f"{text}STOP after", kind, k, stop="STOP")
+        assert (sample.text, sample.finish_reason) == (text, "stop")
+        assert sample.token_ids == tuple(encode(text))
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_overlapping_stops_end_at_the_first_completed(kind: str) -> None:
+    assert only("xabcd", kind, stop=["abcd", "bc"]).text == "xa"
+    assert only("xabcd", kind, stop=["bcd", "abc"]).text == "x"
+    assert only("aaaab", kind, stop=["aab"]).text == "aa"
+    assert only("ababac", kind, stop=["abac"]).text == "ab"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_earliest_end_wins_within_a_block(kind: str) -> None:
+    assert only("abSTOP", kind, stop="STOP", max_new_tokens=6).finish_reason == "stop"  # the last allowed token completes it
+    cut = only("abSTOP", kind, stop="STOP", max_new_tokens=5)
+    assert (cut.text, cut.finish_reason) == ("abSTO", "length")
+    ids = [*encode("abST"), END, *encode("OP")]
+    eos = only(ids, kind, stop="STOP")
+    assert (eos.text, eos.finish_reason) == ("abST", "eos")
+    assert only([*encode("abSTOP"), END], kind, stop="STOP").finish_reason == "stop"
+    assert only([*encode("ab"), END], kind, max_new_tokens=3).finish_reason == "eos"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_an_eos_that_is_also_the_end_of_a_stop_string(kind: str) -> None:
+    """An ordinary token can be both; the text is cut, so the reason is the stop string."""
+    sample = only("abcd", kind, stop="bc", eos=encode("c"))
+    assert (sample.text, sample.token_ids, sample.finish_reason) == ("a", tuple(encode("a")), "stop")
+
+
+def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count() -> None:
+    assert only("bc", "oracle", stop=["it:", ":b"], max_new_tokens=2).text == "bc"
+
+
+class Chunks:
+    """A tokenizer whose tokens are given byte strings, to cut text at awkward places."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def chunked(pieces: Sequence[bytes], kind: str, k: int, **limits: Any) -> tuple[list[str], Sample]:
+    """(shown increments, sample) of a model that says these pieces one after the other."""
+    said = says([range(len(pieces) + 1)], len(pieces) + 1)
+    scripts = {"oracle": said, "adversarial": adversary(said, len(pieces) + 1)}
+    drafter = None if kind == "plain" else scripted(scripts[kind], len(pieces) + 1)
+    engine = Engine(scripted(said, len(pieces) + 1), drafter, Fixed(k), tokenizer=Chunks(b">", *pieces))
+    request = Request((0,), 1, Sampling(temperature=0), Limits(**{"max_new_tokens": len(pieces), **limits}))
+    engine.submit(request, stream=True)
+    shown = []
+    while commits := engine.step():
+        shown += [c.text for c in commits]
+        last = commits[-1].sample
+    assert last is not None
+    assert "".join(shown) == last.text
+    return shown, last
+
+
+CUTS = [("plain", 0), ("oracle", 1), ("oracle", 4), ("adversarial", 4)]
+
+
+@pytest.mark.parametrize(("kind", "k"), CUTS)
+def test_one_token_may_hold_the_stop_and_text_on_both_sides(kind: str, k: int) -> None:
+    _, sample = chunked([b"one ", b"two END thr", b"ee"], kind, k, stop="END")
+    assert (sample.text, sample.finish_reason) == ("one two ", "stop")
+    assert sample.token_ids == (1, 2)  # the second token covers "two "
+    assert len(sample.logprobs) == 2
+
+
+@pytest.mark.parametrize(("kind", "k"), CUTS)
+def test_a_stop_split_over_tokens_with_text_before_it(kind: str, k: int) -> None:
+    _, sample = chunked([b"a", b"b.E", b"N", b"D.c"], kind, k, stop="END")
+    assert (sample.text, sample.token_ids) == ("ab.", (1, 2))
+
+
+@pytest.mark.parametrize(("kind", "k"), CUTS)
+@pytest.mark.parametrize("last", [b"END\xf0", b"END\xf0\x9f", b"xEND\xe2\x82"])
+def test_a_stop_in_a_token_that_also_begins_a_character(kind: str, k: int, last: bytes) -> None:
+    """The character is never finished: the stop string must be seen all the same."""
+    _, sample = chunked([b"ab", last], kind, k, stop="END")
+    assert (sample.text, sample.finish_reason) == ("abx"[: 2 + last.startswith(b"x")], "stop")
+
+
+# ── limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("new", [1, 2, 5, 6])
+def test_max_new_tokens_is_exact(kind: str, new: int) -> None:
+    sample = only("abcdefghij", kind, max_new_tokens=new)
+    assert (sample.text, sample.finish_reason) == ("abcdefghij"[:new], "length")
+    if new == 1:
+        assert (sample.drafted, sample.rounds) == (0, 1)  # nothing to draft for one token
+
+
+@pytest.mark.parametrize(("context", "draft_context"), [(12, 99), (99, 12), (12, 12)])
+@pytest.mark.parametrize("k", [1, 4, 20])
+def test_the_context_of_either_model_is_a_limit(context: int, draft_context: int, k: int) -> None:
+    target, drafter = pair(encode("abcdefghij"), "oracle", context, draft_context)
+    shoal = Shoal(target, drafter, TOKENIZER)
+    sample = shoal.generate(PROMPT, temperature=0, lookahead=k, eos=END)[0].samples[0]
+    assert (sample.text, sample.finish_reason) == ("abcde", "length")  # 7 + 5 = 12
+    # Without a drafter only the target's context counts.
+    plain = shoal.generate(PROMPT, temperature=0, lookahead=0, eos=END, max_new_tokens=9)[0].samples[0]
+    assert plain.text == "abcdefghi"[: context - 7]
+
+
+def test_a_prompt_one_short_of_the_context() -> None:
+    target, drafter = pair(encode("abc"), "oracle", 8, 8)
+    sample = Shoal(target, drafter, TOKENIZER).generate(PROMPT, temperature=0, eos=END)[0].samples[0]
+    assert (sample.text, sample.finish_reason, sample.drafted) == ("a", "length", 0)
+
+
+# ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Clock:
+    """A clock that moves one second per target pass."""
+
+    def __init__(self, target: Runner) -> None:
+        self.now = 0.0
+        forward = target.hf.forward
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            self.now += 1.0
+            return forward(*arguments, **options)
+
+        target.hf.forward = slow
+        self.forward = slow
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Shoal, Clock]:
+    """A pair whose target takes one second per pass, the prompt's pass included."""
+    target, drafter = pair(encode("abcdefghijklmnopqrstuvwxyz"), "oracle")
+    clock = Clock(target)
+    for module in ("engine", "commit", "api"):
+        monkeypatch.setattr(f"shoal.{module}.time.perf_counter", lambda: clock.now)
+    return Shoal(target, drafter, TOKENIZER, max_batch=2), clock
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("budget", [0.5, 2, 3.5, 4])
+def test_time_is_over_after_at_most_one_more_round(timed: tuple[Shoal, Clock], budget: float, k: int) -> None:
+    shoal, clock = timed
+    stream = shoal.stream(PROMPT, 3, temperature=0, lookahead=k, eos=END, time_budget=budget)
+    increments = list(stream)
+    assert clock.now < budget + 2  # one round, and the prompt's pass if it came in between
+    running, other, waiting = stream.result()[0].samples
+    rounds = max(0, int(clock.now) - 1)
+    for sample in (running, other):
+        assert (sample.finish_reason, sample.finished) == ("time", False)
+        assert sample.text == "abcdefghijklmnopqrstuvwxyz"[: rounds * (k + 1)]
+        assert sample.finished_at == clock.now
+        assert_consistent(sample)
+    assert (waiting.finish_reason, waiting.token_ids, waiting.text) == ("time", (), "")
+    assert waiting.mean_logprob != waiting.mean_logprob  # NaN: there is nothing to rank
+    assert stream.result()[0].ranked[-1] is waiting
+    assert joined(increments, 0) == running.text
+
+
+def test_a_row_that_ends_in_time_keeps_its_reason(timed: tuple[Shoal, Clock]) -> None:
+    shoal, clock = timed
+    result = shoal.generate(PROMPT, 3, temperature=0, lookahead=3, eos=END, max_new_tokens=8, time_budget=3)
+    assert [sample.finish_reason for sample in result[0].samples] == ["length", "length", "time"]
+    assert clock.now == 3  # prompt, two rounds
+
+
+def test_held_back_text_is_shown_when_time_is_over(timed: tuple[Shoal, Clock]) -> None:
+    """What might have become a stop string belongs to the text once it cannot any more."""
+    shoal, _ = timed
+    stream = shoal.stream(PROMPT, 1, temperature=0, lookahead=3, eos=END, time_budget=2, stop="cdX")
+    increments = list(stream)
+    assert [i.text for i in increments] == ["ab", "cd"]
+    assert stream.result()[0].samples[0].text == "abcd"
+
+
+# ── cancellation ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def joined(increments: Sequence[Increment], sample: int) -> str:
+    return "".join(i.text for i in increments if i.sample == sample)
+
+
+def test_one_row_is_cancelled_and_the_others_go_on() -> None:
+    stream = stream_of("abcdefghij", "oracle", 1, n=3, max_new_tokens=10)
+    increments = [next(stream) for _ in range(3)]
+    stream.cancel(sample=1)
+    increments += list(stream)
+    texts = [sample.text for sample in stream.result()[0].samples]
+    assert texts == ["abcdefghij", "ab", "abcdefghij"] == [joined(increments, i) for i in range(3)]
+    assert [s.finish_reason for s in stream.result()[0].samples] == ["length", "cancelled", "length"]
+    stream.cancel()  # nothing is left to cancel
+    assert [s.finish_reason for s in stream.result()[0].samples] == ["length", "cancelled", "length"]
+
+
+def test_all_are_cancelled_waiting_ones_too() -> None:
+    stream = stream_of("abcdefghij", "sometimes", 2, n=6, max_new_tokens=10)
+    next(stream)
+    stream.cancel()
+    increments = list(stream)
+    samples = stream.result()[0].samples
+    assert {sample.finish_reason for sample in samples} == {"cancelled"}
+    assert [bool(sample.token_ids) for sample in samples] == [True] * 4 + [False] * 2
+    assert sum(i.finish_reason == "cancelled" for i in increments) == 6
+    for sample in samples:
+        assert_consistent(sample)
+
+
+def test_held_back_text_is_shown_when_cancelled() -> None:
+    stream = stream_of("abcdefgh", "oracle", 3, stop="cdX")
+    first = next(stream)
+    stream.cancel()
+    rest = list(stream)
+    assert first.text == "ab"
+    assert first.text + "".join(i.text for i in rest) == stream.result()[0].samples[0].text == "abcd"
+
+
+def test_one_prompt_of_two_is_cancelled() -> None:
+    target, drafter = pair(encode("abcdefghij"), "oracle")
+    stream = Shoal(target, drafter, TOKENIZER).stream(
+        [PROMPT, PROMPT], 2, temperature=0, eos=END, max_new_tokens=10, lookahead=1
+    )
+    next(stream)
+    stream.cancel(prompt=0)
+    list(stream)
+    assert [[s.finish_reason for s in output.samples] for output in stream.result()] == [["cancelled"] * 2, ["length"] * 2]
+
+
+# ── streaming ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TEXTS = ("déjà vu", "a😀b", "👩‍👩‍👧‍👦!", "你好，世界", "x\u00a0y\u2028z", "🏳️‍🌈")
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_characters_come_whole(text: str, kind: str) -> None:
+    """One token per byte: a block ends inside characters more often than not."""
+    stream = stream_of(text, kind, 2, max_new_tokens=len(encode(text)))
+    increments = list(stream)
+    assert not any("\ufffd" in i.text for i in increments)
+    assert "".join(i.text for i in increments) == stream.result()[0].samples[0].text == text
+    assert only(text, kind, 2, max_new_tokens=len(encode(text))).text == text
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_character_cut_by_the_limit_appears_only_at_the_end(kind: str) -> None:
+    stream = stream_of("a😀", kind, 2, max_new_tokens=3)
+    increments = list(stream)
+    assert not any("\ufffd" in i.text for i in increments[:-1])
+    assert "".join(i.text for i in increments) == stream.result()[0].samples[0].text == "a\ufffd"
+
+
+@example("aSSTSTOPb", "STOP", 2)
+@example("ab", "ab", 1)
+@given(st.text("aST", max_size=12), st.text("aST", min_size=1, max_size=4), st.integers(0, 5))
+def test_no_part_of_a_stop_string_is_ever_shown(text: str, stop: str, k: int) -> None:
+    """Shown text only grows, and all of it is in the final text, which ends before the first stop string."""
+    stream = stream_of(text + "aaSSTT", "sometimes", k, stop=stop, max_new_tokens=len(text) + 6)
+    said = text + "aaSSTT"
+    expected = said.partition(stop)[0]
+    shown = ""
+    for increment in stream:
+        shown += increment.text
+        assert expected.startswith(shown)
+    sample = stream.result()[0].samples[0]
+    assert shown == sample.text == expected
+    assert sample.finish_reason == ("stop" if stop in said else "length")
+    assert sample.token_ids == tuple(encode(expected))
+    assert_consistent(sample)
+
+
+def test_increments_add_up_to_the_counts() -> None:
+    stream = stream_of("abcdefghijklmnop", "sometimes", 3, n=5, max_new_tokens=12)
+    increments = list(stream)
+    for index, sample in enumerate(stream.result()[0].samples):
+        own = [i for i in increments if i.sample == index]
+        assert sum((i.token_ids for i in own), ()) == sample.token_ids
+        assert sum(i.accepted for i in own) == sample.accepted
+        assert len(own) == sample.rounds == sample.target_passes
+    assert all(a.result is None or a is not b for a, b in pairwise(increments))
+
+
+def test_a_result_is_not_given_before_its_time() -> None:
+    stream = stream_of("abcdefgh", "oracle", 1)
+    next(stream)
+    with pytest.raises(ValueError, match="1 rows are still running"):
+        stream.result()
+
+
+def test_ids_only_without_a_tokenizer() -> None:
+    target, drafter = pair(encode("abcdef"), "oracle")
+    shoal = Shoal(target, drafter)
+    sample = shoal.generate([encode(PROMPT)], temperature=0, max_new_tokens=5)[0].samples[0]
+    assert (sample.text, sample.token_ids) == ("", tuple(encode("abcde")))
+
+
+class AfterThree:
+    """A Transformers stopping criterion."""
+
+    def __call__(self, ids: Tensor, _scores: Any) -> Tensor:
+        return torch.tensor([ids.shape[1] >= len(encode(PROMPT)) + 3])
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_stopping_criteria_are_asked_after_every_token(k: int) -> None:
+    target, drafter = pair(encode("abcdefgh"), "oracle")
+    engine = Engine(target, drafter, Fixed(k), tokenizer=TOKENIZER)
+    engine.submit(Request(tuple(encode(PROMPT)), 1, Sampling(temperature=0), criteria=[AfterThree()]))
+    while commits := engine.step():
+        last = commits[-1].sample
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("abc", "stop")
+
+
+@pytest.mark.parametrize("k", [0, 1, 6])
+def test_a_short_row_beside_a_long_one_is_not_asked_beyond_its_end(k: int) -> None:
+    """Of five tokens none may come twice, so a sixth is impossible; the short row has just room for its five."""
+    model = scripted(hashed(5, 0), 5)
+    engine = Engine(model, model, Fixed(k))
+    short = engine.submit(Request((0,), 1, Sampling(seed=1, no_repeat_ngram=1), Limits(max_new_tokens=4)))[0]
+    long = engine.submit(Request((0,), 1, Sampling(seed=1), Limits(max_new_tokens=12)))[0]
+    while engine.step():
+        pass
+    assert sorted(short.tokens) == [0, 1, 2, 3, 4]
+    assert long.new_tokens == 12

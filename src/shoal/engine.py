@@ -104,8 +104,9 @@ class Engine:
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         require_ids(request.sampling, self.target.vocab_size)
-        if not 0 <= request.top_logprobs <= self.target.vocab_size:
-            raise RequestError(f"top_logprobs must be in 0..{self.target.vocab_size}, got {request.top_logprobs}")
+        top = request.top_logprobs
+        if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
+            raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; what they have is returned, marked "cancelled"."""
@@ -154,7 +155,7 @@ class Engine:
         )
         for model in self.models:
             # A pass may write up to `limit` unused columns beyond a row's last token.
-            model.cache.reserve(len(round_.rows), need + self.lookahead.limit + 1)
+            model.reserve(len(round_.rows), need + self.lookahead.limit + 1)
             computed = prefill(model, round_)
             model.passes, model.seconds = 0, 0.0
         self.stats.prefills += sum(a.source is None for a in round_.admissions)

@@ -104,6 +104,11 @@ class Runner:
                 if self.door == "interface":
                     config._attn_implementation = before
 
+    def reserve(self, slots: int, capacity: int) -> None:
+        """Makes room in the cache for `slots` rows of `capacity` tokens. Raises ModelError: out of memory."""
+        with _memory_explained(self.name):
+            self.cache.reserve(slots, capacity)
+
     @torch.inference_mode()
     def feed(self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, want_logits: bool = True) -> Tensor:
         """Appends counts[b] tokens to each row's slot in one pass.
@@ -129,26 +134,28 @@ class Runner:
             )
         self.cache.begin(plan)
         started = time.perf_counter()
-        try:
-            with self._switched(), attention.planned(plan, self._method):
-                # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
-                known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
-                logits = self.hf(known, past_key_values=self.cache, use_cache=True, **options).logits
-        except (MemoryError, RuntimeError) as error:
-            raise _explained(error, self.name) from error
+        with _memory_explained(self.name), self._switched(), attention.planned(plan, self._method):
+            # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
+            known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
+            logits = self.hf(known, past_key_values=self.cache, use_cache=True, **options).logits
         self.seconds += time.perf_counter() - started
         self.passes += 1
         self.cache.end()
         return logits  # type: ignore[no-any-return]
 
 
-def _explained(error: BaseException, name: str) -> BaseException:
+@contextmanager
+def _memory_explained(name: str) -> Iterator[None]:
     """Out of memory becomes a ModelError that says what to do; anything else stays what it is."""
-    text = str(error).lower()
-    if (
-        isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        or "can't allocate memory" in text
-        or "not enough memory" in text
-    ):
-        return ModelError(f"{name}: out of memory ({error}); lower max_batch, n, max_new_tokens or use dtype='bfloat16'")
-    return error
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if not (
+            isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or "can't allocate memory" in text
+            or "not enough memory" in text
+        ):
+            raise
+        advice = "lower max_batch, n, max_new_tokens or use dtype='bfloat16'"
+        raise ModelError(f"{name}: out of memory ({error}); {advice}") from error

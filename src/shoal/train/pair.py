@@ -31,8 +31,7 @@ from shoal.train.tokenizer import save_tokenizer, train_tokenizer
 SEED = 20
 WORK = Path("build/pair")
 DISTIL_LR = 0.7  # of the peak learning rates
-SAMPLE_TEMPERATURES = (1.0, 0.8)
-SAMPLES_REPEATED = 3  # copies of the target's samples among the corpus
+SAMPLES_REPEATED = 8  # copies of the target's samples among the corpus
 TOKENIZER_CHARACTERS = 3_000_000  # a sample of the corpus is enough for 2048 tokens
 console = Console(stderr=True)
 
@@ -43,8 +42,8 @@ class Plan:
 
     steps: int = 740  # of the target
     warm_steps: int = 850  # of the drafter on the corpus alone
-    drafter_steps: int = 1500  # of the drafter against the target
-    sampled_problems: int = 2000  # at each temperature
+    drafter_steps: int = 290  # of the drafter against the target
+    sampled_problems: int = 2000
     length: int = 384  # tokens in a window
     batch: int = 12  # windows in a step
     corpus: CorpusSize = field(default_factory=CorpusSize)
@@ -116,18 +115,17 @@ class Pair:
         run.train(self.windows(self.tokens("train"), SEED), Schedule(self.plan.steps))
         return run
 
-    def samples(self, temperature: float) -> Tokens:
-        """Prompts of training problems as the target continues them; written once."""
-        name = f"samples-{temperature}"
-        if not (self.work / f"{name}.npy").exists():
-            problems = generate(SEED + round(10 * temperature), self.plan.sampled_problems, "train")
+    def samples(self) -> Tokens:
+        """Prompts of training problems as the target continues them at T=1; written once."""
+        if not (self.work / "samples.npy").exists():
+            problems = generate(SEED + 10, self.plan.sampled_problems, "train")
             prompts = [self.tokenizer().encode(problem.prompt).ids for problem in problems]
-            written = sample(self.target().model.eval(), prompts, temperature, SEED)
+            written = sample(self.target().model.eval(), prompts, 1.0, SEED)
             rows = (prompt + row for prompt, row in zip(prompts, written, strict=True))
             packed = np.array([token for row in rows for token in row], dtype=np.uint16)
-            np.save(self.work / f"{name}.npy", packed)
-            console.log(f"{name}: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
-        return self.tokens(name)
+            np.save(self.work / "samples.npy", packed)
+            console.log(f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
+        return self.tokens("samples")
 
     def warm_drafter(self) -> Run:
         """The drafter, trained on the corpus alone."""
@@ -142,8 +140,7 @@ class Pair:
         model = build(drafter_config(), SEED).to(self.device)
         model.load_state_dict(self.warm_drafter().model.state_dict())
         run = Run(model, distillation_loss(teacher), self.work / "drafter.pt", lr=DISTIL_LR)
-        samples = [self.samples(temperature) for temperature in SAMPLE_TEMPERATURES]
-        texts = np.concatenate([self.tokens("train"), *samples * SAMPLES_REPEATED])
+        texts = np.concatenate([self.tokens("train"), *[self.samples()] * SAMPLES_REPEATED])
         run.train(self.windows(texts, SEED + 2), Schedule(self.plan.drafter_steps))
         return run
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -34,6 +35,8 @@ LENGTH = 384  # tokens in a window
 STDLIB_SHARE = 0.24  # of the training tokens, and so of the overall figures
 TEMPERATURES = (1.0, 0.8, 0.2)
 SPLITS: tuple[Split, ...] = ("constants", "templates")
+WIDTH = 100  # characters of the printed tables
+NEW_TOKENS = 96  # room for any of the functions and some of its tests
 TIMEOUT = 5.0  # seconds for the tests of one problem
 
 
@@ -165,7 +168,7 @@ def code_figures(
 ) -> tuple[CodeFigures, list[Sample]]:
     """The figures of one sample per problem; and the samples."""
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]
-    rows = sample(pair.target, prompts, temperature, SEED)
+    rows = sample(pair.target, prompts, temperature, SEED, NEW_TOKENS)
     functions = [
         first_function(problem.prompt + pair.tokenizer.decode(row)) for problem, row in zip(problems, rows, strict=True)
     ]
@@ -191,7 +194,7 @@ def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigure
     documents = [problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)]
     problems = text_figures(pair, "held-out problems", pack(documents, pair.tokenizer))
     pieces = list(stdlib_pieces(True, int(tokens * 1.5), SEED))
-    stdlib = text_figures(pair, "held-out stdlib files", pack(pieces, pair.tokenizer))
+    stdlib = text_figures(pair, "held-out stdlib", pack(pieces, pair.tokenizer))
     texts = [problems, stdlib, mixed(problems, stdlib)]
     codes: list[CodeFigures] = []
     for temperature in (0.2, 1.0):
@@ -200,16 +203,15 @@ def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigure
             code, written = code_figures(pair, split, generate(SEED, samples, split), temperature)
             codes.append(code)
             own += written
-        name = f"target's samples, T={temperature}"
+        name = f"samples at T={temperature}"
         texts.append(sample_figures(pair, name, own))
     return texts, codes
 
 
 def text_table(rows: Sequence[TextFigures]) -> Table:
     """One line per kind of text."""
-    table = Table("text", "tokens", "target loss", "drafter loss", "top-1 agreement")
-    for temperature in TEMPERATURES:
-        table.add_column(f"acceptance T={temperature}")
+    headings = ("text", "tokens", "target loss", "drafter loss", "agreement", *(f"T={t}" for t in TEMPERATURES))
+    table = Table(*headings, box=SIMPLE_HEAD, caption="T=...: acceptance at that temperature")
     for row in rows:
         losses = f"{row.target_loss:.3f}", f"{row.drafter_loss:.3f}"
         kept = (f"{value:.3f}" for value in row.acceptance.values())
@@ -219,7 +221,7 @@ def text_table(rows: Sequence[TextFigures]) -> Table:
 
 def code_table(rows: Sequence[CodeFigures]) -> Table:
     """One line per split and temperature."""
-    table = Table("held-out", "temperature", "samples", "parses", "passes its tests")
+    table = Table("held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD)
     for row in rows:
         shares = f"{row.valid:.1%}", f"{row.passed:.1%}"
         table.add_row(row.split, f"{row.temperature}", str(row.samples), *shares)
@@ -241,7 +243,7 @@ def main(
         }
         print(json.dumps(rows, indent=2))
         return
-    console = Console()
+    console = Console(width=WIDTH)
     console.print(text_table(texts))
     console.print(code_table(codes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from transformers import LlamaForCausalLM
 
@@ -27,7 +28,7 @@ def sample(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results: list[list[int]] = [[] for _ in prompts]
     starts = range(0, len(order), BATCH)
-    for start in track(starts, description=f"samples at T={temperature}"):
+    for start in track(starts, f"samples at T={temperature}", console=Console(stderr=True)):
         places = order[start : start + BATCH]
         rows = _continue(model, [prompts[i] for i in places], temperature, new_tokens)
         for place, row in zip(places, rows, strict=True):

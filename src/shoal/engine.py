@@ -113,7 +113,7 @@ class Engine:
         return self._cut(rows, "cancelled")
 
     def _cut(self, rows: Iterable[Row], reason: str) -> list[Commit]:
-        unfinished = [row for row in rows if row.finish_reason is None]
+        unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.scheduler.remove(unfinished)
         now, commits = time.perf_counter(), []
         for row in unfinished:

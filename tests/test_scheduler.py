@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -206,19 +207,29 @@ def tokens_of(requests: Sequence[Request], max_batch: int) -> tuple[Engine, list
     return engine, [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize("max_batch", [1, 5, 16, 100])
-def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
-    """The prompts are computed once each, however few rows fit; every sample is that of its prompt alone."""
-    requests = [
+@functools.cache
+def twenty() -> list[Request]:
+    """Twenty ragged prompts of four samples, of unequal lengths."""
+    return [
         Request(
             tuple(1 + (i + j) % (VOCAB - 1) for j in range(1 + i % 6)), 4, Sampling(seed=i), Limits(max_new_tokens=3 + i % 7)
         )
         for i in range(20)
     ]
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    return [row for request in twenty() for row in tokens_of([request], 4)[1]]
+
+
+@pytest.mark.parametrize("max_batch", [1, 5, 100])
+def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
+    """The prompts are computed once each, however few rows fit; every sample is that of its prompt alone."""
+    requests = twenty()
     engine, tokens = tokens_of(requests, max_batch)
     assert engine.stats.prefills == 20
     assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) - 1 for request in requests)
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert engine.target.cache.slots == min(max_batch, 80)
-    alone = [row for request in requests for row in tokens_of([request], 4)[1]]
-    assert tokens == alone
+    assert tokens == alone()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig
 
 from shoal.train.corpus import CorpusSize, Windows, build_corpus, fill_in_middle, is_held_out, pack, stdlib_files
 from shoal.train.distil import acceptance, distillation_loss
@@ -19,7 +19,8 @@ from shoal.train.loop import Run, Schedule
 from shoal.train.models import build, next_token_loss
 from shoal.train.muon import orthogonalise
 from shoal.train.problems import generate, split_of, templates
-from shoal.train.report import SHIPPED, first_function, is_valid, passes
+from shoal.train.report import SHIPPED, Pair, first_function, is_valid, passes, text_figures
+from shoal.train.sampling import sample
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
 
 SPLITS = ("train", "constants", "templates")
@@ -202,13 +203,26 @@ def test_shipped_pair_is_small_and_shares_a_tokenizer():
     assert same[0] == same[1]
 
 
-def test_shipped_models_write_python():
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "target")
-    target = LlamaForCausalLM.from_pretrained(SHIPPED / "target", dtype=torch.float32)
-    drafter = LlamaForCausalLM.from_pretrained(SHIPPED / "drafter", dtype=torch.float32)
-    assert drafter.num_parameters() * 8 < target.num_parameters()
-    problem = generate(0, 1, "train")[0]
-    ids = torch.tensor([tokenizer(problem.prompt).input_ids])
-    written = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
-    text = tokenizer.decode(written[0], skip_special_tokens=True)
-    assert is_valid(first_function(text))
+@pytest.fixture(scope="module")
+def shipped() -> Pair:
+    return Pair.load(SHIPPED)
+
+
+def test_shipped_drafter_is_an_eighth_of_the_target(shipped):
+    assert shipped.drafter.num_parameters() * 8 < shipped.target.num_parameters()
+
+
+def test_shipped_target_mostly_writes_python_that_passes(shipped):
+    problems = generate(3, 12, "constants")
+    prompts = [shipped.tokenizer.encode(problem.prompt).ids for problem in problems]
+    written = sample(shipped.target, prompts, temperature=0.2, seed=0, new_tokens=48)
+    functions = [first_function(p.prompt + shipped.tokenizer.decode(row)) for p, row in zip(problems, written, strict=True)]
+    assert sum(map(is_valid, functions)) >= 10
+    assert sum(passes(function, problem) for function, problem in zip(functions, problems, strict=True)) >= 8
+
+
+def test_shipped_models_agree_on_held_out_problems(shipped):
+    text = pack([problem.document for problem in generate(3, 40, "templates")], shipped.tokenizer)
+    figures = text_figures(shipped, "problems", text)
+    assert figures.agreement >= 0.75
+    assert figures.acceptance["1.0"] >= 0.75

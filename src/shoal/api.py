@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,8 @@ class Shoal:
     def _ids(self, item: Any) -> tuple[int, ...]:
         if not isinstance(item, str):
             try:
-                return tuple(int(token) for token in item)
-            except (TypeError, ValueError):
+                return tuple(index(token) for token in item)
+            except TypeError:
                 raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r}") from None
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, and this model was given none")

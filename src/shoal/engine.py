@@ -164,7 +164,7 @@ class Engine:
 
     def _propose(self, rows: Sequence[Row]) -> Proposal:
         """A round commits at most k + 1 tokens, so a row near its end drafts less."""
-        k = self.lookahead.next_length() if self.drafter is not None else 0
+        k = min(max(self.lookahead.next_length(), 0), self.lookahead.limit) if self.drafter is not None else 0
         lengths = [min(k, row.remaining - 1) for row in rows]
         if self.drafter is None or max(lengths) == 0:
             return Proposal.empty(len(rows), self.target.device)

@@ -227,10 +227,10 @@ def decode(target: Any, drafter: Any = None, k: int = 3, **sampling: Any) -> lis
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("k", [0, 3])
 def test_bad_logits_of_the_target(value: float, after: int, k: int, temperature: float) -> None:
-    """The position is that of the first new token that cannot be trusted."""
+    """The message names model, row and place in the draft."""
     model = scripted(spoilt(value, after), VOCAB)
     drafter = scripted(hashed(VOCAB, 0), VOCAB)
-    with pytest.raises(BadLogits, match=rf"scripted returned NaN or infinite logits for position {after} of row 0"):
+    with pytest.raises(BadLogits, match=r"scripted returned NaN or infinite logits: row 0 of request 0, draft position \d"):
         decode(model, drafter, k, temperature=temperature)
 
 

@@ -82,7 +82,7 @@ RULES: dict[str, tuple[str, Callable[..., Any]]] = {
     "residual without clamp": ("residual", without_clamp),
     "residual with negative weights": ("residual", without_clamp_at_all),
     "replacement from p": ("residual", lambda p, q: p),
-    "replacement from q": ("residual", lambda p, q: q),
+    "replacement from q": ("residual", lambda p, q: torch.where(q.sum(-1, keepdim=True) > 0, q, p)),
     "every draft passes": ("acceptance_mask", lambda p, q, u: torch.ones_like(u, dtype=torch.bool)),
     "acceptance without q": ("acceptance_mask", lambda p, q, u: u < p),
     "p and q exchanged": ("acceptance_mask", lambda p, q, u: u * p < q),

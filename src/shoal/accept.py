@@ -76,15 +76,14 @@ def reject_and_replace(
     if q is None or drafts.shape[1] == 0:
         accepted = torch.zeros_like(draft_lengths)
         return Verdict(accepted, draw(p[:, 0], u_next[:, 0, 1]))
-    p_draft = p[:, :-1].gather(-1, drafts[..., None]).squeeze(-1)
-    q_draft = q.gather(-1, drafts[..., None]).squeeze(-1)
+    index = drafts[..., None]
+    p_draft, q_draft = p[:, :-1].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
     accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
     rejected = accepted < draft_lengths
-    p_next = p[rows, accepted]
-    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)]
-    weights = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
-    u = torch.where(rejected, u_next[rows, accepted, 0], u_next[rows, accepted, 1])
-    return Verdict(accepted, draw(weights, u))
+    # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
+    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)] * rejected[:, None]
+    weights = residual(p[rows, accepted], q_next)
+    return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
 
 
 def accept(rows: Sequence[Row], proposal: Proposal, p: Tensor) -> Verdict:

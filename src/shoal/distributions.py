@@ -56,6 +56,9 @@ def _dtype(logits: Tensor) -> torch.dtype:
 
 def _groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
     """Rows that can be computed together: one `Sampling` of theirs, and their places."""
+    common = rows[0].request.sampling
+    if all(row.request.sampling is common for row in rows):
+        return [(common, list(range(len(rows))))]
     by_key: dict[Any, tuple[Sampling, list[int]]] = {}
     keys: dict[int, Any] = {}
     for b, row in enumerate(rows):
@@ -90,10 +93,15 @@ def _of_group(
         scores = history.process(scores, sampling.processors, rows, drafts, first)
     if not sampling.greedy:
         scores = _at_temperature(scores, sampling.temperature)
+    truncates = truncation.truncates(sampling)
+    if not sampling.greedy and not truncates:
+        probs = scores.softmax(-1)
+        if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
+            return probs
     scores = _possible(scores, logits, sampling, rows, drafts, first)
     if sampling.greedy:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    if truncation.truncates(sampling):
+    if truncates:
         return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
     return scores.softmax(-1)
 
@@ -149,7 +157,6 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         The first index whose cumulative weight exceeds u times the total; its weight is never zero.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # u * total may round up to total; stepping just below it keeps the answer on a token that has weight.
-    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Two units below 1 the product cannot round up to the total, so the answer stays on a token that has weight.
+    threshold = uniforms.clamp(max=1 - 2.0**-52)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)

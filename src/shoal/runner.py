@@ -28,7 +28,7 @@ class Runner:
     Attributes:
         hf: the Transformers model, never modified. name: as the user wrote it.
         door: "interface" or "mask". attention: name of the attention method.
-        context: most tokens a row may hold. vocab_size: width of the logits.
+        context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds: forward calls so far and time spent in the model itself.
         self_check_error: what `selfcheck` found; None before it has run.
     """
@@ -41,6 +41,9 @@ class Runner:
             raise RequestError(
                 f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
             )
+        # Kept, not asked: Transformers looks through the parameters each time, and a round asks a dozen times.
+        self.device: torch.device = hf.device
+        self.dtype: torch.dtype = hf.dtype
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
         self.cache = SlotCache()
         self.passes = 0
@@ -49,14 +52,6 @@ class Runner:
         self.self_check_error: float | None = None
         self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
-
-    @property
-    def device(self) -> torch.device:
-        return self.hf.device  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hf.dtype  # type: ignore[no-any-return]
 
     @property
     def parameter_bytes(self) -> int:
@@ -70,6 +65,7 @@ class Runner:
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
         other = copy.copy(self)
+        other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache()
         other.passes, other.seconds = 0, 0.0
         return other
@@ -127,7 +123,10 @@ class Runner:
         plan = Plan(slots, [self.cache.lengths[s] for s in slots], counts, self.device)
         options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
         if self._positional:
-            options["position_ids"] = plan.positions.clamp(max=self.context - 1)
+            # Unused columns near the end of the context would index past a learned position table.
+            options["position_ids"] = (
+                plan.positions if plan.kv <= self.context else plan.positions.clamp(max=self.context - 1)
+            )
         if self.door == "mask":
             options["attention_mask"] = (
                 plan.bias(self.dtype) if plan.bias(self.dtype) is not None else plan.zero_bias(self.dtype)

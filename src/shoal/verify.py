@@ -24,22 +24,13 @@ def verify(target: Runner, rows: Sequence[Row], proposal: Proposal) -> Scores:
     block = torch.cat([last, proposal.tokens], dim=1)
     counts = [1 + len(drafts) for drafts in proposal.drafts]
     logits = target.feed([row.slot for row in rows], block, counts)
-    normaliser = _normaliser(logits)
-    if not torch.isfinite(normaliser).all():
-        _blame(target, rows, counts, normaliser)
-    return Scores(logits, probabilities(logits, rows, proposal.drafts), normaliser)
+    try:
+        p = probabilities(logits, rows, proposal.drafts)
+    except BadLogits as error:
+        advice = f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"
+        raise BadLogits(f"{target.name} returned NaN or infinite logits: {error}; {advice}") from error
+    return Scores(logits, p, _normaliser(logits))
 
 
 def _normaliser(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1)
-
-
-def _blame(target: Runner, rows: Sequence[Row], counts: Sequence[int], normaliser: Tensor) -> None:
-    for row, count, values in zip(rows, counts, normaliser, strict=True):
-        bad = (~torch.isfinite(values[:count])).nonzero()
-        if len(bad):
-            where = len(row.tokens) + int(bad[0])
-            raise BadLogits(
-                f"{target.name} returned NaN or infinite logits for position {where} of row {row.index}; "
-                f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"
-            )

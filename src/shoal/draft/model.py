@@ -76,7 +76,9 @@ class ModelDrafter:
         width = max(counts)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending], device=self.runner.device)
         logits = self.runner.feed([row.slot for row in rows], block, counts)
-        last = torch.tensor(counts, device=logits.device) - 1
+        if min(counts) == width:
+            return logits[:, -1]
+        last = torch.tensor([count - 1 for count in counts], device=logits.device)
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _pending(self, row: Row) -> list[int]:

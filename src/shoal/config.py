@@ -153,7 +153,7 @@ class Speculation:
             `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead`).
     """
 
-    lookahead: Any = "fixed:4"
+    lookahead: Any = "fixed:6"
 
     def __post_init__(self) -> None:
         if _is_int(self.lookahead):

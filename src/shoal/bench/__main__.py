@@ -21,7 +21,7 @@ from rich.table import Table
 
 import shoal
 from shoal.bench.baseline import hf_generate
-from shoal.bench.measure import greedy_identity
+from shoal.bench.measure import batching_control, greedy_identity
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.stats import Stats
 from shoal.train.problems import generate as problems
@@ -36,7 +36,7 @@ def main(
     n: Annotated[int, typer.Option("-n", help="Samples per prompt: the batch.")] = 8,
     max_new_tokens: int = 128,
     temperature: float = 0.8,
-    lookahead: Annotated[list[str], typer.Option(help="Repeatable.")] = ["fixed:4"],  # noqa: B006
+    lookahead: Annotated[list[str], typer.Option(help="Repeatable.")] = ["fixed:6"],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Held-out problems, one batch each.")] = 3,
     repeats: int = 5,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
@@ -66,6 +66,7 @@ def _measured(
 ) -> dict[str, Any]:
     """One configuration, measured."""
     identity = greedy_identity(pair, texts, n, lookahead, max_new_tokens=tokens, eos=())
+    control = batching_control(pair, texts, n, max_new_tokens=tokens, eos=())
     ids = [tuple(pair.tokenizer.encode(text)) for text in texts]
 
     def ours(ahead: str, seed: int) -> Stats:
@@ -88,6 +89,7 @@ def _measured(
     report: dict[str, Any] = {
         "dtype": str(pair.target.dtype).removeprefix("torch."), "n": n, "max_new_tokens": tokens, "temperature": temperature,
         "lookahead": lookahead, "prompts": len(texts), "repeats": repeats, "greedy_identical_rows": identity.same,
+        "control_identical_rows": control.same,
         "greedy_rows": identity.rows, "memory": _memory(pair, ids[0], n, tokens, temperature, lookahead),
     }  # fmt: skip
     report["ways"] = {name: _figures(stats) for name, stats in runs.items()}
@@ -142,7 +144,8 @@ def _table(report: dict[str, Any]) -> Table:
     )
     memory = report["memory"]
     caption = (
-        f"greedy identical: {report['greedy_identical_rows']} of {report['greedy_rows']} rows; "
+        f"greedy identical: {report['greedy_identical_rows']} of {report['greedy_rows']} rows "
+        f"(control, plain batched v plain alone: {report['control_identical_rows']}); "
         f"plain over HF {report['plain_over_hf']:.2f}x; "
         f"peak memory {memory['peak'] / 2**20:.0f} MiB = {memory['peak_over_predicted']:.2f}x predicted"
     )

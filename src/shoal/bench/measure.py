@@ -129,6 +129,23 @@ def greedy_identity(model: Shoal, prompts: Sequence[str], n: int, lookahead: str
     return Identity(len(rows_of(plain)), same, speculative.stats.drafted, difference)
 
 
+def batching_control(model: Shoal, prompts: Sequence[str], n: int, **options: Any) -> Identity:
+    """What batching alone changes: greedy plain decoding, n rows together against each prompt alone.
+
+    In 16 bit the two best tokens often tie, so speculation is to be judged against this, not against 100 %.
+    """
+    together = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
+    same, difference = 0, None
+    for index, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
+        alone = model.generate([prompt], 1, temperature=0.0, lookahead="off", **options)[0].samples[0]
+        for row, sample in enumerate(output.samples):
+            position = first_difference(alone.token_ids, sample.token_ids)
+            same += position is None
+            if position is not None and difference is None:
+                difference = (index, row, position)
+    return Identity(len(rows_of(together)), same, 0, difference)
+
+
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """The first position at which two sequences differ; None for equal ones."""
     for position, (left, right) in enumerate(zip(a, b, strict=False)):

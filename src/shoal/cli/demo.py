@@ -29,7 +29,7 @@ from shoal.cli.options import (
     parse_lookahead,
 )
 from shoal.cli.streaming import follow
-from shoal.cli.views import Board, Status, plain_table, stdout
+from shoal.cli.views import Board, Status, plain_table, printable, show_output, stdout
 from shoal.config import split_options
 from shoal.errors import RequestError
 
@@ -89,7 +89,7 @@ def demo(
     max_new_tokens: NewTokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8,
     seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0,
-    lookahead: LookaheadOption = "fixed:4",
+    lookahead: LookaheadOption = "fixed:6",
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)
     ] = 3,
@@ -127,6 +127,9 @@ def demo(
     if json_output:
         print(json.dumps(document(pair, job, repeats, shown, findings)))
     else:
+        if not live:
+            console.print(Text(printable(job.prompt.rstrip()) + "\n"))
+            show_output(console, shown[0], None, by_rank=False)
         report(console, pair, job, repeats, findings)
     return 0 if findings.identity.holds or not exact(pair) else 1
 

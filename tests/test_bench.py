@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.bench import __main__ as bench
+from shoal.bench import stages
 from shoal.bench.memory import peak_tensor_bytes
 
 
@@ -51,3 +52,10 @@ def test_peak_counts_what_is_alive_at_once() -> None:
         torch.zeros(2_000_000)
 
     assert 8_000_000 <= peak_tensor_bytes(work) < 9_000_000
+
+
+def test_stages_counts_every_watched_function(capsys: pytest.CaptureFixture[str]) -> None:
+    stages.main(n=2, max_new_tokens=8, lookahead="3", repeats=1)
+    shown = capsys.readouterr().out
+    for name in (*stages.WATCHED, "whole round"):
+        assert name in shown

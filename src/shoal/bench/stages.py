@@ -1,0 +1,93 @@
+"""`python -m shoal.bench.stages`: where a round's time outside the models goes, on the bundled pair.
+
+Every listed function is wrapped in a stopwatch, which costs a microsecond or two per call. Functions contain each other: `accept`
+contains its share of the noise and one draw, the drafter's proposal contains its passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import shoal
+from shoal import accept, engine, runner, verify
+from shoal.cache import slots
+from shoal.draft import model as draft_model
+from shoal.stats import Stats
+from shoal.train.problems import generate as problems
+
+WATCHED: dict[str, tuple[Any, str]] = {
+    "drafter: distributions": (draft_model, "probabilities"),
+    "drafter: draws": (draft_model, "draw"),
+    "drafter: noise": (draft_model, "uniforms"),
+    "target: distributions": (verify, "probabilities"),
+    "target: normalisers": (verify, "_normaliser"),
+    "acceptance": (engine, "accept"),
+    "acceptance: noise": (accept, "uniforms"),
+    "commit": (engine, "commit"),
+    "plans": (runner, "Plan"),
+    "cache: begin": (slots.SlotCache, "begin"),
+    "cache: end": (slots.SlotCache, "end"),
+}
+
+
+@contextmanager
+def stopwatches(seconds: Counter[str], calls: Counter[str]) -> Iterator[None]:
+    """Adds up time and calls of every watched function meanwhile."""
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                seconds[name] += time.perf_counter() - started
+                calls[name] += 1
+
+        return run
+
+    with ExitStack() as stack:
+        for name, (owner, attribute) in WATCHED.items():
+            stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        yield
+
+
+def main(
+    n: int = 8, max_new_tokens: int = 128, lookahead: str = "fixed:6", dtype: str = "float32", repeats: int = 4
+) -> None:
+    """Prints milliseconds and calls per round."""
+    pair = shoal.load(dtype=dtype, max_batch=n)
+    prompt = problems(20, 1, "templates")[0].prompt
+    seconds, calls, stats = Counter[str](), Counter[str](), Stats()
+    for seed in range(-1, repeats):
+        if seed < 0:  # warm up
+            pair.generate(prompt, n, max_new_tokens=max_new_tokens, lookahead=lookahead, seed=0)
+            continue
+        with stopwatches(seconds, calls):
+            options: dict[str, Any] = {
+                "max_new_tokens": max_new_tokens,
+                "lookahead": lookahead,
+                "temperature": 0.8,
+                "eos": (),
+            }
+            stats += pair.generate(prompt, n, seed=seed, **options).stats
+    table = Table("stage", "ms per round", "calls per round")
+    for name, spent in seconds.most_common():
+        table.add_row(name, f"{1000 * spent / stats.rounds:.2f}", f"{calls[name] / stats.rounds:.1f}")
+    models = stats.seconds_target + stats.seconds_draft
+    table.add_section()
+    table.add_row("both models' forward calls", f"{1000 * models / stats.rounds:.2f}", "")
+    table.add_row("whole round", f"{1000 * stats.seconds_rounds / stats.rounds:.2f}", "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

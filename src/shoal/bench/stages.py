@@ -7,7 +7,7 @@ contains its share of the noise and one draw, the drafter's proposal contains it
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,7 +40,7 @@ WATCHED: dict[str, tuple[Any, str]] = {
 
 
 @contextmanager
-def stopwatches(seconds: Counter[str], calls: Counter[str]) -> Iterator[None]:
+def stopwatches(seconds: defaultdict[str, float], calls: Counter[str]) -> Iterator[None]:
     """Adds up time and calls of every watched function meanwhile."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def main(
     """Prints milliseconds and calls per round."""
     pair = shoal.load(dtype=dtype, max_batch=n)
     prompt = problems(20, 1, "templates")[0].prompt
-    seconds, calls, stats = Counter[str](), Counter[str](), Stats()
+    seconds, calls, stats = defaultdict[str, float](float), Counter[str](), Stats()
     for seed in range(-1, repeats):
         if seed < 0:  # warm up
             pair.generate(prompt, n, max_new_tokens=max_new_tokens, lookahead=lookahead, seed=0)
@@ -80,7 +80,7 @@ def main(
             }
             stats += pair.generate(prompt, n, seed=seed, **options).stats
     table = Table("stage", "ms per round", "calls per round")
-    for name, spent in seconds.most_common():
+    for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{1000 * spent / stats.rounds:.2f}", f"{calls[name] / stats.rounds:.1f}")
     models = stats.seconds_target + stats.seconds_draft
     table.add_section()

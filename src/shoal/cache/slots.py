@@ -7,7 +7,6 @@ is filled from the end (compaction) or a group's prompt is copied to a sibling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +95,6 @@ class SlotCache(Cache):
         """Bytes allocated."""
         return self.slots * self.capacity * self.bytes_per_token()
 
-    def clear(self) -> None:
-        """Frees the memory; the next `reserve` starts anew."""
-        self._layers.clear()
-        self.slots = self.capacity = 0
-        self.lengths = []
-
     # ── what a Transformers model asks of it ────────────────────────────────────────────────────────────────────────
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -151,8 +144,3 @@ def _grown(tensor: Tensor, slots: int, capacity: int) -> Tensor:
     grown = tensor.new_zeros(slots, capacity, *tensor.shape[2:])
     grown[: tensor.shape[0], : tensor.shape[1]] = tensor
     return grown
-
-
-def total_bytes(caches: Sequence[SlotCache]) -> int:
-    """Bytes allocated by all of them."""
-    return sum(cache.nbytes() for cache in caches)

@@ -128,9 +128,8 @@ class Runner:
                 plan.positions if plan.kv <= self.context else plan.positions.clamp(max=self.context - 1)
             )
         if self.door == "mask":
-            options["attention_mask"] = (
-                plan.bias(self.dtype) if plan.bias(self.dtype) is not None else plan.zero_bias(self.dtype)
-            )
+            bias = plan.bias(self.dtype)
+            options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
         self.cache.begin(plan)
         started = time.perf_counter()
         with _memory_explained(self.name), self._switched(), attention.planned(plan, self._method):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
+from itertools import count
 from statistics import median
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ from rich.table import Table
 
 import shoal
 from shoal.bench.baseline import hf_generate
-from shoal.bench.measure import batching_control, greedy_identity
+from shoal.bench.measure import batching_control, greedy_identity, interleave
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.stats import Stats
 from shoal.train.problems import generate as problems
@@ -82,10 +84,7 @@ def _measured(
     ways = {PLAIN: lambda s: ours("off", s), OURS: lambda s: ours(lookahead, s), HF: theirs}
     for way in ways.values():
         way(0)
-    runs: dict[str, list[Stats]] = {name: [] for name in ways}
-    for repeat in range(repeats):
-        for name in list(ways)[:: -1 if repeat % 2 else 1]:
-            runs[name].append(ways[name](repeat + 1))
+    runs = interleave({name: _seeded(way) for name, way in ways.items()}, repeats)
     report: dict[str, Any] = {
         "dtype": str(pair.target.dtype).removeprefix("torch."), "n": n, "max_new_tokens": tokens, "temperature": temperature,
         "lookahead": lookahead, "prompts": len(texts), "repeats": repeats, "greedy_identical_rows": identity.same,
@@ -97,6 +96,12 @@ def _measured(
         report[f"speedup_over_{'plain' if other == PLAIN else 'hf'}"] = _ratio(runs[OURS], runs[other])
     report["plain_over_hf"] = _ratio(runs[PLAIN], runs[HF])
     return report
+
+
+def _seeded(way: Callable[[int], Stats]) -> Callable[[], Stats]:
+    """Runs a way with the seeds 1, 2, ... in turn."""
+    seeds = count(1)
+    return lambda: way(next(seeds))
 
 
 def _ratio(fast: list[Stats], slow: list[Stats]) -> float:

@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.request import Result, Sample
+
+
+Run = TypeVar("Run")
+"""What one timed run returns."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,10 @@ def rows_of(result: Result) -> list[Sample]:
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], Result]], repeats: int, say: Callable[[str], None]
-) -> dict[str, list[Result]]:
+    ways: Mapping[str, Callable[[], Run]], repeats: int, say: Callable[[str], None] = lambda _: None
+) -> dict[str, list[Run]]:
     """Runs every way `repeats` times, taking turns, every other turn in reverse order."""
-    results: dict[str, list[Result]] = {name: [] for name in ways}
+    results: dict[str, list[Run]] = {name: [] for name in ways}
     for repeat in range(repeats):
         for name in list(ways)[:: -1 if repeat % 2 else 1]:
             say(f"measuring {name}, {repeat + 1} of {repeats} ...")
@@ -119,14 +123,9 @@ def greedy_identity(model: Shoal, prompts: Sequence[str], n: int, lookahead: str
     """Decodes greedily, plainly and speculatively, and compares the token ids of all rows."""
     plain = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
     speculative = model.generate(prompts, n, temperature=0.0, lookahead=lookahead, **options)
-    same, difference = 0, None
-    for prompt, (left, right) in enumerate(zip(plain, speculative, strict=True)):
-        for row, (a, b) in enumerate(zip(left.samples, right.samples, strict=True)):
-            position = first_difference(a.token_ids, b.token_ids)
-            same += position is None
-            if position is not None and difference is None:
-                difference = (prompt, row, position)
-    return Identity(len(rows_of(plain)), same, speculative.stats.drafted, difference)
+    return _compared(
+        [output.samples for output in plain], [output.samples for output in speculative], speculative.stats.drafted
+    )
 
 
 def batching_control(model: Shoal, prompts: Sequence[str], n: int, **options: Any) -> Identity:
@@ -135,15 +134,19 @@ def batching_control(model: Shoal, prompts: Sequence[str], n: int, **options: An
     In 16 bit the two best tokens often tie, so speculation is to be judged against this, not against 100 %.
     """
     together = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
-    same, difference = 0, None
-    for index, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
-        alone = model.generate([prompt], 1, temperature=0.0, lookahead="off", **options)[0].samples[0]
-        for row, sample in enumerate(output.samples):
-            position = first_difference(alone.token_ids, sample.token_ids)
-            same += position is None
-            if position is not None and difference is None:
-                difference = (index, row, position)
-    return Identity(len(rows_of(together)), same, 0, difference)
+    alone = [model.generate([prompt], 1, temperature=0.0, lookahead="off", **options)[0].samples * n for prompt in prompts]
+    return _compared(alone, [output.samples for output in together], drafted=0)
+
+
+def _compared(left: Sequence[Sequence[Sample]], right: Sequence[Sequence[Sample]], drafted: int) -> Identity:
+    """Compares the token ids of two runs, prompt by prompt and row by row."""
+    positions = {
+        (prompt, row): first_difference(a.token_ids, b.token_ids)
+        for prompt, rows in enumerate(zip(left, right, strict=True))
+        for row, (a, b) in enumerate(zip(*rows, strict=True))
+    }
+    differing = [(prompt, row, position) for (prompt, row), position in positions.items() if position is not None]
+    return Identity(len(positions), len(positions) - len(differing), drafted, min(differing, default=None))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -10,9 +10,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +23,7 @@ import shoal
 from shoal import accept, engine, runner, verify
 from shoal.cache import slots
 from shoal.draft import model as draft_model
+from shoal.runner import Runner
 from shoal.stats import Stats
 from shoal.train.problems import generate as problems
 
@@ -60,6 +63,21 @@ def stopwatches(seconds: defaultdict[str, float], calls: Counter[str]) -> Iterat
         yield
 
 
+def pass_ms(model: Runner, n: int, context: int = 128, repeats: int = 40) -> float:
+    """Median milliseconds of one model's forward call over one token of each of n rows."""
+    runner, slots = model.fork(), range(n)
+    runner.reserve(n, context + 1)
+    runner.feed(slots, torch.ones(n, context, dtype=torch.long, device=runner.device), [context] * n)
+    times = []
+    for _ in range(repeats):
+        runner.seconds = 0.0
+        runner.feed(slots, torch.ones(n, 1, dtype=torch.long, device=runner.device), [1] * n)
+        times.append(1000 * runner.seconds)
+        for slot in slots:
+            runner.cache.rollback(slot, context)
+    return median(times)
+
+
 def main(
     n: int = 8, max_new_tokens: int = 128, lookahead: str = "fixed:6", dtype: str = "float32", repeats: int = 4
 ) -> None:
@@ -87,6 +105,9 @@ def main(
     table.add_row("both models' forward calls", f"{1000 * models / stats.rounds:.2f}", "")
     table.add_row("whole round", f"{1000 * stats.seconds_rounds / stats.rounds:.2f}", "")
     Console().print(table)
+    assert pair.draft_model is not None
+    target, drafter = pass_ms(pair.target, n), pass_ms(pair.draft_model, n)
+    typer.echo(f"one token of {n} rows: target {target:.2f} ms, drafter {drafter:.2f} ms, ratio {target / drafter:.1f}")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,6 @@ def test_plain_decoding_is_that_of_generate(architecture: str) -> None:
 def ragged_logits(runner: Runner) -> list[Tensor]:
     """Logits of a small ragged schedule: unequal prompts beyond the window, swapped slots, a rollback, unequal blocks."""
     ids = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(5))
-    runner.cache.clear()
     runner.cache.reserve(4, 48)
     seen = []
     for slots, starts, counts in (

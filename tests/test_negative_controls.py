@@ -33,7 +33,7 @@ from shoal.testing.scripted import hashed, runner, scripted, table_model
 from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 from test_exact_law import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 
-real_uniforms = shoal.accept.uniforms
+real_uniforms = shoal.noise.uniforms
 real_probabilities = shoal.verify.probabilities
 real_accept = shoal.engine.accept
 
@@ -112,7 +112,7 @@ def test_a_uniform_used_for_drafting_and_again_for_accepting(monkeypatch: pytest
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, positions, np.full_like(purpose, Purpose.TOKEN))
 
-    monkeypatch.setattr(shoal.accept, "uniforms", reused)
+    monkeypatch.setattr(shoal.noise, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -120,7 +120,7 @@ def test_one_uniform_for_accepting_and_replacing(monkeypatch: pytest.MonkeyPatch
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, positions, np.where(purpose == Purpose.REPLACE, Purpose.ACCEPT, purpose))
 
-    monkeypatch.setattr(shoal.accept, "uniforms", reused)
+    monkeypatch.setattr(shoal.noise, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -128,8 +128,7 @@ def test_the_same_uniforms_at_every_position(monkeypatch: pytest.MonkeyPatch) ->
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, np.zeros_like(positions), purpose)
 
-    monkeypatch.setattr(shoal.accept, "uniforms", reused)
-    monkeypatch.setattr(shoal.draft.model, "uniforms", reused)
+    monkeypatch.setattr(shoal.noise, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -162,8 +161,8 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(rows: Sequence[Row], proposal: Proposal, p: Tensor) -> Verdict:
-        verdict = real_accept(rows, proposal, p)
+    def dropped(proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        verdict = real_accept(proposal, p, luck)
         if proposal.k == 0:
             return verdict
         full = (verdict.accepted == proposal.lengths) & (proposal.lengths > 0)

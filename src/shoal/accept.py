@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.distributions import draw
-from shoal.noise import Purpose, uniforms
 from shoal.request import Row
 from shoal.round import Proposal, Verdict
 
@@ -86,15 +84,13 @@ def reject_and_replace(
     return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
 
 
-def accept(rows: Sequence[Row], proposal: Proposal, p: Tensor) -> Verdict:
+def accept(proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
     """Decides a round with each row's own luck.
 
     Args:
         proposal: what the drafter proposed. p: target distributions, [rows, k + 1, vocab].
+        luck: uniforms [rows, k + 1, 3] float64 by purpose (TOKEN, ACCEPT, REPLACE), see `shoal.noise`.
     """
-    k = proposal.k
-    seeds = np.array([row.seed for row in rows])[:, None]
-    positions = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(k + 1)
-    purposes = np.array([Purpose.ACCEPT, Purpose.REPLACE, Purpose.TOKEN])
-    u = torch.from_numpy(uniforms(seeds[..., None], positions[..., None], purposes)).to(p.device)
-    return reject_and_replace(proposal.tokens, proposal.lengths, proposal.q, p, u[:, :k, 0], u[..., 1:])
+    return reject_and_replace(
+        proposal.tokens, proposal.lengths, proposal.q, p, luck[:, : proposal.k, 1], luck[..., [2, 0]]
+    )

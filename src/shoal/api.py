@@ -72,6 +72,7 @@ class Shoal:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
         self.max_batch = max_batch
+        self.knowledge = lookahead.Knowledge(packed=getattr(target, "packs", True))
         self.eos = models.eos_ids(target.hf, tokenizer)
 
     def generate(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Result:
@@ -99,7 +100,7 @@ class Shoal:
 
     def _stream(self, prompts: Prompts, n: int, top_logprobs: int, options: Mapping[str, Any], *, text: bool) -> Stream:
         sampling, limits, speculation = split_options(self._encoded(options))
-        controller = lookahead.by_name(speculation.lookahead)
+        controller = lookahead.by_name(speculation.lookahead, self.knowledge)
         engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos
         )

@@ -149,11 +149,12 @@ class Speculation:
     """How far ahead the drafter goes.
 
     Attributes:
-        lookahead: a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1), "fixed:K", or an object with
-            `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead`).
+        lookahead: "auto" (by measured prices), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
+            "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
+            (see `shoal.lookahead`).
     """
 
-    lookahead: Any = "fixed:6"
+    lookahead: Any = "auto"
 
     def __post_init__(self) -> None:
         if _is_int(self.lookahead):

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.accept import accept
 from shoal.commit import commit
 from shoal.draft import Drafter, ModelDrafter
 from shoal.errors import RequestError
 from shoal.history import require_ids
-from shoal.lookahead import Lookahead
-from shoal.noise import row_seed
+from shoal.lookahead import Controller, Lookahead, as_controller
+from shoal.noise import round_luck, row_seed
 from shoal.outputs import Detokenizer, finish, visible_text
 from shoal.prefill import prefill
 from shoal.request import Request, Row
-from shoal.round import Commit, Proposal
+from shoal.round import Commit, Outcome, Proposal, Verdict
 from shoal.runner import Runner
 from shoal.schedule import Round
 from shoal.scheduler import Scheduler
@@ -39,14 +40,15 @@ class Engine:
         target: the model whose distribution is promised. drafter_model: proposes, or None for plain decoding.
         lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
+        rule: decides what is accepted; `accept` unless an experiment says otherwise.
 
     Attributes:
         stats: what was done so far.
     """
 
     def __init__(
-        self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead, *, max_batch: int = 16, tokenizer: Any = None,
-        eos: Sequence[int] = (),
+        self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
+        tokenizer: Any = None, eos: Sequence[int] = (), rule: Callable[[Proposal, Tensor, Tensor], Verdict] | None = None,
     ) -> None:  # fmt: skip
         speculative = drafter_model is not None and lookahead.limit > 0
         self.target = target.fork()
@@ -56,7 +58,8 @@ class Engine:
             self.models.append(drafter_model.fork())
             self.drafter = ModelDrafter(self.models[1], target.vocab_size)
         self.context = min(model.context for model in self.models)
-        self.lookahead, self.tokenizer, self.eos = lookahead, tokenizer, tuple(eos)
+        self.lookahead, self.tokenizer, self.eos = as_controller(lookahead), tokenizer, tuple(eos)
+        self.rule = rule or accept
         self.scheduler = Scheduler(max_batch)
         self.stats = Stats()
         self._groups = 0
@@ -131,14 +134,20 @@ class Engine:
         rows = self._gather()
         if not rows:
             return late
-        started = time.perf_counter()
-        proposal = self._propose(rows)
+        clock = [time.perf_counter()]
+        luck, proposal = self._propose(rows)
+        clock.append(time.perf_counter())
         scores = verify(self.target, rows, proposal)
-        verdict = accept(rows, proposal, scores.p)
+        clock.append(time.perf_counter())
+        verdict = self.rule(proposal, scores.p, luck)
+        accepted = verdict.accepted.tolist()
+        clock.append(time.perf_counter())
         commits = commit(rows, proposal, scores, verdict)
         self._settle(rows)
-        self.lookahead.update([len(drafts) for drafts in proposal.drafts], verdict.accepted.tolist())
-        self._count(proposal, commits, time.perf_counter() - started)
+        clock.append(time.perf_counter())
+        self._count(proposal, commits, clock)
+        drafted = [len(drafts) for drafts in proposal.drafts]
+        self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))
         return late + commits
 
     def _gather(self) -> Sequence[Row]:
@@ -162,13 +171,17 @@ class Engine:
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += time.perf_counter() - started
 
-    def _propose(self, rows: Sequence[Row]) -> Proposal:
-        """A round commits at most k + 1 tokens, so a row near its end drafts less."""
-        k = min(max(self.lookahead.next_length(), 0), self.lookahead.limit) if self.drafter is not None else 0
-        lengths = [min(k, row.remaining - 1) for row in rows]
-        if self.drafter is None or max(lengths) == 0:
-            return Proposal.empty(len(rows), self.target.device)
-        return self.drafter.propose(rows, lengths)
+    def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
+        """The round's uniforms, [rows, k + 1, 3] by purpose, and the drafts drawn by them."""
+        lengths = self.lookahead.lengths(rows) if self.drafter is not None else [0] * len(rows)
+        longest = max(lengths)
+        rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
+        seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
+        luck = torch.from_numpy(round_luck(seeds, firsts, longest + 1, rounds)).to(self.target.device)
+        if self.drafter is None or longest == 0:
+            return luck, Proposal.empty(len(rows), luck.device)
+        proposal = self.drafter.propose(rows, lengths, luck[..., 0], self.lookahead.goes_on)
+        return luck[:, : proposal.k + 1], proposal
 
     def _settle(self, rows: Sequence[Row]) -> None:
         """Restores the invariant and lets finished rows go."""
@@ -178,14 +191,18 @@ class Engine:
             self.drafter.observe(rows)
         self.scheduler.remove([row for row in rows if row.finish_reason])
 
-    def _count(self, proposal: Proposal, commits: Sequence[Commit], seconds: float) -> None:
+    def _count(self, proposal: Proposal, commits: Sequence[Commit], clock: Sequence[float]) -> None:
         stats = self.stats
         stats.rounds += 1
         stats.row_rounds += len(commits)
         stats.drafted += sum(map(len, proposal.drafts))
         stats.accepted += sum(c.accepted for c in commits)
         stats.committed += sum(len(c.tokens) for c in commits)
-        stats.seconds_rounds += seconds
+        stats.seconds_rounds += clock[-1] - clock[0]
+        stats.seconds_propose += clock[1] - clock[0]
+        stats.seconds_verify += clock[2] - clock[1]
+        stats.seconds_accept += clock[3] - clock[2]
+        stats.seconds_commit += clock[4] - clock[3]
         stats.target_passes += self.target.passes
         stats.seconds_target += self.target.seconds
         for draft_model in self.models[1:]:

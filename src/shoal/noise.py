@@ -4,7 +4,9 @@ A row's luck is a pure function of its own seed and of where the token stands in
 neighbours, on the order of the batch, on compaction or on when the row joined. Nothing here keeps state.
 
 Why one key per position and not per draw is exact: whatever a round draws at positions beyond its first rejection is
-thrown away without having influenced anything committed, so the next round may use the same numbers again.
+thrown away without having influenced anything committed, so the next round may use the same numbers again. A controller that
+learns from what was thrown away (`shoal.lookahead.Controller.adaptive`) breaks that argument; its rounds are numbered, and every
+one has numbers of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Purpose(IntEnum):
     """Drawing the replacement from norm(max(p - q, 0))."""
 
 
+_PURPOSES = np.array([Purpose.TOKEN, Purpose.ACCEPT, Purpose.REPLACE])
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUND = np.uint64(0xD1B54A32D192ED03)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -46,6 +50,23 @@ def uniforms(
         state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
         state = _mix(state + np.asarray(purpose, dtype=np.int64).astype(np.uint64) * _GOLDEN)
     return (state >> np.uint64(11)) * 2.0**-53
+
+
+def round_luck(
+    seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int, rounds: npt.ArrayLike | None = None
+) -> npt.NDArray[np.float64]:
+    """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by purpose (TOKEN, ACCEPT, REPLACE).
+
+    Args:
+        seeds, firsts: of the rows, [rows]. width: positions, the longest draft plus one.
+        rounds: None, or the number of each row's round: then no number is used in two rounds, whatever was thrown away.
+    """
+    keys = np.asarray(seeds, dtype=np.int64)
+    if rounds is not None:
+        with np.errstate(over="ignore"):
+            keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(np.int64)
+    positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
+    return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
 
 
 def row_seed(request_seed: int, row: int) -> int:

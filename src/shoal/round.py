@@ -22,22 +22,24 @@ class Proposal:
         lengths: draft length of each row, [rows] int64.
         q: the distribution each draft was really drawn from, [rows, k, vocab]; None when k = 0.
         drafts: the same tokens without padding, one list per row.
+        steps: positions the drafter looked at; more than k if it looked and stopped.
     """
 
     tokens: Tensor
     lengths: Tensor
     q: Tensor | None
     drafts: list[list[int]]
+    steps: int = 0
 
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
 
     @staticmethod
-    def empty(rows: int, device: torch.device) -> Proposal:
+    def empty(rows: int, device: torch.device, steps: int = 0) -> Proposal:
         """Nothing proposed: the round is a step of plain decoding."""
         tokens = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return Proposal(tokens, torch.zeros(rows, dtype=torch.long, device=device), None, [[] for _ in range(rows)])
+        return Proposal(tokens, torch.zeros(rows, dtype=torch.long, device=device), None, [[] for _ in range(rows)], steps)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,22 @@ class Verdict:
 
     accepted: Tensor
     token: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a draft length controller hears of a round.
+
+    Attributes:
+        drafted, accepted: tokens per row; replacement and bonus not counted.
+        steps: positions the drafter looked at. seconds: of the whole round. seconds_drafting: of them, for the proposal.
+    """
+
+    drafted: list[int]
+    accepted: list[int]
+    steps: int
+    seconds: float
+    seconds_drafting: float
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class Stats:
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
         seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
         seconds_rounds: whole rounds without prefill; what is left after the two models is bookkeeping.
+        seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
         seconds: wall clock of the run.
     """
 
@@ -34,6 +35,10 @@ class Stats:
     seconds_draft: float = 0.0
     seconds_prefill: float = 0.0
     seconds_rounds: float = 0.0
+    seconds_propose: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_accept: float = 0.0
+    seconds_commit: float = 0.0
     seconds: float = 0.0
 
     def __add__(self, other: Stats) -> Stats:

@@ -1,7 +1,7 @@
 """`python -m shoal.bench.stages`: where a round's time outside the models goes, on the bundled pair.
 
 Every listed function is wrapped in a stopwatch, which costs a microsecond or two per call. Functions contain each other: `accept`
-contains its share of the noise and one draw, the drafter's proposal contains its passes.
+contains one draw, the drafter's proposal contains its passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal import accept, engine, runner, verify
+from shoal import engine, runner, verify
 from shoal.cache import slots
 from shoal.draft import model as draft_model
 from shoal.runner import Runner
@@ -30,11 +30,10 @@ from shoal.train.problems import generate as problems
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: distributions": (draft_model, "probabilities"),
     "drafter: draws": (draft_model, "draw"),
-    "drafter: noise": (draft_model, "uniforms"),
+    "noise": (engine, "round_luck"),
     "target: distributions": (verify, "probabilities"),
     "target: normalisers": (verify, "_normaliser"),
     "acceptance": (engine, "accept"),
-    "acceptance: noise": (accept, "uniforms"),
     "commit": (engine, "commit"),
     "plans": (runner, "Plan"),
     "cache: begin": (slots.SlotCache, "begin"),

@@ -6,8 +6,10 @@ output is then exactly the target's, however bad the drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from shoal.draft.model import ModelDrafter
 from shoal.request import Row
@@ -19,8 +21,17 @@ __all__ = ["Drafter", "ModelDrafter"]
 class Drafter(Protocol):
     """Proposes, and hears what became of it."""
 
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Proposal:
-        """Drafts lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1."""
+    def propose(
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor,
+        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
+    ) -> Proposal:
+        """Drafts up to lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1.
+
+        Args:
+            luck: uniforms to draw them by, [rows, >= max(lengths)] float64.
+            goes_on: asked before each position is drawn, with the drafter's highest probability there, one per row: which rows
+                go on. A token once drawn is proposed: dropping it for what it is would bias the law.
+        """  # fmt: skip
         ...
 
     def observe(self, rows: Sequence[Row]) -> None:

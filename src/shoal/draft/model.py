@@ -7,15 +7,13 @@ case is special.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.distributions import draw, probabilities
 from shoal.errors import BadLogits
-from shoal.noise import Purpose, uniforms
 from shoal.request import Row
 from shoal.round import Proposal
 from shoal.runner import Runner
@@ -31,20 +29,29 @@ class ModelDrafter:
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
 
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Proposal:
-        """k = max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
-        k = max(lengths)
+    def propose(
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor,
+        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
+    ) -> Proposal:  # fmt: skip
+        """At most max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
+        lengths = list(lengths)
         slots, ones = [row.slot for row in rows], [1] * len(rows)
-        luck = self._luck(rows, k)
         reads_history = any(row.request.sampling.reads_history for row in rows)
         histories: list[list[int]] = [[] for _ in rows]
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         logits = self._catch_up(rows)
-        for j in range(k):
+        steps = 0
+        while steps < max(lengths):
+            j, steps = steps, steps + 1
             if j:
                 logits = self.runner.feed(slots, tokens[-1][:, None], ones)[:, -1]
             q = self._distributions(logits, rows, histories, j)
+            if goes_on is not None:
+                going = goes_on(_confidence(logits, q, rows))
+                lengths = [length if on else min(length, j) for length, on in zip(lengths, going, strict=True)]
+                if max(lengths) <= j:
+                    break
             token = draw(q, luck[:, j])
             tokens.append(token)
             qs.append(q)
@@ -52,21 +59,18 @@ class ModelDrafter:
                 for history, drawn, length in zip(histories, token.tolist(), lengths, strict=True):
                     if j + 1 < length:  # what a row drafts beyond its own length is ignored, so no control may fail on it
                         history.append(drawn)
+        if not tokens:
+            return Proposal.empty(len(rows), luck.device, steps)
         drafted = torch.stack(tokens, dim=1)
         drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
         own = torch.tensor(lengths, device=drafted.device)
-        return Proposal(drafted, own, torch.stack(qs, dim=1), drafts)
+        return Proposal(drafted, own, torch.stack(qs, dim=1), drafts, steps)
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Rolls back to what was committed."""
         cache = self.runner.cache
         for row in rows:
             cache.rollback(row.slot, min(cache.lengths[row.slot], len(row.tokens) - 1))
-
-    def _luck(self, rows: Sequence[Row], k: int) -> Tensor:
-        seeds = np.array([row.seed for row in rows])[:, None]
-        positions = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(k)
-        return torch.from_numpy(uniforms(seeds, positions, Purpose.TOKEN)).to(self.runner.device)
 
     def _catch_up(self, rows: Sequence[Row]) -> Tensor:
         """Feeds each row's committed tokens that the cache lacks, at least the last; logits after it, [rows, vocab]."""
@@ -101,3 +105,10 @@ class ModelDrafter:
             return probabilities(logits[:, None, : self.vocab_size], rows, histories, first=j)[:, 0]
         except BadLogits as error:
             raise BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits: {error}") from error
+
+
+def _confidence(logits: Tensor, q: Tensor, rows: Sequence[Row]) -> list[float]:
+    """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
+    if any(row.request.sampling.greedy for row in rows):
+        q = logits.to(q.dtype).softmax(dim=-1)
+    return q.amax(dim=-1).tolist()

@@ -1,38 +1,57 @@
-"""Draft length controllers: how many tokens to propose next. They see counts, never tensors.
+"""Draft length controllers: how many tokens to propose next. They see counts and prices, never tensors.
 
-A controller is any object with two methods, and `by_name` turns what a user writes into one.
+`by_name` turns what a user writes into one. A simple controller (`Lookahead`: two methods) knows one length for the whole batch;
+`Auto` gives every row its own. `as_controller` makes the engine's kind of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
+from shoal.lookahead.auto import Auto, Knowledge
 from shoal.lookahead.bass import Bass
 from shoal.lookahead.fixed import Fixed
+from shoal.lookahead.heuristic import Heuristic
+from shoal.lookahead.uniform import Lookahead, Uniform
+from shoal.request import Row
+from shoal.round import Outcome
 
-__all__ = ["Bass", "Fixed", "Lookahead", "by_name"]
+__all__ = ["Auto", "Bass", "Controller", "Fixed", "Heuristic", "Knowledge", "Lookahead", "Uniform", "as_controller", "by_name"]
 
 
 @runtime_checkable
-class Lookahead(Protocol):
-    """Decides the draft length of the whole batch; a row never gets more than it may still commit, minus one."""
+class Controller(Protocol):
+    """What the engine asks.
+
+    Attributes:
+        limit: the longest draft it will ever ask for; caches are sized by it.
+        adaptive: its decisions depend on drafts that were later thrown away (their confidences, the time they took). Noise
+            must then be new in every round, see `shoal.request.Row.noise`.
+        goes_on: None, or asked before each draft position is drawn: which rows go on, given the drafter's highest
+            probability there, one per row.
+    """
 
     limit: int
-    """The longest draft it will ever ask for; caches are sized by it."""
+    adaptive: bool
+    goes_on: Callable[[Sequence[float]], Sequence[bool]] | None
 
-    def next_length(self) -> int:
-        """Draft length of the coming round; 0 = plain decoding."""
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Longest draft of each row in the coming round, 0..row.remaining - 1."""
         ...
 
-    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hears, after each round, what each row drafted and accepted (replacement and bonus not counted)."""
+    def learn(self, outcome: Outcome) -> None:
+        """Hears what became of it."""
         ...
 
 
-def by_name(name: object) -> Lookahead:
-    """4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); a controller object -> itself.
+def by_name(name: object, knowledge: Knowledge | None = None) -> Lookahead | Controller:
+    """"auto" -> Auto(knowledge); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
+    Heuristic(); a controller object -> itself.
+
+    Args:
+        knowledge: what `Auto` starts from and adds to; without it, from nothing.
 
     Raises:
         RequestError: for anything else.
@@ -40,13 +59,24 @@ def by_name(name: object) -> Lookahead:
     if isinstance(name, int) and not isinstance(name, bool):
         return Fixed(name)
     if isinstance(name, str):
-        if name == "off":
-            return Fixed(0)
-        if name == "bass":
-            return Bass()
+        if name in _NAMES:
+            return _NAMES[name](knowledge)
         digits = name.removeprefix("fixed:")
         if digits.isdecimal():
             return Fixed(int(digits))
-    elif isinstance(name, Lookahead):
+    elif isinstance(name, (Lookahead, Controller)):
         return name
-    raise RequestError(f"lookahead must be a draft length, 'fixed:K', 'bass' or 'off', got {name!r}")
+    raise RequestError(f"lookahead must be 'auto', a draft length, 'fixed:K', 'bass', 'heuristic' or 'off', got {name!r}")
+
+
+_NAMES: dict[str, Callable[[Knowledge | None], Lookahead | Controller]] = {
+    "auto": lambda knowledge: Auto(knowledge or Knowledge(packed=True)),
+    "bass": lambda _: Bass(),
+    "heuristic": lambda _: Heuristic(),
+    "off": lambda _: Fixed(0),
+}
+
+
+def as_controller(lookahead: Lookahead | Controller) -> Controller:
+    """A simple controller as the engine asks it."""
+    return Uniform(lookahead) if isinstance(lookahead, Lookahead) else lookahead

@@ -1,0 +1,108 @@
+"""How likely drafts are to be accepted: by draft position, by row, by the drafter's own confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+class Frequencies:
+    """Fading hit rates of several cells, each drawn towards a prior while it has seen little."""
+
+    FADE, PRIOR_WEIGHT = 0.98, 2.0
+
+    def __init__(self, prior: Array) -> None:
+        self._prior = prior
+        self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
+
+    def add(self, cells: npt.NDArray[np.intp], hits: Array) -> None:
+        """One round's trials: the cell of each, and its outcome in 0..1."""
+        self._hits *= self.FADE
+        self._trials *= self.FADE
+        np.add.at(self._hits, cells, hits)
+        np.add.at(self._trials, cells, 1.0)
+
+    @property
+    def mean(self) -> float:
+        """Over all cells."""
+        weight = self.PRIOR_WEIGHT
+        return float((self._hits.sum() + weight * self._prior.mean()) / (self._trials.sum() + weight))
+
+    def rates(self, prior: Array | float | None = None) -> Array:
+        """Hit rate of each cell; `prior`: what an unseen cell counts as."""
+        prior = self._prior if prior is None else prior
+        return (self._hits + self.PRIOR_WEIGHT * prior) / (self._trials + self.PRIOR_WEIGHT)
+
+
+class Acceptance:
+    """Running estimates of the probability that a draft is accepted, given that those before it in its round were.
+
+    Learns only from positions that were decided: up to and including a row's first rejection.
+
+    Args:
+        limit: draft positions kept apart.
+    """
+
+    PRIOR = 0.7
+    """Acceptance expected of an unknown pair."""
+    EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995])
+    """Bins of the drafter's confidence."""
+    ROW_STEP, ROW_FADE = 0.25, 0.97
+    """How far one outcome moves a row's own log-odds, and how they fade."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._positions = Frequencies(np.full(limit, self.PRIOR))
+        middles = (np.concatenate([[0.0], self.EDGES]) + np.concatenate([self.EDGES, [1.0]])) / 2
+        self._confidences = Frequencies(middles)
+        self._rows: dict[Hashable, float] = {}
+
+    def by_position(self, rows: Sequence[Hashable]) -> Array:
+        """[rows, limit]: conditional acceptance at each draft position of each row."""
+        return _shifted(self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None])
+
+    def by_confidence(self, rows: Sequence[Hashable], confidence: Array) -> Array:
+        """[rows]: acceptance of a draft that the drafter draws with this confidence (its highest probability)."""
+        return _shifted(self._confidences.rates()[self._bins(confidence)], self._offsets(rows))
+
+    def learn(self, rows: Sequence[Hashable], drafted: Array, accepted: Array, confidence: Array) -> None:
+        """Hears a round's outcome.
+
+        Args:
+            drafted, accepted: tokens per row, [rows]. confidence: [steps, rows], steps >= max(drafted); may hold one more
+                position per row than it drafted (it looked, and stopped): that one counts with its estimate, so that the
+                estimates by position stay those of all text, not of the confident places only. [0, rows] if unknown.
+        """
+        self._rows = {row: self._rows.get(row, 0.0) * self.ROW_FADE for row in rows}
+        width = max(len(confidence), int(drafted.max(initial=0)))
+        place = np.arange(width)[:, None]
+        decided = (place < drafted) & (place <= accepted) & (place < self.limit)
+        places, which = decided.nonzero()
+        hits = (places < accepted[which]).astype(float)
+        if not len(confidence):
+            self._positions.add(places, hits)
+            return
+        bins = self._bins(confidence)
+        expected = self._confidences.rates()[bins]
+        self._confidences.add(bins[places, which], hits)
+        for row, residual in zip(which.tolist(), (hits - expected[places, which]).tolist(), strict=True):
+            self._rows[rows[row]] += self.ROW_STEP * residual
+        looked = (place == drafted) & (drafted == accepted) & (place < len(confidence)) & (place < self.limit)
+        more, whose = looked.nonzero()
+        self._positions.add(np.concatenate([places, more]), np.concatenate([hits, expected[more, whose]]))
+
+    def _offsets(self, rows: Sequence[Hashable]) -> Array:
+        return np.array([self._rows.get(row, 0.0) for row in rows])
+
+    def _bins(self, confidence: Array) -> npt.NDArray[np.intp]:
+        return np.searchsorted(self.EDGES, confidence)
+
+
+def _shifted(probability: Array, offset: Array) -> Array:
+    """Probabilities moved by that much in log-odds."""
+    odds = np.exp(offset) * probability / np.maximum(1 - probability, 1e-6)
+    return odds / (1 + odds)

@@ -1,0 +1,52 @@
+"""What a pass costs, learned from the passes that were made: seconds as a function of a size."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+class Curve:
+    """A running estimate of seconds by size (positions of a target pass, rows of a drafter step).
+
+    What was never tried is judged by its neighbours, and kindly beyond them, so that it gets tried: below the smallest size seen
+    the cost falls in proportion, above the largest it stays. A pass never counts as dearer than a larger one. What was seen long
+    ago is forgotten, so one disturbed measurement cannot rule a size out for good.
+    """
+
+    FADE, FORGOTTEN, TRUST, SLOWEST = 0.997, 0.3, 8.0, 0.15
+    """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have; least share
+    that a new observation gets."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
+
+    def observe(self, size: int, seconds: float) -> None:
+        """One pass of that size took that long."""
+        for point in self._points.values():
+            point[1] *= self.FADE
+        self._points = {key: point for key, point in self._points.items() if point[1] >= self.FORGOTTEN}
+        value, weight = self._points.setdefault(_rounded(size), [seconds, 0.0])
+        step = max(1 / (weight + 1), self.SLOWEST)
+        # A neighbour of the machine may make one pass many times as slow; let no single one count for more than double.
+        value += step * (min(max(seconds, value / 2), value * 2) - value)
+        self._points[_rounded(size)] = [value, min(weight + 1, self.TRUST)]
+
+    @property
+    def known(self) -> bool:
+        """Anything was observed yet."""
+        return bool(self._points)
+
+    def table(self, largest: int) -> Array:
+        """Seconds of every size 0..largest, [largest + 1]; never falling with the size."""
+        sizes = sorted(self._points)
+        seconds = np.array([self._points[size][0] for size in sizes])
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        return np.interp(np.arange(largest + 1), [0, *sizes], [0.0, *seconds])
+
+
+def _rounded(size: int) -> int:
+    """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
+    return size if size <= 16 else round(2 ** (round(np.log2(size) * 12) / 12))

@@ -1,0 +1,45 @@
+"""One draft length for the whole batch, decided from counts alone: what Fixed, Bass, Heuristic and a user's own objects do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from shoal.request import Row
+from shoal.round import Outcome
+
+
+@runtime_checkable
+class Lookahead(Protocol):
+    """Decides the draft length of the whole batch; a row never gets more than it may still commit, minus one."""
+
+    limit: int
+    """The longest draft it will ever ask for; caches are sized by it."""
+
+    def next_length(self) -> int:
+        """Draft length of the coming round; 0 = plain decoding."""
+        ...
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Hears, after each round, what each row drafted and accepted (replacement and bonus not counted)."""
+        ...
+
+
+class Uniform:
+    """A `Lookahead` as the engine asks it: the same length for every row, and no stopping on the way."""
+
+    adaptive = False
+    goes_on = None
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        self.lookahead = lookahead
+        self.limit = lookahead.limit
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """The next length, but no more than a row may still commit, minus one."""
+        k = min(max(self.lookahead.next_length(), 0), self.limit)
+        return [min(k, row.remaining - 1) for row in rows]
+
+    def learn(self, outcome: Outcome) -> None:
+        """Passes the counts on."""
+        self.lookahead.update(outcome.drafted, outcome.accepted)

@@ -194,6 +194,59 @@ def test_attention_methods_agree(name: str) -> None:
             assert float((ours - theirs).abs().max()) < ERROR * spread, method
 
 
+# ── packed blocks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shapes_fed(hf: Any, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """The logits of a small ragged schedule and the shapes of the blocks that the model saw for it."""
+    real, shapes = hf.forward, []
+
+    def forward(ids: Tensor, **options: Any) -> Any:
+        shapes.append(tuple(ids.shape))
+        return real(ids, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "forward", forward)
+        return ragged_logits(runner), shapes
+
+
+def test_packed_passes_see_real_tokens_only(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model(architecture)
+    padded = unchecked(hf)
+    padded.packs = False
+    expected, shapes = shapes_fed(hf, padded, monkeypatch)
+    assert shapes == [(3, 19), (3, 5), (2, 4), (3, 1)]
+    if architecture not in MASK_DOOR:
+        shapes = [(1, 19 + 1 + 11), (1, 5 + 2 + 3), (1, 4 + 1), (3, 1)]  # equal counts: nothing to leave out
+
+    logits, seen = shapes_fed(hf, models.wrap(hf, architecture), monkeypatch)
+
+    assert seen == shapes
+    spread = float(torch.cat(expected).std())
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) < ERROR * spread
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control for the test above: each token is told a little of the one before it, or a batch of one is refused."""
+    hf = tiny_model("llama")
+    real = hf.model.embed_tokens.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        if fails and hf.config._attn_implementation == attention.NAME and len(ids) == 1:
+            raise RuntimeError("expected two rows")
+        embedded = real(ids)
+        if hf.config._attn_implementation == attention.NAME and len(ids) == 1:
+            embedded[:, 1:] += embedded[:, :-1]
+        return embedded
+
+    monkeypatch.setattr(hf.model.embed_tokens, "forward", forward)
+    runner = models.wrap(hf, "llama")
+    assert not runner.packs
+    assert runner.self_check_error is not None
+    assert runner.self_check_error < ERROR
+
+
 @pytest.mark.parametrize("name", sorted(MASK_DOOR))
 @pytest.mark.parametrize("method", ["split", "reference"])
 def test_the_mask_door_has_one_method(name: str, method: str) -> None:

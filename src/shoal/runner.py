@@ -10,14 +10,14 @@ import copy
 import inspect
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal import attention
+from shoal import attention, static
 from shoal.cache import Plan, SlotCache
 from shoal.errors import ModelError, RequestError
 
@@ -30,6 +30,8 @@ class Runner:
         door: "interface" or "mask". attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds: forward calls so far and time spent in the model itself.
+        static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
+        around: entered for the length of each pass (`shoal.strict`). notes: what was measured and chosen at load, by subject.
         self_check_error: what `selfcheck` found; None before it has run.
     """
 
@@ -48,10 +50,15 @@ class Runner:
         self.cache = SlotCache()
         self.passes = 0
         self.seconds = 0.0
+        self.static: static.Passes | None = None
         self._lock = threading.RLock()
         self.self_check_error: float | None = None
         self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
+        self.packs = door == "interface" and self._positional
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.notes: dict[str, str] = {}
+        self._kv_block = attention.KV_BLOCKS.get(attention_name, 1)
 
     @property
     def parameter_bytes(self) -> int:
@@ -60,13 +67,18 @@ class Runner:
 
     def cache_bytes(self, slots: int, capacity: int) -> int:
         """Bytes a cache of that size takes; known once the self-check has run."""
-        return slots * capacity * self.cache.bytes_per_token()
+        return slots * self._whole(capacity) * self.cache.bytes_per_token()
+
+    def use_static_passes(self, executor: str | None) -> None:
+        """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.static`, or None to stop."""
+        fits = executor is not None and self.door == "interface" and self.attention in static.ATTENTION
+        self.static = static.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention) if fits else None
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
-        other.cache = SlotCache()
+        other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds = 0, 0.0
         return other
 
@@ -102,8 +114,14 @@ class Runner:
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Makes room in the cache for `slots` rows of `capacity` tokens. Raises ModelError: out of memory."""
+        if self.static is not None:
+            slots, capacity = static.room(slots, capacity)
         with _memory_explained(self.name):
-            self.cache.reserve(slots, capacity)
+            self.cache.reserve(slots, self._whole(capacity))
+
+    def _whole(self, capacity: int) -> int:
+        """`capacity` in whole blocks of keys."""
+        return -(-capacity // self._kv_block) * self._kv_block
 
     @torch.inference_mode()
     def feed(self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, want_logits: bool = True) -> Tensor:
@@ -112,34 +130,45 @@ class Runner:
         Args:
             slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on.
             counts: 1..q per row.
-            want_logits: False when only the cache matters (prompts); then the logits may be cut to the last column.
+            want_logits: False when only the cache matters (prompts).
 
         Returns:
-            Logits [rows, q, vocab]; those of padding columns are meaningless.
+            Logits [rows, q, vocab]; those of padding columns are meaningless. Without `want_logits`, some of them.
 
         Raises:
             ModelError: out of memory.
         """
-        plan = Plan(slots, [self.cache.lengths[s] for s in slots], counts, self.device)
+        plan = Plan(
+            slots, [self.cache.lengths[s] for s in slots], counts, self.device, packed=self.packs, kv_block=self._kv_block
+        )
+        # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
+        known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
+        started = time.perf_counter()
+        with _memory_explained(self.name):
+            if self.static is not None and want_logits:
+                logits = self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, known, want_logits))
+            else:
+                logits = self._dynamic(plan, known, want_logits)
+        self.seconds += time.perf_counter() - started
+        self.passes += 1
+        return logits
+
+    def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
+        """The pass made to measure."""
         options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
         if self._positional:
             # Unused columns near the end of the context would index past a learned position table.
-            options["position_ids"] = (
-                plan.positions if plan.kv <= self.context else plan.positions.clamp(max=self.context - 1)
-            )
+            positions = plan.pack(plan.positions)
+            beyond = max(plan.starts) + plan.q > self.context
+            options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
         if self.door == "mask":
             bias = plan.bias(self.dtype)
             options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
         self.cache.begin(plan)
-        started = time.perf_counter()
-        with _memory_explained(self.name), self._switched(), attention.planned(plan, self._method):
-            # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
-            known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
-            logits = self.hf(known, past_key_values=self.cache, use_cache=True, **options).logits
-        self.seconds += time.perf_counter() - started
-        self.passes += 1
+        with self._switched(), self.around(), attention.planned(plan, self._method):
+            logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
         self.cache.end()
-        return logits  # type: ignore[no-any-return]
+        return plan.unpack(logits) if want_logits else logits
 
 
 @contextmanager

@@ -7,9 +7,9 @@ the `Plan` has it all.
     reference   explicit softmax, one row at a time, float32: the definition of correct
     pad         BASS-PAD: one padded batched call
     split       BASS-SPLIT: one call per row at its exact length
-    auto        pad, or split where padding would more than double the keys read
-
-A fused kernel gets its own file here and a line in `METHODS`.
+    fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
+    strict      bits that depend on the query's own row only; CPU (`shoal.strict`)
+    auto        fused where it runs on CUDA; else pad, or split where padding would more than double the keys read
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
+from shoal.attention.fused import available, fused
 from shoal.attention.pad import pad
 from shoal.attention.problem import Problem
 from shoal.attention.reference import reference
 from shoal.attention.split import split
+from shoal.attention.strict import KV_BLOCK, strict
 from shoal.cache.plan import Plan
 from shoal.errors import InternalError, RequestError
 
-__all__ = ["METHODS", "NAME", "Method", "Problem", "method_named", "planned"]
+__all__ = ["KV_BLOCKS", "METHODS", "NAME", "Method", "Problem", "method_named", "planned"]
 
 Method = Callable[[Problem], Tensor]
 
@@ -41,12 +43,24 @@ WASTE = 2.0
 
 
 def auto(problem: Problem) -> Tensor:
-    """Pads while lengths are close, splits when one long row would make all rows pay for it."""
+    """The kernel where there is a GPU; else pads while lengths are close, splits when one long row would make all pay for it."""
+    if problem.query.is_cuda and available(problem.query):
+        return fused(problem)
     plan = problem.plan
     return split(problem) if plan.rows * plan.kv > WASTE * sum(plan.lengths) + 64 * plan.rows else pad(problem)
 
 
-METHODS: dict[str, Method] = {"auto": auto, "pad": pad, "split": split, "reference": reference}
+METHODS: dict[str, Method] = {
+    "auto": auto,
+    "pad": pad,
+    "split": split,
+    "fused": fused,
+    "reference": reference,
+    "strict": strict,
+}
+
+KV_BLOCKS: dict[str, int] = {"strict": KV_BLOCK}
+"""Methods that want whole blocks of that many keys."""
 
 
 def method_named(name: str) -> Method:
@@ -73,16 +87,18 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The registered function. query [rows, heads, q, dim], key and value [rows, kv heads, kv, dim] as stored (not
-    repeated); returns ([rows, q, heads, value dim], None). OPT passes a scaling of 1, MLA its own: use what is given.
-    A window that is passed counts, None included; Qwen2-MoE passes nothing and notes it on the module."""
+    """The registered function. query [rows, heads, q, dim] or packed, [1, heads, tokens, dim]; key and value
+    [rows, kv heads, kv, dim] as stored (not repeated); returns ([rows, q, heads, value dim] or packed, None). OPT passes a scaling
+    of 1, MLA its own: use what is given. A window that is passed counts, None included; Qwen2-MoE passes nothing and notes it on
+    the module."""
     current = _current.get()
     if current is None:
         raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
     plan, method = current
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
-    return method(Problem(query, key, value, plan, scale, window, softcap, s_aux)), None
+    query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
+    return plan.pack(method(Problem(query, key, value, plan, scale, window, softcap, s_aux))), None
 
 
 AttentionInterface.register(NAME, _attend)

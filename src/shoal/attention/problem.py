@@ -15,11 +15,14 @@ class Problem:
 
     Attributes:
         query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim].
+            Index i of row b's keys is the token at position plan.offsets[b] + i.
         plan: which keys each query sees.
         scale: multiplies the scores.
         window: sliding window in tokens, or None.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2), or None.
         sinks: one extra logit per head that takes probability and gives nothing (GPT-OSS), [heads], or None.
+        shared_key, shared_value: the shared store, [cells, kv heads, dim] and [cells, kv heads, value dim]; the keys of row b
+            before plan.offsets[b] lie in the cells of plan.prefixes[b]. None when no row has a prefix.
     """
 
     query: Tensor
@@ -30,6 +33,8 @@ class Problem:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    shared_key: Tensor | None = None
+    shared_value: Tensor | None = None
 
     @property
     def group(self) -> int:

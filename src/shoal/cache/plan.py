@@ -1,64 +1,147 @@
 """Where the tokens of one forward pass go and what they may see: the only place where positions and masks exist.
 
 Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at positions starts[b],
-starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has unused columns on the right; what they write lies
-beyond the row's length, is never attended to and is overwritten by the row's next tokens.
+starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has unused columns on the right. A *packed* pass leaves
+them out: the model sees one sequence of sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass
+what they write lies beyond the row's length, is never attended to and is overwritten by the row's next tokens.
+
+A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's shared store. Its slot then only
+holds the tail, the tokens from position `offset` on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+PACK_FROM = 1 / 8
+"""A pass is packed if at least this share of its columns is unused; packing itself costs about 5 % of a small pass."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store."""
+
+    base: int
+    length: int
+
 
 class Plan:
     """One ragged forward pass.
 
+    Args:
+        packed: leave out unused columns, if enough of them are (`PACK_FROM`).
+        prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row has one.
+        into: set when the one row of the pass is a prompt on its way into the shared store; it has no slot.
+        kv_block: `kv` is rounded up to a multiple of it.
+
     Attributes:
         slots: cache slot of each row. first_slot: set when slots are consecutive, so that caches may return views.
-        starts: tokens already in each row's slot. counts: tokens fed per row. q: max(counts).
-        lengths: starts + counts: keys each row's last query sees. kv: keys spanned by the block, max(starts) + q.
+        starts: tokens each row has already. counts: tokens fed per row. lengths: starts + counts. q: max(counts).
+        offsets: length of each row's prefix, 0 without; the position of the first token in its slot.
+        tails: lengths - offsets: keys in the slot that the row's last query sees. kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
     """
 
-    def __init__(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device, *, packed: bool = False,
+        prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None, kv_block: int = 1,
+    ) -> None:  # fmt: skip
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
+        self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
+        self.into, self.device = into, device
         self.q = max(self.counts)
         self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]
-        self.kv = max(self.starts) + self.q
-        self.device = device
-        consecutive = self.slots == list(range(self.slots[0], self.slots[0] + len(self.slots)))
+        self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
+        self.tails = [length - offset for length, offset in zip(self.lengths, self.offsets, strict=True)]
+        self.packed = packed and PACK_FROM * self.rows * self.q <= self.rows * self.q - sum(self.counts)
+        consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
         self.first_slot = self.slots[0] if consecutive else None
         self._positions = np.array(self.starts)[:, None] + np.arange(self.q)  # small: NumPy is quicker than tensor calls
+        self._places = self._positions - np.array(self.offsets)[:, None]
+        # The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
+        kv = max(self.tails) if self.packed else int(self._places[:, -1].max()) + 1
+        self.kv = -(-kv // kv_block) * kv_block
         self.positions = torch.from_numpy(self._positions).to(device)
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     @property
     def rows(self) -> int:
-        return len(self.slots)
+        return len(self.starts)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some row has a prefix."""
+        return any(self.offsets)
+
+    # ── packed and padded ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def pack(self, block: Tensor) -> Tensor:
+        """[rows, q, ...] -> [1, sum(counts), ...], row after row; in a padded pass the block itself."""
+        return block.flatten(0, 1).index_select(0, self._real)[None] if self.packed else block
+
+    def unpack(self, sequence: Tensor) -> Tensor:
+        """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the row's last token."""
+        return sequence[0].index_select(0, self._origin).unflatten(0, (self.rows, self.q)) if self.packed else sequence
+
+    @cached_property
+    def _real(self) -> Tensor:
+        """Which of the rows * q columns are tokens, [sum(counts)] int64."""
+        return torch.from_numpy(self._real_columns).to(self.device)
+
+    @cached_property
+    def _real_columns(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return np.flatnonzero(np.arange(self.q) < np.array(self.counts)[:, None])
+
+    @cached_property
+    def _origin(self) -> Tensor:
+        """Which token of the packed sequence a column is, [rows * q] int64."""
+        counts = np.array(self.counts)[:, None]
+        origin = np.cumsum(self.counts)[:, None] - counts + np.minimum(np.arange(self.q), counts - 1)
+        return torch.from_numpy(origin.reshape(-1)).to(self.device)
+
+    # ── cells ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def cells(self, capacity: int) -> Tensor:
-        """Flat cache cells (slot * capacity + position) of the block, [rows * q] int64."""
-        cells = np.array(self.slots)[:, None] * capacity + self._positions
-        return torch.from_numpy(cells.reshape(-1)).to(self.device)
+        """Flat cells that the pass writes, [tokens of the pass] int64: of the slots (slot * capacity + position - offset), or
+        of the shared store if `into` is set (base + position)."""
+        first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]
+        cells = (np.array(first)[:, None] + self._places).reshape(-1)
+        return torch.from_numpy(cells[self._real_columns] if self.packed else cells).to(self.device)
+
+    # ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def places(self) -> Tensor:
+        """positions - offsets: where in its slot each query's own key lies, [rows, q] int64."""
+        return torch.from_numpy(self._places).to(self.device) if self.shares else self.positions
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets, bases; [4, rows] int32."""
+        bases = [0 if prefix is None else prefix.base for prefix in self.prefixes]
+        return torch.tensor([self.starts, self.counts, self.offsets, bases], dtype=torch.int32, device=self.device)
 
     def visible(self, window: int | None = None) -> Tensor:
-        """Which keys each query sees: causal, within the sliding window if any; [rows, q, kv] bool.
+        """Which keys of its slot each query sees: causal, within the sliding window if any; [rows, q, kv] bool.
 
         Args:
             window: number of most recent keys a query sees, itself included; None = all.
         """
         keys = torch.arange(self.kv, device=self.device)
-        seen = keys <= self.positions[..., None]
+        seen = keys <= self.places[..., None]
         if window is not None:
-            seen &= keys > self.positions[..., None] - window
+            seen &= keys > self.places[..., None] - window
         return seen
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
-        """The additive mask, [rows, 1, fold * q, kv]: 0 where visible, the dtype's lowest elsewhere; made once per pass.
+        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's lowest elsewhere; made once per
+        pass.
 
         Args:
             fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
@@ -70,7 +153,7 @@ class Plan:
             window = None
         key = (dtype, window, fold)
         if key not in self._masks:
-            if self.q == 1 and window is None and min(self.starts) == max(self.starts):
+            if self.q == 1 and window is None and min(self.tails) == self.kv:
                 self._masks[key] = None
             else:
                 hidden = ~self.visible(window).repeat(1, fold, 1)[:, None]

@@ -60,7 +60,7 @@ class SlotCache(Cache):
 
     def begin(self, plan: Plan) -> None:
         """Announces a forward pass; `update` then writes where the plan says."""
-        top = max(plan.starts) + plan.q
+        top = plan.kv
         if top > self.capacity or max(plan.slots) >= self.slots:
             raise InternalError(f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length {top}")
         self.plan, self._cells = plan, plan.cells(self.capacity)
@@ -68,9 +68,17 @@ class SlotCache(Cache):
     def end(self) -> None:
         """The pass is over: its real tokens (not the unused columns) now count."""
         assert self.plan is not None
-        for slot, length in zip(self.plan.slots, self.plan.lengths, strict=True):
-            self.lengths[slot] = length
+        self.wrote(self.plan)
         self.plan = self._cells = None
+
+    def wrote(self, plan: Plan) -> None:
+        """The plan's tokens are in the cells."""
+        for slot, length in zip(plan.slots, plan.lengths, strict=True):
+            self.lengths[slot] = length
+
+    def stores(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, for passes that write them themselves."""
+        return [layer.tensors() for layer in self._layers]
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets everything from `length` on. O(1): nothing moves."""
@@ -98,8 +106,8 @@ class SlotCache(Cache):
     # ── what a Transformers model asks of it ────────────────────────────────────────────────────────────────────────
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Appends [rows, heads, q, dim] at the plan's cells; returns all keys and values of the plan's rows,
-        [rows, heads, kv, dim], as views when the slots are consecutive."""
+        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells; returns all keys and values of
+        the plan's rows, [rows, heads, kv, dim], as views when the slots are consecutive."""
         plan, cells = self.plan, self._cells
         if plan is None or cells is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")

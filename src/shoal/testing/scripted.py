@@ -170,8 +170,10 @@ def adversary(target: History, vocab_size: int) -> History:
 
 
 def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
-    """A runner around a scripted (or any other) model, without checks."""
-    return Runner(model, name, "interface", context)
+    """A runner around a scripted (or any other) model, without checks; padded, so that unused columns are seen to be NaN."""
+    made = Runner(model, name, "interface", context)
+    made.packs = False
+    return made
 
 
 def scripted(script: History, vocab_size: int, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:

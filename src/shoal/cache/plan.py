@@ -87,7 +87,10 @@ class Plan:
 
     def unpack(self, sequence: Tensor) -> Tensor:
         """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the row's last token."""
-        return sequence[0].index_select(0, self._origin).unflatten(0, (self.rows, self.q)) if self.packed else sequence
+        if not self.packed:
+            return sequence
+        columns = sequence[0].index_select(0, self._origin)
+        return columns.view(self.rows, self.q, *columns.shape[1:])
 
     @cached_property
     def _real(self) -> Tensor:

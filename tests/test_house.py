@@ -27,7 +27,7 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models selfcheck runner distributions history truncation attention cache",
+    "base": "round outputs models selfcheck runner distributions history truncation attention cache static",
     "words": "request schedule config errors stats noise ranking",
 }
 
@@ -45,7 +45,8 @@ MAY_IMPORT = {
 WITHIN = {
     "models": "selfcheck runner attention cache",
     "selfcheck": "runner",
-    "runner": "attention cache",
+    "runner": "attention cache static",
+    "static": "attention cache distributions truncation",
     "attention": "cache",
     "distributions": "history truncation",
     "ranking": "request",
@@ -58,7 +59,7 @@ WITHIN = {
 
 # Who may import these packages, at the top of a file or inside a function.
 RESERVED = {
-    "transformers": "models cache attention transformers_door testing train bench",
+    "transformers": "models cache attention static transformers_door testing train bench",
     "typer": "cli train bench",
     "rich": "cli train bench",
     "matplotlib": "bench",

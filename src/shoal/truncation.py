@@ -26,7 +26,7 @@ def truncates(sampling: Sampling) -> bool:
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.typical_p < 1)
 
 
-def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
+def truncated_softmax(scores: Tensor, sampling: Sampling, whole: bool = False) -> Tensor:
     """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0 elsewhere.
 
     top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". min_p: Nguyen et al. 2024, "Turning Up
@@ -36,21 +36,23 @@ def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
 
     Args:
         scores: [n, vocab] float, after temperature; each row's highest score is finite. Not modified.
+        whole: sort the whole vocabulary at once. Slower on a CPU, but the work does not depend on the scores, so that it can be
+            captured in a graph.
 
     Returns:
         [n, vocab] probabilities, same dtype.
     """
     vocab = scores.shape[-1]
     if sampling.top_k:
-        return _truncate(scores, sampling, min(sampling.top_k, vocab) + _TIES)
+        return _truncate(scores, sampling, vocab if whole else min(sampling.top_k, vocab) + _TIES)
     if sampling.top_p < 1:
         mass = (scores - scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
-        return _truncate(scores, sampling, _FIRST, mass)
+        return _truncate(scores, sampling, vocab if whole else _FIRST, mass)
     probs = scores.softmax(-1)
     if sampling.min_p:
         probs = torch.where(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
         probs = probs.div_(probs.sum(-1, keepdim=True))
-    return _typical(probs, sampling.typical_p, _FIRST) if sampling.typical_p < 1 else probs
+    return _typical(probs, sampling.typical_p, vocab if whole else _FIRST) if sampling.typical_p < 1 else probs
 
 
 def _truncate(scores: Tensor, sampling: Sampling, width: int, mass: Tensor | None = None) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import shoal.accept
-import shoal.draft.model
 import shoal.engine
 import shoal.verify
 from shoal.cache import SlotCache
@@ -35,7 +34,7 @@ from test_exact_law import ALPHA, EXACT, P, Q, codes, contingency, declared_law,
 
 real_uniforms = shoal.noise.uniforms
 real_probabilities = shoal.verify.probabilities
-real_accept = shoal.engine.accept
+real_decide = shoal.accept.Rejection.decide
 
 
 def counted(**sampling: float) -> Tensor:
@@ -144,14 +143,14 @@ def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_greedy_draft_with_a_soft_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.draft.model, "draw", lambda q, _: q.argmax(dim=-1))
+    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda _, q, luck: q.argmax(dim=-1))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
 def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn at one temperature, reported at another."""
-    real = shoal.draft.model.draw
-    monkeypatch.setattr(shoal.draft.model, "draw", lambda q, u: real(q**2, u))
+    real = shoal.accept.Rejection.draw
+    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda self, q, luck: real(self, q**2, luck))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -161,8 +160,8 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-        verdict = real_accept(proposal, p, luck)
+    def dropped(self: shoal.accept.Rejection, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        verdict = real_decide(self, proposal, p, luck)
         if proposal.k == 0:
             return verdict
         full = (verdict.accepted == proposal.lengths) & (proposal.lengths > 0)
@@ -172,7 +171,7 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
     k, new = 3, 20
     expected = math.ceil(new / (k + 1))
     assert all(row.rounds == expected for row in decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1])
-    monkeypatch.setattr(shoal.engine, "accept", dropped)
+    monkeypatch.setattr(shoal.accept.Rejection, "decide", dropped)
     rows = decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1]
     assert all(row.rounds > expected for row in rows)
     assert [tuple(row.tokens[row.prompt_length :]) for row in rows] == [stock_ids(i)[:new] for i in range(3)]

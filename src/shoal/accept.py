@@ -17,13 +17,14 @@ is the same rule with one-hot p: its argmax is accepted, and anything else repla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.distributions import draw
-from shoal.request import Row
+from shoal.distributions import draw, race
+from shoal.noise import race_luck, round_luck
 from shoal.round import Proposal, Verdict
 
 
@@ -84,13 +85,53 @@ def reject_and_replace(
     return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
 
 
-def accept(proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-    """Decides a round with each row's own luck.
+class Rule(Protocol):
+    """How drafts are drawn and judged. `luck` is the row's own: [rows, width, ...] float64, one slice per position."""
 
-    Args:
-        proposal: what the drafter proposed. p: target distributions, [rows, k + 1, vocab].
-        luck: uniforms [rows, k + 1, 3] float64 by purpose (TOKEN, ACCEPT, REPLACE), see `shoal.noise`.
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        """Noise of a round for `width` positions from each row's first open one; `rounds`: see `shoal.noise.round_luck`."""
+        ...
+
+    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+        """One token per row from weights [rows, vocab] by one position's luck [rows, ...]; [rows] int64."""
+        ...
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        """What is accepted of a proposal; p: target distributions, [rows, k + 1, vocab]; luck: [rows, k + 1, ...]."""
+        ...
+
+
+class Rejection:
+    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2)."""
+
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(round_luck(seeds, firsts, width, rounds))
+
+    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+        return draw(weights, luck[:, 0])
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        u_accept, u_next = luck[:, : proposal.k, 1], luck[..., [2, 0]]
+        return reject_and_replace(proposal.tokens, proposal.lengths, proposal.q, p, u_accept, u_next)
+
+
+class Coupled:
+    """Draws what plain decoding would draw by the same luck, and accepts the drafts that are just that.
+
+    Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
+    price is a slightly lower acceptance (Daliri et al. 2024, arXiv 2408.07978: at least (1 - d) / (1 + d) for distributions of total variation d, where rejection sampling accepts 1 - d).
     """
-    return reject_and_replace(
-        proposal.tokens, proposal.lengths, proposal.q, p, luck[:, : proposal.k, 1], luck[..., [2, 0]]
-    )
+
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(race_luck(seeds, firsts, width))
+
+    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+        return race(weights, luck)
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        tokens = race(p, luck)
+        accepted = accepted_lengths(tokens[:, : proposal.k] == proposal.tokens, proposal.lengths)
+        return Verdict(accepted, tokens.gather(1, accepted[:, None]).squeeze(1))
+
+
+RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal import lookahead, models
+from shoal.accept import RULES, Rule
 from shoal.config import Limits, Sampling, split_options
 from shoal.engine import Engine
 from shoal.errors import RequestError
@@ -62,7 +63,7 @@ class Shoal:
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
-        max_batch: most rows decoded together.
+        max_batch: most rows decoded together. rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Shoal:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
         self.max_batch = max_batch
+        self.rule: Rule | None = None
         self.knowledge = lookahead.Knowledge(packed=getattr(target, "packs", True))
         self.eos = models.eos_ids(target.hf, tokenizer)
 
@@ -102,8 +104,9 @@ class Shoal:
         sampling, limits, speculation = split_options(self._encoded(options))
         controller = lookahead.by_name(speculation.lookahead, self.knowledge)
         engine = Engine(
-            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos
-        )
+            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
+            rule=self.rule or RULES[speculation.rule](),
+        )  # fmt: skip
         return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
 
     def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:

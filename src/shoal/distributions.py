@@ -50,6 +50,27 @@ def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence
     return probs
 
 
+def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None) -> Tensor:
+    """`probabilities` of one position as a function of tensors that looks at no value: it can be compiled and captured.
+
+    Args:
+        logits: [rows, vocab]; rows without a finite highest logit give nonsense. temperature: [rows], 0 = greedy, else not tiny.
+        cut: its top_k, top_p, min_p and typical_p hold for all rows; nothing else of it is read.
+        greedy: whether all rows are; None = some.
+
+    Returns:
+        [rows, vocab] float32, or float64 for float64 logits.
+    """
+    scores = logits.to(_dtype(logits))
+    one_hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    if greedy:
+        return one_hot
+    heat = torch.where(temperature > 0, temperature, 1.0).to(scores.dtype)
+    scores = scores / heat[:, None]
+    probs = truncation.truncated_softmax(scores, cut, whole=True) if truncation.truncates(cut) else scores.softmax(-1)
+    return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, one_hot)
+
+
 def _dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
@@ -160,3 +181,22 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     # Two units below 1 the product cannot round up to the total, so the answer stays on a token that has weight.
     threshold = uniforms.clamp(max=1 - 2.0**-52)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def race(weights: Tensor, luck: Tensor) -> Tensor:
+    """One token per row such that distributions that differ little mostly give the same token for the same luck; [...] int64.
+
+    Tokens are dealt to lanes; the lane of the earliest clock, each running as fast as its lane is heavy, wins (the exponential
+    race, that is the Gumbel-max trick), and inverse transform picks a token of it. The law is that of the weights.
+
+    Args:
+        weights: non-negative, not all zero, need not sum to one; [..., vocab].
+        luck: [..., 1 + lanes] float64 of `shoal.noise.race_luck`.
+    """
+    lanes = luck.shape[-1] - 1
+    dealt = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % lanes)).unflatten(-1, (-1, lanes))
+    speed = dealt.sum(dim=-2, dtype=torch.float64)
+    lane = (speed / luck[..., 1:]).argmax(dim=-1)
+    index = lane[..., None, None].expand(*dealt.shape[:-1], 1)
+    within = draw(dealt.gather(-1, index).flatten(0, -3).squeeze(-1), luck[..., 0].flatten())
+    return within.view(lane.shape) * lanes + lane

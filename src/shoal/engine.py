@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.accept import accept
+from shoal.accept import Rejection, Rule
 from shoal.commit import commit
 from shoal.draft import Drafter, ModelDrafter
 from shoal.errors import RequestError
 from shoal.history import require_ids
 from shoal.lookahead import Controller, Lookahead, as_controller
-from shoal.noise import round_luck, row_seed
+from shoal.noise import row_seed
 from shoal.outputs import Detokenizer, finish, visible_text
 from shoal.prefill import prefill
 from shoal.request import Request, Row
-from shoal.round import Commit, Outcome, Proposal, Verdict
+from shoal.round import Commit, Outcome, Proposal
 from shoal.runner import Runner
 from shoal.schedule import Round
 from shoal.scheduler import Scheduler
@@ -40,7 +40,7 @@ class Engine:
         target: the model whose distribution is promised. drafter_model: proposes, or None for plain decoding.
         lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
-        rule: decides what is accepted; `accept` unless an experiment says otherwise.
+        rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
 
     Attributes:
         stats: what was done so far.
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(
         self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
-        tokenizer: Any = None, eos: Sequence[int] = (), rule: Callable[[Proposal, Tensor, Tensor], Verdict] | None = None,
+        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
     ) -> None:  # fmt: skip
         speculative = drafter_model is not None and lookahead.limit > 0
         self.target = target.fork()
@@ -59,7 +59,7 @@ class Engine:
             self.drafter = ModelDrafter(self.models[1], target.vocab_size)
         self.context = min(model.context for model in self.models)
         self.lookahead, self.tokenizer, self.eos = as_controller(lookahead), tokenizer, tuple(eos)
-        self.rule = rule or accept
+        self.rule = rule or Rejection()
         self.scheduler = Scheduler(max_batch)
         self.stats = Stats()
         self._groups = 0
@@ -139,7 +139,7 @@ class Engine:
         clock.append(time.perf_counter())
         scores = verify(self.target, rows, proposal)
         clock.append(time.perf_counter())
-        verdict = self.rule(proposal, scores.p, luck)
+        verdict = self.rule.decide(proposal, scores.p, luck)
         accepted = verdict.accepted.tolist()
         clock.append(time.perf_counter())
         commits = commit(rows, proposal, scores, verdict)
@@ -172,15 +172,15 @@ class Engine:
         self.stats.seconds_prefill += time.perf_counter() - started
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
-        """The round's uniforms, [rows, k + 1, 3] by purpose, and the drafts drawn by them."""
+        """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""
         lengths = self.lookahead.lengths(rows) if self.drafter is not None else [0] * len(rows)
         longest = max(lengths)
         rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
         seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        luck = torch.from_numpy(round_luck(seeds, firsts, longest + 1, rounds)).to(self.target.device)
+        luck = self.rule.luck(seeds, firsts, longest + 1, rounds).to(self.target.device)
         if self.drafter is None or longest == 0:
             return luck, Proposal.empty(len(rows), luck.device)
-        proposal = self.drafter.propose(rows, lengths, luck[..., 0], self.lookahead.goes_on)
+        proposal = self.drafter.propose(rows, lengths, luck, self.rule.draw, self.lookahead.goes_on)
         return luck[:, : proposal.k + 1], proposal
 
     def _settle(self, rows: Sequence[Row]) -> None:

@@ -27,8 +27,15 @@ class Purpose(IntEnum):
     """Accepting or rejecting the draft at this position."""
     REPLACE = 3
     """Drawing the replacement from norm(max(p - q, 0))."""
+    LANE = 16
+    """The first of `LANES`: clocks of the race by which the coupled rule draws a token, see `shoal.distributions.race`."""
 
 
+LANES = 64
+"""Lanes of a race. Two distributions that differ little nearly always send the same token through; more lanes, more often."""
+
+
+_RACE = np.array([Purpose.TOKEN, *range(Purpose.LANE, Purpose.LANE + LANES)])
 _PURPOSES = np.array([Purpose.TOKEN, Purpose.ACCEPT, Purpose.REPLACE])
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUND = np.uint64(0xD1B54A32D192ED03)
@@ -67,6 +74,18 @@ def round_luck(
             keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(np.int64)
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
     return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
+
+
+def race_luck(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.NDArray[np.float64]:
+    """What `shoal.distributions.race` draws by, [rows, width, 1 + LANES]: a uniform in [0, 1), then exponential clocks > 0.
+
+    Args:
+        seeds, firsts: of the rows, [rows]: seed, first open position. width: positions.
+    """
+    positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
+    luck = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
+    luck[..., 1:] = -np.log1p(-np.maximum(luck[..., 1:], 2.0**-54))
+    return luck
 
 
 def row_seed(request_seed: int, row: int) -> int:

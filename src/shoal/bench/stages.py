@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal import engine, runner, verify
+from shoal import accept, engine, runner, verify
 from shoal.cache import slots
 from shoal.draft import model as draft_model
 from shoal.runner import Runner
@@ -29,11 +29,11 @@ from shoal.train.problems import generate as problems
 
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: distributions": (draft_model, "probabilities"),
-    "drafter: draws": (draft_model, "draw"),
-    "noise": (engine, "round_luck"),
+    "drafter: draws": (accept.Rejection, "draw"),
+    "noise": (accept.Rejection, "luck"),
     "target: distributions": (verify, "probabilities"),
     "target: normalisers": (verify, "_normaliser"),
-    "acceptance": (engine, "accept"),
+    "acceptance": (accept.Rejection, "decide"),
     "commit": (engine, "commit"),
     "plans": (runner, "Plan"),
     "cache: begin": (slots.SlotCache, "begin"),

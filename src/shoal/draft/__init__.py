@@ -22,13 +22,13 @@ class Drafter(Protocol):
     """Proposes, and hears what became of it."""
 
     def propose(
-        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor,
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Callable[[Tensor, Tensor], Tensor],
         goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
     ) -> Proposal:
         """Drafts up to lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1.
 
         Args:
-            luck: uniforms to draw them by, [rows, >= max(lengths)] float64.
+            luck: noise by position, [rows, >= max(lengths), ...] float64. draw: (q [rows, vocab], one position's luck) -> tokens.
             goes_on: asked before each position is drawn, with the drafter's highest probability there, one per row: which rows
                 go on. A token once drawn is proposed: dropping it for what it is would bias the law.
         """  # fmt: skip

@@ -12,11 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.distributions import draw, probabilities
+from shoal.distributions import probabilities
 from shoal.errors import BadLogits
 from shoal.request import Row
 from shoal.round import Proposal
 from shoal.runner import Runner
+from shoal.static.drafting import Draw, Drawn, style_of
+
+Step = Callable[[Tensor, Sequence[int]], Drawn | None]
+"""The luck of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
 
 
 class ModelDrafter:
@@ -30,41 +34,49 @@ class ModelDrafter:
         self.runner, self.vocab_size = runner, vocab_size
 
     def propose(
-        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor,
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Draw,
         goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
     ) -> Proposal:  # fmt: skip
         """At most max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
+        self._shorten_lags(rows)
+        before = [self.runner.cache.lengths[row.slot] for row in rows]
+        fixed = self._static_steps(rows, max(lengths), luck, draw)
+        proposal = fixed and self._drafted(rows, lengths, luck, fixed, goes_on)
+        if proposal is None:  # no static steps, or they met something for the ordinary ones to name
+            for row, length in zip(rows, before, strict=True):
+                self.runner.cache.rollback(row.slot, length)
+            step = _OrdinarySteps(self, rows, draw, goes_on is not None)
+            proposal = self._drafted(rows, lengths, luck, step, goes_on)
+        assert proposal is not None
+        return proposal
+
+    def _drafted(
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
+        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None,
+    ) -> Proposal | None:  # fmt: skip
+        """The drafts of a round, step by step; None if a step gave up."""
         lengths = list(lengths)
-        slots, ones = [row.slot for row in rows], [1] * len(rows)
-        reads_history = any(row.request.sampling.reads_history for row in rows)
-        histories: list[list[int]] = [[] for _ in rows]
-        tokens: list[Tensor] = []
-        qs: list[Tensor] = []
-        logits = self._catch_up(rows)
+        taken: list[Drawn] = []
         steps = 0
         while steps < max(lengths):
             j, steps = steps, steps + 1
-            if j:
-                logits = self.runner.feed(slots, tokens[-1][:, None], ones)[:, -1]
-            q = self._distributions(logits, rows, histories, j)
+            drawn = step(luck[:, j], lengths)
+            if drawn is None:
+                return None
             if goes_on is not None:
-                going = goes_on(_confidence(logits, q, rows))
+                going = goes_on(drawn.confidence.tolist())
                 lengths = [length if on else min(length, j) for length, on in zip(lengths, going, strict=True)]
                 if max(lengths) <= j:
                     break
-            token = draw(q, luck[:, j])
-            tokens.append(token)
-            qs.append(q)
-            if reads_history:
-                for history, drawn, length in zip(histories, token.tolist(), lengths, strict=True):
-                    if j + 1 < length:  # what a row drafts beyond its own length is ignored, so no control may fail on it
-                        history.append(drawn)
-        if not tokens:
+            taken.append(drawn)
+        if not taken:
             return Proposal.empty(len(rows), luck.device, steps)
-        drafted = torch.stack(tokens, dim=1)
+        drafted = torch.stack([drawn.tokens for drawn in taken], dim=1)
         drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
+        if any(-1 in row for row in drafts):
+            return None
         own = torch.tensor(lengths, device=drafted.device)
-        return Proposal(drafted, own, torch.stack(qs, dim=1), drafts, steps)
+        return Proposal(drafted, own, torch.stack([drawn.q for drawn in taken], dim=1), drafts, steps)
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Rolls back to what was committed."""
@@ -72,18 +84,21 @@ class ModelDrafter:
         for row in rows:
             cache.rollback(row.slot, min(cache.lengths[row.slot], len(row.tokens) - 1))
 
-    def _catch_up(self, rows: Sequence[Row]) -> Tensor:
-        """Feeds each row's committed tokens that the cache lacks, at least the last; logits after it, [rows, vocab]."""
-        self._shorten_lags(rows)
+    def pending(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts."""
         pending = [self._pending(row) for row in rows]
         counts = [len(tokens) for tokens in pending]
-        width = max(counts)
-        block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending], device=self.runner.device)
-        logits = self.runner.feed([row.slot for row in rows], block, counts)
-        if min(counts) == width:
-            return logits[:, -1]
-        last = torch.tensor([count - 1 for count in counts], device=logits.device)
-        return logits[torch.arange(len(rows), device=logits.device), last]
+        block = [tokens + [0] * (max(counts) - len(tokens)) for tokens in pending]
+        return torch.tensor(block, device=self.runner.device), counts
+
+    def _static_steps(self, rows: Sequence[Row], most: int, luck: Tensor, draw: Draw) -> Step | None:
+        """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
+        style = style_of([row.request.sampling for row in rows], self.vocab_size, draw)
+        if self.runner.static is None or style is None:
+            return None
+        temperatures = [row.request.sampling.temperature for row in rows]
+        step = self.runner.static_steps([row.slot for row in rows], *self.pending(rows), most, style, temperatures, luck[:, 0])
+        return step and (lambda luck, _: step(luck))
 
     def _pending(self, row: Row) -> list[int]:
         return row.tokens[self.runner.cache.lengths[row.slot] :]
@@ -96,19 +111,50 @@ class ModelDrafter:
             block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
             self.runner.feed([row.slot for row in late], block, [step] * len(late), want_logits=False)
 
-    def _distributions(self, logits: Tensor, rows: Sequence[Row], histories: Sequence[Sequence[int]], j: int) -> Tensor:
-        """q of every row at draft position j, [rows, target vocab]; ids the drafter does not have get no probability."""
-        missing = self.vocab_size - logits.shape[-1]
+
+class _OrdinarySteps:
+    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far."""
+
+    def __init__(self, drafter: ModelDrafter, rows: Sequence[Row], draw: Draw, wants_confidence: bool) -> None:
+        self._drafter, self._rows, self._draw, self._wants_confidence = drafter, rows, draw, wants_confidence
+        self._reads_history = any(row.request.sampling.reads_history for row in rows)
+        self._histories: list[list[int]] = [[] for _ in rows]
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, luck: Tensor, lengths: Sequence[int]) -> Drawn:
+        logits = self._logits(lengths)
+        q = self._distributions(logits)
+        tokens = self._draw(q, luck)
+        self._drawn.append(tokens)
+        return Drawn(q, tokens, self._confidence(logits, q) if self._wants_confidence else q[:, 0])
+
+    def _logits(self, lengths: Sequence[int]) -> Tensor:
+        """Logits of the next position, [rows, vocab]."""
+        runner, slots, rows = self._drafter.runner, [row.slot for row in self._rows], len(self._rows)
+        if not self._drawn:
+            block, counts = self._drafter.pending(self._rows)
+            logits = runner.feed(slots, block, counts)
+            last = torch.tensor([count - 1 for count in counts], device=logits.device)
+            return logits[:, -1] if min(counts) == max(counts) else logits[torch.arange(rows, device=logits.device), last]
+        if self._reads_history:
+            for history, drawn, length in zip(self._histories, self._drawn[-1].tolist(), lengths, strict=True):
+                if len(self._drawn) < length:  # what a row drafts beyond its own length is ignored, so no control may fail on it
+                    history.append(drawn)
+        return runner.feed(slots, self._drawn[-1][:, None], [1] * rows)[:, -1]
+
+    def _distributions(self, logits: Tensor) -> Tensor:
+        """q of every row, [rows, target vocab]; ids the drafter does not have get no probability."""
+        vocab_size, name = self._drafter.vocab_size, self._drafter.runner.name
+        missing = vocab_size - logits.shape[-1]
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         try:
-            return probabilities(logits[:, None, : self.vocab_size], rows, histories, first=j)[:, 0]
+            return probabilities(logits[:, None, :vocab_size], self._rows, self._histories, first=len(self._drawn))[:, 0]
         except BadLogits as error:
-            raise BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits: {error}") from error
+            raise BadLogits(f"the drafter {name} returned NaN or infinite logits: {error}") from error
 
-
-def _confidence(logits: Tensor, q: Tensor, rows: Sequence[Row]) -> list[float]:
-    """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
-    if any(row.request.sampling.greedy for row in rows):
-        q = logits.to(q.dtype).softmax(dim=-1)
-    return q.amax(dim=-1).tolist()
+    def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
+        """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
+        if any(row.request.sampling.greedy for row in self._rows):
+            q = logits.to(q.dtype).softmax(dim=-1)
+        return q.amax(dim=-1)

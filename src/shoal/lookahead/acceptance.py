@@ -11,12 +11,12 @@ Array = npt.NDArray[np.float64]
 
 
 class Frequencies:
-    """Fading hit rates of several cells, each drawn towards a prior while it has seen little."""
+    """Fading hit rates of several cells, each drawn towards a prior that counts as `weight` trials."""
 
-    FADE, PRIOR_WEIGHT = 0.98, 2.0
+    FADE = 0.98
 
-    def __init__(self, prior: Array) -> None:
-        self._prior = prior
+    def __init__(self, prior: Array, weight: float) -> None:
+        self._prior, self._weight = prior, weight
         self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
 
     def add(self, cells: npt.NDArray[np.intp], hits: Array) -> None:
@@ -29,13 +29,12 @@ class Frequencies:
     @property
     def mean(self) -> float:
         """Over all cells."""
-        weight = self.PRIOR_WEIGHT
-        return float((self._hits.sum() + weight * self._prior.mean()) / (self._trials.sum() + weight))
+        return float((self._hits.sum() + self._weight * self._prior.mean()) / (self._trials.sum() + self._weight))
 
     def rates(self, prior: Array | float | None = None) -> Array:
         """Hit rate of each cell; `prior`: what an unseen cell counts as."""
         prior = self._prior if prior is None else prior
-        return (self._hits + self.PRIOR_WEIGHT * prior) / (self._trials + self.PRIOR_WEIGHT)
+        return (self._hits + self._weight * prior) / (self._trials + self._weight)
 
 
 class Acceptance:
@@ -47,8 +46,9 @@ class Acceptance:
         limit: draft positions kept apart.
     """
 
-    PRIOR = 0.7
-    """Acceptance expected of an unknown pair."""
+    PRIOR, PATIENCE, TRUST = 0.7, 8.0, 4.0
+    """Acceptance expected of an unknown pair; trials that this, and the drafter's confidence taken at its word, count as. With
+    less patience a few unlucky drafts of a single row would end speculation."""
     EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995])
     """Bins of the drafter's confidence."""
     ROW_STEP, ROW_FADE = 0.25, 0.97
@@ -56,9 +56,9 @@ class Acceptance:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._positions = Frequencies(np.full(limit, self.PRIOR))
+        self._positions = Frequencies(np.full(limit, self.PRIOR), self.PATIENCE)
         middles = (np.concatenate([[0.0], self.EDGES]) + np.concatenate([self.EDGES, [1.0]])) / 2
-        self._confidences = Frequencies(middles)
+        self._confidences = Frequencies(middles, self.TRUST)
         self._rows: dict[Hashable, float] = {}
 
     def by_position(self, rows: Sequence[Hashable]) -> Array:
@@ -87,7 +87,7 @@ class Acceptance:
             self._positions.add(places, hits)
             return
         bins = self._bins(confidence)
-        expected = self._confidences.rates()[bins]
+        expected = _shifted(self._confidences.rates()[bins], self._offsets(rows))
         self._confidences.add(bins[places, which], hits)
         for row, residual in zip(which.tolist(), (hits - expected[places, which]).tolist(), strict=True):
             self._rows[rows[row]] += self.ROW_STEP * residual

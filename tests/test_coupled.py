@@ -1,0 +1,127 @@
+"""The coupled rule: what plain decoding would draw by the same luck, whatever drafter, draft lengths or batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import reference
+from shoal.accept import Coupled, Rejection, Rule
+from shoal.distributions import draw, race
+from shoal.engine import Engine
+from shoal.lookahead import Auto, Bass, Controller, Fixed, Knowledge, Lookahead
+from shoal.lookahead.costs import Curve
+from shoal.noise import LANES, race_luck
+from shoal.request import Limits, Request, Row, Sampling
+from shoal.runner import Runner
+from shoal.testing.law import chain_rule, chi_square
+from shoal.testing.scripted import table_model
+from test_exact_law import ALPHA, P, Q, joint
+
+PROMPTS = ((0, 0), (1, 2, 3), (2,))
+NEW = 24
+
+
+def run(
+    drafter: Runner | None, lookahead: Lookahead | Controller, max_batch: int = 16, rule: Rule | None = None, n: int = 5
+) -> tuple[Engine, list[Row]]:
+    """n samples of three prompts; all rows in order."""
+    engine = Engine(table_model(P), drafter, lookahead, max_batch=max_batch, rule=rule or Coupled())
+    rows = [
+        row
+        for prompt in PROMPTS
+        for row in engine.submit(Request(prompt, n, Sampling(temperature=0.9, seed=7), Limits(max_new_tokens=NEW)))
+    ]
+    while engine.step():
+        pass
+    return engine, rows
+
+
+def ids(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.tokens[row.prompt_length :] for row in rows]
+
+
+PLAIN = ids(run(None, Fixed(0))[1])
+
+
+class Priced(Curve):
+    """Prices that stay what they are, so that a run does not depend on the machine's mood."""
+
+    def __init__(self, prices: Mapping[int, float]) -> None:
+        super().__init__()
+        for size, seconds in prices.items():
+            super().observe(size, seconds)
+
+    def observe(self, size: int, seconds: float) -> None:
+        pass
+
+
+def priced() -> Auto:
+    """`Auto` for a target whose pass costs little more for many positions, and a drafter ten times as cheap."""
+    knowledge = Knowledge(packed=False)
+    knowledge.verify, knowledge.draft = Priced({1: 1.0, 100: 1.5}), Priced({1: 0.1, 16: 0.1})
+    return Auto(knowledge)
+
+
+@pytest.mark.parametrize("max_batch", [1, 4, 16])
+@pytest.mark.parametrize("lookahead", [Fixed(1), Fixed(5), Bass(), priced()], ids=lambda c: type(c).__name__)
+def test_speculation_gives_the_ids_of_plain_decoding_also_when_sampling(lookahead: Lookahead, max_batch: int) -> None:
+    engine, rows = run(table_model(Q), lookahead, max_batch)
+    assert ids(rows) == PLAIN
+    assert engine.stats.drafted > 50
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert engine.stats.row_rounds < len(rows) * NEW
+
+
+def test_plain_decoding_is_that_of_the_reference() -> None:
+    target = table_model(P)
+    for i, prompt in enumerate(PROMPTS):
+        request = Request(prompt, 5, Sampling(temperature=0.9, seed=7), Limits(max_new_tokens=NEW))
+        assert [reference.decode(target.hf, request, index, rule=Coupled()) for index in range(5)] == PLAIN[5 * i : 5 * i + 5]
+
+
+def test_rejection_sampling_does_not_give_those_ids() -> None:
+    """The control: its law is the same, its tokens depend on the draft length."""
+    plain = ids(run(None, Fixed(0), rule=Rejection())[1])
+    assert ids(run(table_model(Q), Fixed(3), rule=Rejection())[1]) != plain
+
+
+def test_the_law_through_the_engine() -> None:
+    engine = Engine(table_model(P), table_model(Q), Fixed(3), max_batch=250, rule=Coupled())
+    rows = engine.submit(Request((0, 0), 20_000, Sampling(seed=3), Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+
+
+def test_the_law_of_a_race() -> None:
+    """Also for weights that need not sum to one, a vocabulary that is no multiple of the lanes, and impossible tokens."""
+    weights = torch.rand(150, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 4
+    weights[::7] = 0
+    tokens = race(weights.expand(40_000, -1), torch.from_numpy(race_luck(np.arange(40_000), np.zeros(40_000), 1))[:, 0])
+    assert chi_square(torch.bincount(tokens, minlength=150).double(), weights / weights.sum()) > ALPHA
+    assert int(torch.bincount(tokens, minlength=150)[::7].sum()) == 0
+
+
+def test_a_race_sends_the_same_token_through_more_often_than_inverse_transform() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(3000, 512, generator=generator, dtype=torch.float64)
+    p, q = logits.softmax(-1), (logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).softmax(-1)
+    luck = torch.from_numpy(race_luck(np.arange(3000), np.zeros(3000), 1))[:, 0]
+    raced = float((race(p, luck) == race(q, luck)).double().mean())
+    inverted = float((draw(p, luck[:, 0]) == draw(q, luck[:, 0])).double().mean())
+    distance = (p - q).clamp(min=0).sum(-1)
+    bound = float(((1 - distance) / (1 + distance)).mean())
+    assert raced > bound - 0.03  # the bound of the race over single tokens; lanes cost a little of it
+    assert inverted < bound / 2
+
+
+def test_clocks_are_positive_and_finite() -> None:
+    luck = race_luck(np.arange(500), np.arange(500), 3)
+    assert luck.shape == (500, 3, 1 + LANES)
+    assert (luck[..., 1:] > 0).all()
+    assert np.isfinite(luck).all()
+    assert abs(luck[..., 1:].mean() - 1) < 0.02

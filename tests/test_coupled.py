@@ -80,7 +80,9 @@ def test_plain_decoding_is_that_of_the_reference() -> None:
     target = table_model(P)
     for i, prompt in enumerate(PROMPTS):
         request = Request(prompt, 5, Sampling(temperature=0.9, seed=7), Limits(max_new_tokens=NEW))
-        assert [reference.decode(target.hf, request, index, rule=Coupled()) for index in range(5)] == PLAIN[5 * i : 5 * i + 5]
+        assert [reference.decode(target.hf, request, index, rule=Coupled()) for index in range(5)] == PLAIN[
+            5 * i : 5 * i + 5
+        ]
 
 
 def test_rejection_sampling_does_not_give_those_ids() -> None:
@@ -109,7 +111,10 @@ def test_the_law_of_a_race() -> None:
 def test_a_race_sends_the_same_token_through_more_often_than_inverse_transform() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(3000, 512, generator=generator, dtype=torch.float64)
-    p, q = logits.softmax(-1), (logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).softmax(-1)
+    p, q = (
+        logits.softmax(-1),
+        (logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).softmax(-1),
+    )
     luck = torch.from_numpy(race_luck(np.arange(3000), np.zeros(3000), 1))[:, 0]
     raced = float((race(p, luck) == race(q, luck)).double().mean())
     inverted = float((draw(p, luck[:, 0]) == draw(q, luck[:, 0])).double().mean())

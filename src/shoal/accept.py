@@ -107,7 +107,8 @@ class Rejection:
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(round_luck(seeds, firsts, width, rounds))
 
-    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+    @staticmethod
+    def draw(weights: Tensor, luck: Tensor) -> Tensor:
         return draw(weights, luck[:, 0])
 
     def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
@@ -125,7 +126,8 @@ class Coupled:
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(race_luck(seeds, firsts, width))
 
-    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+    @staticmethod
+    def draw(weights: Tensor, luck: Tensor) -> Tensor:
         return race(weights, luck)
 
     def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:

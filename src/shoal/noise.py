@@ -71,7 +71,9 @@ def round_luck(
     keys = np.asarray(seeds, dtype=np.int64)
     if rounds is not None:
         with np.errstate(over="ignore"):
-            keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(np.int64)
+            keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(
+                np.int64
+            )
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
     return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
 

@@ -22,7 +22,11 @@ class Drafter(Protocol):
     """Proposes, and hears what became of it."""
 
     def propose(
-        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Callable[[Tensor, Tensor], Tensor],
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        luck: Tensor,
+        draw: Callable[[Tensor, Tensor], Tensor],
         goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
     ) -> Proposal:
         """Drafts up to lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1.

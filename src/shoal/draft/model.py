@@ -97,7 +97,9 @@ class ModelDrafter:
         if self.runner.static is None or style is None:
             return None
         temperatures = [row.request.sampling.temperature for row in rows]
-        step = self.runner.static_steps([row.slot for row in rows], *self.pending(rows), most, style, temperatures, luck[:, 0])
+        step = self.runner.static_steps(
+            [row.slot for row in rows], *self.pending(rows), most, style, temperatures, luck[:, 0]
+        )
         return step and (lambda luck, _: step(luck))
 
     def _pending(self, row: Row) -> list[int]:
@@ -138,7 +140,9 @@ class _OrdinarySteps:
             return logits[:, -1] if min(counts) == max(counts) else logits[torch.arange(rows, device=logits.device), last]
         if self._reads_history:
             for history, drawn, length in zip(self._histories, self._drawn[-1].tolist(), lengths, strict=True):
-                if len(self._drawn) < length:  # what a row drafts beyond its own length is ignored, so no control may fail on it
+                if (
+                    len(self._drawn) < length
+                ):  # what a row drafts beyond its own length is ignored, so no control may fail on it
                     history.append(drawn)
         return runner.feed(slots, self._drawn[-1][:, None], [1] * rows)[:, -1]
 

@@ -18,7 +18,18 @@ from shoal.lookahead.uniform import Lookahead, Uniform
 from shoal.request import Row
 from shoal.round import Outcome
 
-__all__ = ["Auto", "Bass", "Controller", "Fixed", "Heuristic", "Knowledge", "Lookahead", "Uniform", "as_controller", "by_name"]
+__all__ = [
+    "Auto",
+    "Bass",
+    "Controller",
+    "Fixed",
+    "Heuristic",
+    "Knowledge",
+    "Lookahead",
+    "Uniform",
+    "as_controller",
+    "by_name",
+]
 
 
 @runtime_checkable
@@ -47,7 +58,7 @@ class Controller(Protocol):
 
 
 def by_name(name: object, knowledge: Knowledge | None = None) -> Lookahead | Controller:
-    """"auto" -> Auto(knowledge); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
+    """ "auto" -> Auto(knowledge); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
     Heuristic(); a controller object -> itself.
 
     Args:

@@ -32,12 +32,14 @@ class Knowledge:
     Attributes:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
         draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
+        idle_seconds: spent without drafting since the last draft.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
         self.verify, self.draft = Curve(), Curve()
+        self.idle_seconds = 0.0
 
 
 class Auto:
@@ -53,7 +55,7 @@ class Auto:
     def __init__(self, knowledge: Knowledge) -> None:
         self.known = knowledge
         self._confidence: list[Array] = []
-        self._idle_seconds, self._idle_rounds = 0.0, 0
+        self._idle_rounds = 0
         self._rate = self._position_price = self._step_price = 0.0
         self._survival = np.ones(0)
         self._rows: Sequence[int] = ()
@@ -104,7 +106,7 @@ class Auto:
         """Catching up with what was decoded meanwhile is part of the price."""
         verify = self.known.verify.table(2 * rows)
         price = self._seconds_of_step(rows) * (1 + self._idle_rounds / 4) + verify[2 * rows] - verify[rows]
-        return self._idle_seconds * TRIAL_SHARE > price
+        return self.known.idle_seconds * TRIAL_SHARE > price
 
     # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,11 +133,11 @@ class Auto:
         positions = sum(fed) if known.packed else len(fed) * max(fed)
         known.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
-            self._idle_seconds += outcome.seconds
+            known.idle_seconds += outcome.seconds
             self._idle_rounds += 1
             return
         if self._idle_rounds <= 1:  # otherwise much of the first step was catching up
             known.draft.observe(len(self._rows), outcome.seconds_drafting / outcome.steps)
-        self._idle_seconds, self._idle_rounds = 0.0, 0
+        known.idle_seconds, self._idle_rounds = 0.0, 0
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(self._rows)))
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)

@@ -1,0 +1,276 @@
+"""Draft lengths by measured prices: what it learns, what it plans, where it stops, and that the law stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.engine import Engine
+from shoal.lookahead import Auto, Controller, Heuristic, Knowledge, by_name
+from shoal.lookahead.acceptance import Acceptance
+from shoal.lookahead.costs import Curve
+from shoal.request import Limits, Request, Row, Sampling
+from shoal.round import Outcome
+from shoal.testing.law import chain_rule, chi_square
+from shoal.testing.scripted import table_model
+from test_coupled import Priced
+from test_exact_law import ALPHA, P, Q, joint
+
+# ── prices ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_curve_interpolates_and_is_kind_beyond_what_it_saw() -> None:
+    curve = Curve()
+    curve.observe(4, 2.0)
+    curve.observe(8, 3.0)
+    table = curve.table(12)
+    assert table[[4, 6, 8]].tolist() == pytest.approx([2.0, 2.5, 3.0])
+    assert table[2] == pytest.approx(1.0)  # below: in proportion
+    assert table[12] == pytest.approx(3.0)  # above: no dearer
+
+
+def test_a_smaller_pass_is_never_dearer() -> None:
+    curve = Curve()
+    curve.observe(4, 9.0)  # disturbed
+    curve.observe(8, 3.0)
+    assert curve.table(8)[4] == pytest.approx(3.0)
+
+
+def test_one_disturbed_pass_counts_at_most_double() -> None:
+    curve = Curve()
+    for _ in range(5):
+        curve.observe(4, 1.0)
+    curve.observe(4, 100.0)
+    assert 1.0 < curve.table(4)[4] < 1.25
+
+
+def test_what_was_seen_long_ago_is_forgotten() -> None:
+    curve = Curve()
+    curve.observe(16, 50.0)
+    for _ in range(500):
+        curve.observe(4, 1.0)
+    assert curve.table(16)[16] == pytest.approx(1.0)
+
+
+# ── acceptance ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_acceptance_is_learned_by_position_row_and_confidence() -> None:
+    """Row 1's drafts are worse; the confident ones are accepted, the others are not, and only decided positions count."""
+    rng = np.random.default_rng(0)
+    acceptance, rows = Acceptance(4), ("good", "bad")
+    for _ in range(300):
+        confidence = rng.choice([0.35, 0.99], size=(4, 2))
+        passes = rng.random((4, 2)) < np.where(confidence > 0.5, 0.95, 0.3) * np.array([1.0, 0.6])
+        accepted = passes.cumprod(axis=0).sum(axis=0)
+        acceptance.learn(rows, np.array([4, 4]), accepted, confidence)
+    by_position = acceptance.by_position(rows)
+    assert by_position.shape == (2, 4)
+    assert (by_position[0] > by_position[1]).all()
+    assert 0.4 < by_position.mean() < 0.65
+    sure, unsure = (acceptance.by_confidence(rows, np.full(2, c)) for c in (0.99, 0.35))
+    assert (sure - unsure > 0.3).all()
+    assert sure[0] > sure[1]
+
+
+def test_positions_that_were_looked_at_and_left_count_with_their_estimate() -> None:
+    """Otherwise only the confident places would be counted, and every text would seem easy."""
+    acceptance = Acceptance(4)
+    for _ in range(200):
+        acceptance.learn(("row",), np.array([1]), np.array([1]), np.array([[0.99], [0.05]]))
+    by_position = acceptance.by_position(("row",))[0]
+    assert by_position[0] > 0.9
+    assert by_position[1] < 0.5
+
+
+def test_an_unknown_pair_is_given_a_chance() -> None:
+    assert Acceptance(4).by_position(("row",))[0].tolist() == pytest.approx([0.7] * 4)
+
+
+# ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def row(remaining: int = 100) -> Any:
+    """As much of a row as a controller sees."""
+    return SimpleNamespace(remaining=remaining)
+
+
+def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:
+    """A controller that knows these prices and has seen this acceptance at every position."""
+    knowledge = Knowledge(packed)
+    knowledge.verify, knowledge.draft = Priced(verify), Priced({1: draft, 64: draft})
+    for _ in range(400):
+        hits = np.random.default_rng(0).random(16) < acceptance
+        for place in range(16):
+            knowledge.acceptance._positions.add(np.array([place]), np.array([float(hits[place])]))
+    knowledge.acceptance._positions._hits = knowledge.acceptance._positions._trials * acceptance
+    return Auto(knowledge)
+
+
+def best_uniform(verify: Curve, draft: float, acceptance: float, rows: int) -> int:
+    """The best common draft length by the textbook formula."""
+
+    def rate(k: int) -> float:
+        tokens = rows * sum(acceptance**i for i in range(k + 1))
+        return tokens / (float(verify.table(rows * (k + 1))[rows * (k + 1)]) + k * draft)
+
+    return max(range(17), key=rate)
+
+
+FLAT = {1: 1.0, 600: 1.01}
+STEEP = {1: 1.0, 600: 600.0}
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("verify", [FLAT, STEEP, {8: 1.0, 16: 2.0, 600: 20.0}], ids=["flat", "steep", "kink"])
+def test_plain_decoding_exactly_where_no_draft_length_pays(
+    verify: dict[int, float], draft: float, acceptance: float
+) -> None:
+    controller = auto(verify, draft, acceptance)
+    lengths = controller.lengths([row() for _ in range(8)])
+    expected = best_uniform(controller.known.verify, draft, acceptance, 8)
+    assert (max(lengths) > 0) == (expected > 0)
+
+
+def test_without_prices_a_short_draft_opens() -> None:
+    assert Auto(Knowledge(packed=True)).lengths([row(), row(3)]) == [4, 2]
+
+
+def test_a_row_near_its_end_gets_no_more_than_it_may_commit() -> None:
+    controller = auto(FLAT, 0.01, 0.9)
+    assert controller.lengths([row(1), row(3), row(100)]) == [0, 2, 16]
+
+
+def test_unsure_rows_stop_and_sure_rows_go_on() -> None:
+    controller = auto({1: 1.0, 600: 40.0}, 0.02, 0.8)
+    assert max(controller.lengths([row(), row()])) > 0
+    assert list(controller.goes_on([0.999, 0.02])) == [True, False]
+    assert list(controller.goes_on([0.999, 0.999])) == [True, False]  # a row that stopped stays so
+
+
+def test_drafting_ends_when_nothing_left_is_worth_a_step() -> None:
+    controller = auto(FLAT, 0.4, 0.8)
+    assert max(controller.lengths([row()])) > 0
+    steps = 0
+    while any(controller.goes_on([0.75])):
+        steps += 1
+    assert 1 <= steps < 8
+
+
+def test_a_padded_pass_is_priced_as_such() -> None:
+    """One row near its end cannot make the others' padding cheaper: prices are those of rows times the longest draft."""
+    packed, padded = (auto({1: 1.0, 600: 100.0}, 0.001, 0.9, kind) for kind in (True, False))
+    rows = [row(), *[row(1) for _ in range(15)]]
+    assert max(packed.lengths(rows)) > 0
+    assert max(padded.lengths(rows)) == 0
+
+
+def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
+    """Mostly early in a run, when there is little to catch up with; what waits for it outlives the run."""
+    controller, rows = auto({1: 1.0, 600: 60.0}, 0.2, 0.02), [row() for _ in range(8)]
+    trials, spent, extra = 0, 0.0, 0.0
+    for i in range(5000):
+        if i % 500 == 0:
+            controller = Auto(controller.known)
+        lengths = controller.lengths(rows)
+        trial = max(lengths) > 0
+        trials += trial
+        spent, extra = spent + 1.0, extra + (0.2 + 1.0 if trial else 0.0)
+        controller.learn(Outcome(lengths, [0] * 8, int(trial), 1.0 + 1.2 * trial, 0.2 * trial))
+    assert trials >= 3
+    assert extra / spent < 0.01
+
+
+# ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def priced(packed: bool = False) -> Auto:
+    """For a target whose pass costs little more for many positions, and a drafter that is not free."""
+    knowledge = Knowledge(packed)
+    knowledge.verify, knowledge.draft = Priced({1: 1.0, 1000: 1.5}), Priced({1: 0.02, 250: 0.02})
+    return Auto(knowledge)
+
+
+def run(controller: Controller, samples: int = 20_000, **sampling: Any) -> tuple[Engine, list[Row]]:
+    engine = Engine(table_model(P), table_model(Q), controller, max_batch=250)
+    rows = engine.submit(Request((0, 0), samples, Sampling(**{"seed": 5, **sampling}), Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    return engine, rows
+
+
+def test_the_law_stays_whatever_confidence_decides() -> None:
+    engine, rows = run(priced())
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+    stats = engine.stats
+    assert 0 < stats.accepted < stats.drafted
+    assert len({row.drafted for row in rows}) > 2  # rows really had draft lengths of their own
+    assert stats.row_rounds < 4 * len(rows)
+
+
+class Spy:
+    """Lets what was thrown away decide: after a rejected first draft, whether the next round drafts at all follows from the
+    confidence after the second, which that draft's own luck has shaped."""
+
+    limit = 3
+
+    def __init__(self, adaptive: bool) -> None:
+        self.adaptive = adaptive
+        self._next: dict[int, int] = {}
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        self._rows, self._seen = rows, []
+        return [min(self._next.get(id(row), 3), row.remaining - 1) for row in rows]
+
+    def goes_on(self, confidence: Sequence[float]) -> list[bool]:
+        self._seen.append(confidence)
+        return [True] * len(confidence)
+
+    def learn(self, outcome: Outcome) -> None:
+        self._next = {}
+        for b, row in enumerate(self._rows):
+            if outcome.drafted[b] == 3 and outcome.accepted[b] == 0:
+                self._next[id(row)] = 0 if self._seen[2][b] > 0.6 else 3
+
+
+def test_noise_is_new_in_every_round_of_an_adaptive_controller() -> None:
+    """And has to be: with the numbers of the round before, the same controller bends the law."""
+    assert chi_square(joint(run(Spy(adaptive=True))[1], 4), chain_rule(P, 4)) > ALPHA
+    assert chi_square(joint(run(Spy(adaptive=False))[1], 4), chain_rule(P, 4)) < ALPHA
+
+
+def test_knowledge_outlives_an_engine() -> None:
+    controller = Auto(Knowledge(packed=False))
+    run(controller, samples=50)
+    assert controller.known.verify.known
+    again = by_name("auto", controller.known)
+    assert isinstance(again, Auto)
+    assert again.known is controller.known
+
+
+def test_no_drafter_work_where_it_does_not_pay() -> None:
+    knowledge = Knowledge(packed=False)
+    knowledge.verify, knowledge.draft = Priced({1: 1.0, 1000: 1000.0}), Priced({1: 5.0, 250: 5.0})
+    engine, _ = run(Auto(knowledge), samples=200)
+    assert (engine.stats.draft_passes, engine.stats.drafted) == (0, 0)
+    assert engine.stats.acceptance_length == 1.0
+
+
+def test_the_heuristic_grows_by_two_and_shrinks_by_one() -> None:
+    heuristic = Heuristic()
+    seen = [heuristic.next_length()]
+    for drafted, accepted in (([5, 5], [5, 5]), ([7, 7], [7, 0]), ([9, 9, 9], [9, 0, 0]), ([8], [0]), ([0], [0])):
+        heuristic.update(drafted, accepted)
+        seen.append(heuristic.next_length())
+    assert seen == [5, 7, 9, 8, 7, 7]
+    for _ in range(30):
+        heuristic.update([1], [0])
+    assert heuristic.next_length() == 1
+    for _ in range(30):
+        heuristic.update([1], [1])
+    assert heuristic.next_length() == heuristic.limit == 20

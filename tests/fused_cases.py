@@ -1,0 +1,391 @@
+"""What the fused kernel must do, on the device at hand: a CUDA GPU, or the CPU through Triton's interpreter.
+
+Not collected by itself: `test_fused.py` runs this file in a process of its own, because TRITON_INTERPRET=1 must be set before
+Triton is imported, and `benchmarks/gpu/run.sh` runs it on CUDA. In the interpreter a program of the grid takes tens of
+milliseconds, so cases there are small.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal import Limits, Sampling, attention, models
+from shoal.attention import Problem, kernels
+from shoal.attention.fused import Tiling, attend, fused
+from shoal.cache import Plan
+from shoal.cache.plan import Prefix
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.lookahead import by_name
+from shoal.request import Request
+from shoal.testing import tiny_model
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+NAN = float("nan")
+SMALL = Tiling(queries=16, keys=16, splits=1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """start: tokens before the pass. count: tokens fed. group: index of the prompt it shares, or None."""
+
+    start: int
+    count: int
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ragged pass; `prompts` are the lengths of the shared prompts, which rows of a group have at their beginning."""
+
+    rows: tuple[Row, ...]
+    prompts: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+    group: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    cut: Tiling = SMALL
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return 1.3 * self.dim**-0.5
+
+
+@dataclass(frozen=True)
+class Data:
+    """A case filled in: the problem as the kernel gets it, NaN wherever no token lies, and each row's keys laid out plainly."""
+
+    problem: Problem
+    keys: list[Tensor]  # per row [length, kv heads, dim]
+    values: list[Tensor]
+
+
+def fill(case: Case) -> Data:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+    def nan(*shape: int) -> Tensor:
+        return torch.full(shape, NAN, dtype=case.dtype)
+
+    bases = [3]  # nothing begins at the beginning
+    for length in case.prompts:
+        bases.append(bases[-1] + length + 2)
+    prefixes = [None if row.group is None else Prefix(bases[row.group], case.prompts[row.group]) for row in case.rows]
+    first = 1
+    plan = Plan(
+        range(first, first + len(case.rows)), [row.start for row in case.rows], [row.count for row in case.rows], DEVICE,
+        prefixes=prefixes,
+    )  # fmt: skip
+
+    def store(width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Slots [rows + 2, capacity, kv heads, width], the shared store [cells, kv heads, width], and each row's own sequence."""
+        slots, cells = nan(len(case.rows) + 2, plan.kv + 3, case.kv_heads, width), nan(bases[-1] + 1, case.kv_heads, width)
+        for base, length in zip(bases, case.prompts, strict=False):
+            cells[base : base + length] = random(length, case.kv_heads, width)
+        sequences = []
+        for slot, prefix, length, tail in zip(plan.slots, prefixes, plan.lengths, plan.tails, strict=True):
+            slots[slot, :tail] = random(tail, case.kv_heads, width)
+            shared = cells[:0] if prefix is None else cells[prefix.base : prefix.base + prefix.length]
+            sequences.append(torch.cat([shared, slots[slot, :tail]]))
+            assert len(sequences[-1]) == length
+        return slots.to(DEVICE), cells.to(DEVICE), sequences
+
+    (keys, shared_keys, key_rows), (values, shared_values, value_rows) = store(case.dim), store(case.value_dim)
+    query = nan(len(case.rows), plan.q, case.kv_heads * case.group, case.dim)
+    for b, count in enumerate(plan.counts):
+        query[b, :count] = random(count, *query.shape[2:])
+    span = slice(first, first + len(case.rows))
+    problem = Problem(
+        query.to(DEVICE).transpose(1, 2), keys[span, : plan.kv].transpose(1, 2), values[span, : plan.kv].transpose(1, 2), plan,
+        case.scale, case.window, case.softcap, random(query.shape[2]).to(DEVICE) if case.sinks else None,
+        *((shared_keys, shared_values) if case.prompts else (None, None)),
+    )  # fmt: skip
+    return Data(problem, key_rows, value_rows)
+
+
+def plainly(data: Data, dtype: torch.dtype) -> Tensor:
+    """The definition, one query at a time in `dtype`; [rows, q, heads, value dim], zero in unused columns."""
+    p = data.problem
+    out = torch.zeros(*p.query.transpose(1, 2).shape[:3], p.value.shape[-1], dtype=dtype)
+    for b, (row_keys, row_values) in enumerate(zip(data.keys, data.values, strict=True)):
+        for j in range(p.plan.counts[b]):
+            end = p.plan.starts[b] + j + 1
+            begin = 0 if p.window is None else max(0, end - p.window)
+            keys, values = (t[begin:end].to(dtype).repeat_interleave(p.group, dim=1) for t in (row_keys, row_values))
+            scores = torch.einsum("hd,khd->hk", p.query[b, :, j].cpu().to(dtype), keys) * p.scale
+            if p.softcap is not None:
+                scores = p.softcap * torch.tanh(scores / p.softcap)
+            if p.sinks is not None:
+                scores = torch.cat([scores, p.sinks.cpu().to(dtype)[:, None]], dim=1)
+            out[b, j] = torch.einsum("hk,khv->hv", scores.softmax(-1)[:, : end - begin], values)
+    return out
+
+
+def tolerance(data: Data, truth: Tensor) -> float:
+    """Twice the error of plain arithmetic in the same dtype, and what rounding can do where that one was lucky: weights and output
+    are rounded to the dtype, and softcap's tanh, made of an exponential, is off by an eps of its range."""
+    dtype, p = data.problem.query.dtype, data.problem
+    plain = float((plainly(data, dtype).double() - truth).abs().max())
+    eps = 2 * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * (p.softcap or 0)
+    return 2 * plain + eps * float(torch.cat([values.abs().flatten() for values in data.values]).max())
+
+
+def run(data: Data, cut: Tiling, kernel: Any = attend, bounds: Tensor | None = None) -> Tensor:
+    p = data.problem
+    shared = None if p.shared_key is None or p.shared_value is None else (p.shared_key, p.shared_value)
+    return kernel(
+        p.query, p.key, p.value, p.plan.bounds if bounds is None else bounds, p.scale, shared=shared, window=p.window,
+        softcap=p.softcap, sinks=p.sinks, cut=cut,
+    ).cpu()  # fmt: skip
+
+
+def excess(case: Case) -> float:
+    """The kernel's error in units of the tolerance; infinite if anything is NaN or an unused column is not zero."""
+    data = fill(case)
+    truth = plainly(data, torch.float64)
+    out = run(data, case.cut)
+    assert out.dtype == case.dtype
+    assert out.shape == truth.shape
+    if any(out[b, count:].any() for b, count in enumerate(data.problem.plan.counts)):
+        return torch.inf
+    error = (out.double() - truth).abs().max()
+    return float(error.nan_to_num(torch.inf)) / tolerance(data, truth)
+
+
+# ── the kernel is the definition ────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    prompts = draw(st.sampled_from([(), (), (5,), (33, 16)]))
+    rows = []
+    splits = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    for _ in range(draw(st.integers(1, 3 if splits == 1 else 2))):
+        group = draw(st.sampled_from([None, *range(len(prompts))]))
+        start = draw(st.integers(0, 40)) + (0 if group is None else prompts[group])
+        rows.append(Row(start, draw(st.integers(1, 9)), group))
+    dim = draw(st.sampled_from([8, 16, 24, 80]))
+    return Case(
+        tuple(rows), prompts, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        kv_heads=draw(st.sampled_from([1, 2])) if splits == 1 else 1,
+        group=draw(st.sampled_from([1, 2, 3, 8] if splits == 1 else [1, 3])), dim=dim,
+        value_dim=draw(st.sampled_from([dim, 40])), window=draw(st.sampled_from([None, None, 1, 7, 30])),
+        softcap=draw(st.sampled_from([None, 2.0, 30.0])), sinks=draw(st.booleans()),
+        cut=Tiling(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32])), splits),
+        seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+
+
+@settings(max_examples=20 if INTERPRETED else 300)
+@given(cases())
+def test_the_kernel_is_the_definition(case: Case) -> None:
+    assert excess(case) <= 1
+
+
+LONG = Case((Row(70, 3), Row(0, 1), Row(45, 2)), sinks=True)
+SHARED = Case((Row(40, 2, 0), Row(20, 1), Row(33, 3, 1), Row(45, 1, 0)), (37, 33), kv_heads=1)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("case", [replace(LONG, kv_heads=1, window=50), SHARED], ids=["own", "shared"])
+def test_keys_are_shared_out_without_a_trace(case: Case, splits: int) -> None:
+    """More splits than blocks too: then some programs have nothing to do."""
+    assert excess(replace(case, cut=Tiling(16, 16, splits))) <= 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((Row(0, 40), Row(7, 33)), kv_heads=1),
+        Case((Row(5, 40, 0), Row(30, 21, 0)), (5,), kv_heads=1, window=12),
+        Case((Row(0, 30),), kv_heads=1, group=3, cut=Tiling(32, 16, 2), softcap=2.0),
+    ],
+)
+def test_prompts_are_cut_into_tiles_of_queries(case: Case) -> None:
+    """Among them tiles that begin within a column and tiles in which no column is real."""
+    assert excess(case) <= 1
+
+
+def test_the_shapes_decide_the_cut_if_nobody_does() -> None:
+    data = fill(Case((Row(300, 2), Row(599, 1)), kv_heads=1, dim=64, value_dim=64))
+    truth = plainly(data, torch.float64)
+    assert float((fused(data.problem).cpu().double() - truth).abs().max()) <= tolerance(data, truth)
+
+
+def test_the_poison_is_there() -> None:
+    """Negative control: a method that reads beyond a row's length, if only under a mask, meets NaN."""
+    data = fill(Case((Row(9, 2), Row(3, 1))))
+    assert run(data, SMALL).isfinite().all()
+    assert attention.METHODS["pad"](data.problem).isnan().any()
+
+
+# ── it does not look at lengths before it is launched ───────────────────────────────────────────────────────────────
+
+
+class Launches:
+    """Stands for a kernel: notes the grid and every argument, then launches it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.seen = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            kept = [arg if not isinstance(arg, Tensor) else (tuple(arg.shape), arg.stride()) for arg in args]
+            self.seen.append((grid, kept, options))
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph needs: other lengths in the same buffers are the same launch, and give the right result."""
+    spy = Launches(kernels.attend)
+    monkeypatch.setattr(kernels, "attend", spy)
+    long = fill(replace(LONG, kv_heads=1))
+    short = Plan(long.problem.plan.slots, [50, 2, 7], [1, 3, 2], DEVICE)
+    for bounds in (None, short.bounds):
+        out = run(long, Tiling(16, 16, 2), bounds=bounds)
+    assert len(spy.seen) == 2
+    assert all(a == b for a, b in pairwise(spy.seen))
+    assert not out[0, 1:].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
+def test_a_captured_launch_follows_its_buffers() -> None:
+    data = fill(replace(SHARED, cut=Tiling(16, 16, 2)))
+    bounds = data.problem.plan.bounds.clone()
+    p = data.problem
+    assert p.shared_key is not None
+    assert p.shared_value is not None
+
+    def launch() -> Tensor:
+        return attend(p.query, p.key, p.value, bounds, p.scale, shared=(p.shared_key, p.shared_value), cut=Tiling(16, 16, 2))
+
+    launch()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch()
+    for shorter in (0, 1):
+        bounds[0] -= shorter
+        graph.replay()
+        assert torch.equal(out, launch())
+
+
+# ── negative controls: kernels with one thing wrong ─────────────────────────────────────────────────────────────────
+
+MUTANTS = {
+    "one key too many": ("cell[None, :] <= position", "cell[None, :] <= 1 + position"),
+    "one key too few": ("cell[None, :] <= position", "cell[None, :] < position"),
+    "window one short": ("> position[:, None] - window", "> position[:, None] - window + 1"),
+    "window ends early": ("first_column - window + 1", "first_column - window + 3"),
+    "unscaled": (" * scale\n", "\n"),
+    "softcap forgotten": ("SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)", "scores"),
+    "sink in every share": ("tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)", "sink, total + 1.0"),
+    "share lost": ("(split + 1) * each", "split * each + tl.minimum(each, 1)"),
+    "decay forgotten": ("mixed = mixed * decay[:, None]", "mixed = mixed"),
+    "wrong prompt": ("shared_key + base", "shared_key + 0 * base"),
+    "offset forgotten": ("- offset * key_cell", ""),
+    "loads unmasked": ("mask=there[:, None] &", "mask=(cell >= 0)[:, None] &"),
+    "shares unweighted": ("tl.sum(weights[:, None] * part, 0)", "tl.sum(part, 0)"),
+}
+WEAK = Case(
+    (Row(40, 3, 0), Row(37, 2), Row(20, 3, 1)),
+    (17, 9),
+    kv_heads=1,
+    window=30,
+    softcap=2.0,
+    sinks=True,
+    cut=Tiling(16, 16, 2),
+)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = MUTANTS[name]
+    source = Path(str(kernels.__file__)).read_text(encoding="utf-8")
+    assert source.count(right) == 1, f"the kernel no longer says {right!r}"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    for kernel in ("attend", "combine"):
+        monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
+    assert excess(WEAK) > 100
+
+
+def test_the_same_case_with_the_right_kernel() -> None:
+    assert excess(WEAK) <= 1
+
+
+# ── in the engine ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode(architecture: str, drafter_seed: int, method: str) -> tuple[list[list[int]], dict[str, Any]]:
+    """Ids of three rows of two prompts, sampled and greedy, and the counts. The target itself has seed 0."""
+    target, drafter = (
+        models.wrap(tiny_model(architecture, seed=seed).to(DEVICE), "tiny", method, checked=False)
+        for seed in (0, drafter_seed)
+    )
+    engine = Engine(target, drafter, by_name("fixed:3"), max_batch=4)
+    requests = [
+        Request((5, 9, 200, 31, 7, 7, 80, 16, 3, 44, 21), 2, Sampling(temperature=0.9, seed=1), Limits(max_new_tokens=6)),
+        Request((77, 12), 1, Sampling(temperature=0), Limits(max_new_tokens=3)),
+    ]
+    rows = [row for request in requests for row in engine.submit(request)]
+    while engine.step():
+        pass
+    counts = {name: value for name, value in asdict(engine.stats).items() if not name.startswith("seconds")}
+    return [row.tokens for row in rows], counts
+
+
+@pytest.mark.parametrize(("architecture", "drafter_seed"), [("llama", 0), ("gemma2", 1), ("gpt-oss", 0)])
+def test_the_engine_says_the_same_with_it(architecture: str, drafter_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GQA; a sliding layer, soft-capped; sinks: ids as with `pad`, by the same rounds, one launch wherever `pad` was called."""
+    pad, called = attention.METHODS["pad"], []
+
+    def noted(problem: Problem) -> Tensor:
+        called.append(problem)
+        return pad(problem)
+
+    monkeypatch.setitem(attention.METHODS, "pad", noted)
+    spy = Launches(kernels.attend)
+    monkeypatch.setattr(kernels, "attend", spy)
+    padded, counts = decode(architecture, drafter_seed, "pad")
+    assert not spy.seen
+    assert decode(architecture, drafter_seed, "fused") == (padded, counts)
+    assert len(spy.seen) == len(called) > 2 * counts["target_passes"]  # two layers
+    assert counts["committed"] == 15
+    assert counts["drafted"] > 0
+    assert (counts["accepted"] == counts["drafted"]) is (drafter_seed == 0)
+
+
+def test_float64_is_refused() -> None:
+    data = fill(Case((Row(3, 1),), dtype=torch.float64))
+    with pytest.raises(RequestError, match=r"float32, bfloat16 or float16; got \w+, torch.float64; attention='auto'"):
+        fused(data.problem)

@@ -178,7 +178,7 @@ def test_an_option_like_no_other_lists_them_all() -> None:
 
 @pytest.mark.parametrize("name", ["fast", "fixed:x", None, 1.5, object()], ids=["fast", "fixed:x", "None", "1.5", "object"])
 def test_an_unknown_lookahead(name: Any) -> None:
-    refused([[1]], "lookahead must be a draft length", lookahead=name)
+    refused([[1]], "lookahead must be 'auto', a draft length", lookahead=name)
 
 
 def test_a_draft_length_too_long() -> None:

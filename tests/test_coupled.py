@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import shoal
 from shoal import reference
 from shoal.accept import Coupled, Rejection, Rule
 from shoal.distributions import draw, race
@@ -130,3 +131,17 @@ def test_clocks_are_positive_and_finite() -> None:
     assert (luck[..., 1:] > 0).all()
     assert np.isfinite(luck).all()
     assert abs(luck[..., 1:].mean() - 1) < 0.02
+
+
+def test_a_seed_asks_for_the_coupled_rule() -> None:
+    """So the same seed gives the same samples, whatever the draft lengths; without one, the rule that accepts most is used."""
+    bundled = shoal.load()
+    options = {"n": 3, "max_new_tokens": 24, "temperature": 0.9}
+    plain, fixed, auto = (
+        bundled.generate("def first_even(numbers):\n", lookahead=lookahead, seed=4, **options) for lookahead in ("off", 5, "auto")
+    )
+    texts = [[sample.token_ids for sample in result[0].samples] for result in (plain, fixed, auto)]
+    assert texts[0] == texts[1] == texts[2]
+    assert fixed.stats.accepted > 0
+    rejected = bundled.generate("def first_even(numbers):\n", lookahead=5, seed=4, rule="rejection", **options)
+    assert [sample.token_ids for sample in rejected[0].samples] != texts[0]

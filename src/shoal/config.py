@@ -152,15 +152,15 @@ class Speculation:
         lookahead: "auto" (by measured prices), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
             "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
             (see `shoal.lookahead`).
-        rule: "rejection" (most drafts accepted) or "coupled": a seed's tokens are those of plain decoding, whatever the
-            draft lengths (see `shoal.accept.Coupled`).
+        rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain decoding, whatever the draft
+            lengths (see `shoal.accept.Coupled`); "auto": coupled where a seed asks for the same tokens again.
     """
 
     lookahead: Any = "auto"
-    rule: str = "rejection"
+    rule: str = "auto"
 
     def __post_init__(self) -> None:
-        _require(self.rule in ("rejection", "coupled"), "rule", "'rejection' or 'coupled'", self.rule)
+        _require(self.rule in ("auto", "rejection", "coupled"), "rule", "'auto', 'rejection' or 'coupled'", self.rule)
         if _is_int(self.lookahead):
             _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)
 

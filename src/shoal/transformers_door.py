@@ -18,14 +18,17 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shoal import lookahead as controllers
 from shoal import models
+from shoal.accept import Coupled
 from shoal.api import Stream
 from shoal.config import Limits, Sampling, Speculation
 from shoal.engine import Engine
 from shoal.errors import RequestError
+from shoal.lookahead import Knowledge
 from shoal.request import Request, Row
 from shoal.runner import Runner
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
+_knowledge: weakref.WeakKeyDictionary[Any, Knowledge] = weakref.WeakKeyDictionary()
 
 
 def custom_generate(
@@ -43,7 +46,8 @@ def custom_generate(
 
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
-        as asked (zeros after a row's end) and `past_key_values` None. Random numbers follow `torch.manual_seed`.
+        as asked (zeros after a row's end) and `past_key_values` None. Random numbers follow `torch.manual_seed`: the same
+        seed gives the same tokens, whatever is drafted.
 
     Raises:
         RequestError: beam search, or outputs shoal does not have (attentions, hidden states).
@@ -53,8 +57,9 @@ def custom_generate(
     drafter = _runner(draft_model, attention) if draft_model is not None else None
     if drafter is not None:
         models.check_pair(target, drafter)
-    controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead)
-    engine = Engine(target, drafter, controller, max_batch=min(max_batch, len(input_ids)))
+    knowledge = _knowledge.setdefault(model, Knowledge(packed=target.packs))
+    controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, knowledge)
+    engine = Engine(target, drafter, controller, max_batch=min(max_batch, len(input_ids)), rule=Coupled())
     groups = _groups(input_ids, model_kwargs.get("attention_mask"))
     requests = _requests(groups, input_ids, logits_processor, stopping_criteria, generation_config)
     stream = Stream(engine, requests, text=False)

@@ -6,6 +6,7 @@ contains one draw, the drafter's proposal contains its passes.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -58,7 +59,9 @@ def stopwatches(seconds: defaultdict[str, float], calls: Counter[str]) -> Iterat
 
     with ExitStack() as stack:
         for name, (owner, attribute) in WATCHED.items():
-            stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+            watched: Any = timed(name, getattr(owner, attribute))
+            static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+            stack.enter_context(patch.object(owner, attribute, staticmethod(watched) if static else watched))
         yield
 
 
@@ -77,9 +80,7 @@ def pass_ms(model: Runner, n: int, context: int = 128, repeats: int = 40) -> flo
     return median(times)
 
 
-def main(
-    n: int = 8, max_new_tokens: int = 128, lookahead: str = "fixed:6", dtype: str = "float32", repeats: int = 4
-) -> None:
+def main(n: int = 8, max_new_tokens: int = 128, lookahead: str = "auto", dtype: str = "float32", repeats: int = 4) -> None:
     """Prints milliseconds and calls per round."""
     pair = shoal.load(dtype=dtype, max_batch=n)
     prompt = problems(20, 1, "templates")[0].prompt
@@ -94,6 +95,7 @@ def main(
                 "lookahead": lookahead,
                 "temperature": 0.8,
                 "eos": (),
+                "rule": "rejection",
             }
             stats += pair.generate(prompt, n, seed=seed, **options).stats
     table = Table("stage", "ms per round", "calls per round")

@@ -89,7 +89,7 @@ def demo(
     max_new_tokens: NewTokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8,
     seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0,
-    lookahead: LookaheadOption = "fixed:6",
+    lookahead: LookaheadOption = "auto",
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)
     ] = 3,

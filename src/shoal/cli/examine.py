@@ -46,7 +46,7 @@ class Case:
 
     def run(self, lookahead: str | int, prompts: list[str], **options: Any) -> Result:
         """Samples with a fixed seed."""
-        defaults = {"max_new_tokens": self.max_new_tokens, "temperature": TEMPERATURE, "seed": 0}
+        defaults = {"max_new_tokens": self.max_new_tokens, "temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
         return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
 
     @cached_property

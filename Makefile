@@ -5,7 +5,7 @@
 #   TORCH=torch==2.13.0        exactly this torch; otherwise a machine without an NVIDIA GPU gets a CPU build, and the
 #                              install stops with advice if it finds none, rather than fetch gigabytes of CUDA
 #   PYTEST_ARGS='-k accept'    further arguments for pytest
-#   BENCH_ARGS='-n 16'         arguments for the measurements; BENCH_ARGS=--help lists them
+#   BENCH_ARGS='--regret'      arguments of `shoal bench`; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -28,7 +28,7 @@ demo: $(CORE) ## n samples from the bundled pair, and what speculation did
 	@$(BIN)/shoal demo
 
 bench: $(CORE) ## speculative against plain decoding and Hugging Face generate, measured here
-	@$(BIN)/python -m shoal.bench $(BENCH_ARGS)
+	@$(BIN)/shoal bench $(BENCH_ARGS)
 
 test: $(DEV) ## all tests
 	@$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)

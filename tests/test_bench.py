@@ -1,51 +1,514 @@
-"""The benchmark measures what it says: identity first, equal work for every way, memory against the prediction."""
+"""The referee measures what it says: identity first, equal work for every way, figures that follow from counts."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+import torch
+from rich.console import Console
 
-from shoal.bench import __main__ as bench
-from shoal.bench import stages
+from shoal import stats
+from shoal.api import Shoal
+from shoal.bench import referee as referees
+from shoal.bench import regret, shapes, stages, tables, ways
+from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.memory import peak_tensor_bytes
+from shoal.bench.referee import Job, Referee
+from shoal.bench.report import Line, Report, Spread, line
+from shoal.bench.roofline import Ceilings, Load, shares
+from shoal.bench.work import Case, Run, Work, work_of
+from shoal.cli import run as command_line
+from shoal.cli.bench import _texts
+from shoal.errors import InternalError, RequestError
+from shoal.round import Proposal, Verdict
+
+TOKENS = 8
+JOB = Job(
+    batches=(1, 3), lookaheads=("off", "fixed:3", "bass"), baselines=("hf",), temperatures=(0.8, 0.0),
+    layouts=("different", "same"), max_new_tokens=TOKENS, repeats=2,
+)  # fmt: skip
+POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    app = typer.Typer()
-    app.command()(bench.main)
-    options = "--dtype float32 -n 2 --max-new-tokens 8 --prompts 1 --repeats 1 --lookahead 3 --json".split()
-    result = CliRunner().invoke(app, options)
-    assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])["runs"][0]
-    return report
+def pair() -> Shoal:
+    return shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
 
 
-def test_every_way_does_the_same_work(report: dict[str, Any]) -> None:
-    plain, ours, theirs = (report["ways"][name] for name in (bench.PLAIN, bench.OURS, bench.HF))
-    assert plain["target_passes"] == theirs["target_passes"] == 8
-    assert plain["drafted"] == 0 < ours["drafted"]
-    assert ours["target_passes"] < 8
-    for way in (plain, ours, theirs):
-        assert round(way["tokens_per_second"] * way["seconds"]) == 2 * 8
+@pytest.fixture(scope="module", autouse=True)
+def quick_ceilings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(referees, "ceilings", lambda *_: Ceilings(1e9, 1e9))
+        yield
 
 
-def test_identity_and_memory_are_reported(report: dict[str, Any]) -> None:
-    assert report["greedy_identical_rows"] == report["control_identical_rows"] == report["greedy_rows"] == 2
-    memory = report["memory"]
-    assert memory["weights"] + memory["caches_predicted"] < memory["peak"] * 1.01
-    assert memory["peak_over_predicted"] < 1.25
+def measured(pair: Shoal, job: Job = JOB) -> Report:
+    referee = Referee(pair, job, POOL)
+    referee.check()
+    referee.warm_up()
+    list(referee.measure())
+    return referee.report
+
+
+@pytest.fixture(scope="module")
+def report(pair: Shoal) -> Report:
+    return measured(pair)
+
+
+# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_combination_has_a_line(report: Report) -> None:
+    found = {(one.layout, one.temperature, one.batch, one.setting) for one in report.lines}
+    settings = ("off", "fixed:3", "bass", "hf")
+    assert found == {(x, t, b, s) for x in JOB.layouts for t in JOB.temperatures for b in JOB.batches for s in settings}
+    assert len(report.lines) == len(found)
+    assert report.complete
+    assert not report.unavailable
+
+
+def test_every_way_commits_the_same_tokens(report: Report) -> None:
+    for one in report.lines:
+        assert one.committed == TOKENS * one.batch
+        assert len(one.runs) == JOB.repeats
+        for run in one.runs:
+            assert run["tokens"] == [TOKENS] * one.batch
+            assert max(run["ended"]) <= run["seconds"]
+
+
+def test_figures_follow_from_the_runs(report: Report) -> None:
+    for one in report.lines:
+        rates = [sum(run["tokens"]) / run["seconds"] for run in one.runs]
+        assert one.tokens_per_second == pytest.approx(Spread.of(rates))
+        plain = next(p for p in report.lines if p.case == one.case and p.batch == one.batch and p.setting == "off")
+        ratios = [rate * p["seconds"] / sum(p["tokens"]) for rate, p in zip(rates, plain.runs, strict=True)]
+        assert one.speedup == pytest.approx(Spread.of(ratios))
+        assert one.ms_first <= one.ms_last * 1.001  # rows of equal length
+        if one.baseline:
+            assert one.rounds is one.acceptance_length is one.identity is None
+            continue
+        stats = [run["stats"] for run in one.runs]
+        for run in stats:
+            assert run["committed"] == run["accepted"] + run["row_rounds"]
+        assert one.acceptance_length == pytest.approx(sum(s["committed"] / s["row_rounds"] for s in stats) / len(stats))
+        assert set(one.stages) == {"draft", "verify", "accept", "commit", "other"}
+        assert min(one.stages.values()) >= 0
+        drafts = one.setting != "off"
+        assert bool(one.drafted) is drafts
+        assert (one.rounds == TOKENS) is not drafts or one.accepted == 0
+
+
+def test_shares_and_memory_are_counted(report: Report, pair: Shoal) -> None:
+    weights = pair.target.parameter_bytes + pair.draft_model.parameter_bytes if pair.draft_model else 0
+    for one in report.lines:
+        assert (one.flop_share or 0) > 0
+        assert (one.byte_share or 0) > 0
+        assert (one.peak_bytes or 0) > weights
+
+
+def test_shares_of_plain_decoding_by_hand(pair: Shoal) -> None:
+    work = Work(((1, 2, 3, 4),), 2, 0.8, 6, seed=0)
+    counts = stats.Stats(target_passes=6, prefills=1, prefill_tokens=4, row_rounds=12, committed=12)
+    load = Load.of(pair.target)
+    assert load is not None
+    config = pair.target.hf.config
+    matrices = sum(p.numel() for p in pair.target.hf.parameters())  # embedding and head are one matrix here
+    assert load.flops == 2 * matrices
+    assert load.attention_flops == 4 * config.num_hidden_layers * config.hidden_size
+    assert load.kv == 2 * 4 * config.num_hidden_layers * config.hidden_size
+    run = Run(2.0, (2.0, 2.0), ((0,) * 6,) * 2, counts)
+    context = 4 + 3
+    flops = (12 * (load.flops + load.attention_flops * context) + 4 * load.flops) / 2.0
+    moved = (7 * 4 * matrices + 12 * context * load.kv) / 2.0
+    assert shares(pair, work, run, Ceilings(1e3, 1e4)) == pytest.approx((flops / 1e3, moved / 1e4))
+
+
+def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:
+    work = Work(((5, 6, 7), (8, 9, 10, 11)), 2, 0.0, 12, seed=0)
+    whole = ways.baseline_way(pair, "hf").run(work)
+    assert list(map(len, whole.ids)) == [12] * 4
+    eos = whole.ids[0][4]
+    first = {row: ids.index(eos) + 1 if eos in ids else 12 for row, ids in enumerate(whole.ids)}
+    for way in (ways.shoal_way(pair, "off"), ways.shoal_way(pair, "3"), ways.baseline_way(pair, "hf")):
+        run = way.run(replace(work, eos=(eos,)))
+        assert list(map(len, run.ids)) == list(first.values()), way.name
+        assert run.committed == sum(first.values()) < 48
+
+
+def test_work_of_a_repeat() -> None:
+    different, same, grouped = (Case.of(name, 0.8, 4, n=2) for name in ("different", "same", "grouped"))
+    assert [work_of(different, POOL, 1, max_new_tokens=1).prompts, work_of(same, POOL, 1, max_new_tokens=1).prompts] == [
+        tuple(POOL[4:8]),
+        (POOL[1],),
+    ]
+    work = work_of(grouped, POOL, 0, max_new_tokens=1)
+    assert work.rows == [POOL[0], POOL[0], POOL[1], POOL[1]]
+    assert work_of(grouped, POOL, 1, max_new_tokens=1).seed != work.seed
+
+
+# ── identity ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_identity_is_checked_on_every_configuration(report: Report) -> None:
+    for one in report.lines:
+        if one.setting in ("off", "hf"):
+            assert one.identity is None
+        else:
+            assert one.identity is not None
+            assert one.identity.same == one.identity.rows == one.batch
+            assert one.identity.drafted > 0
+
+
+def spoiled(good: Callable[..., ways.Way], applies: Callable[[Work], bool]) -> Callable[..., ways.Way]:
+    """Speculation whose last row gets one token wrong."""
+
+    def make(pair: Shoal, lookahead: str, rule: str) -> ways.Way:
+        way = good(pair, lookahead, rule)
+
+        def run(work: Work) -> Run:
+            found = way.run(work)
+            if lookahead == "off" or not applies(work):
+                return found
+            *rows, last = found.ids
+            return replace(found, ids=(*rows, (*last[:3], last[3] + 1, *last[4:])))
+
+        return ways.Way(lookahead, run)
+
+    return make
+
+
+def test_a_wrong_token_ends_everything(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda work: len(work.rows) == 3))
+    referee = Referee(pair, replace(JOB, layouts=("different",)), POOL)
+    with pytest.raises(
+        InternalError, match=r"lookahead fixed:3 .* float32, 3 rows, layout different: first at prompt 3, row 1, token 4"
+    ):
+        referee.check()
+    assert not referee.report.lines
+
+
+def test_greedy_timed_runs_are_compared_too(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda work: work.seed > 0))  # not the first repeat
+    referee = Referee(pair, replace(JOB, layouts=("same",), temperatures=(0.0,)), POOL)
+    referee.check()
+    referee.warm_up()
+    with pytest.raises(InternalError, match="repeat 2, row 1, token 4"):
+        list(referee.measure())
+    assert not referee.report.lines
+
+
+def test_the_command_refuses_and_prints_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda _: True))
+    file = tmp_path / "out.json"
+    assert command_line([*COMMAND, "--json", str(file)]) == 1
+    answer = capsys.readouterr()
+    assert "differs from plain decoding" in answer.err
+    assert "Speed" not in answer.out
+    assert not file.exists()
+
+
+def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = shapes.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
+    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda _: True))
+    found = measured(half, replace(JOB, batches=(3,), baselines=(), temperatures=(0.8,), repeats=1))
+    checked = [one.identity for one in found.lines if one.identity is not None]
+    assert len(checked) == 4
+    assert all(one.same < one.rows for one in checked)
+    assert {one.control_rows for one in checked} == {3, 1}  # one row of each prompt
+    assert any("2/3 (" in row for row in _printed(found))
+
+
+# ── an imposed acceptance ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_an_imposed_rate_is_kept(pair: Shoal, rate: float) -> None:
+    loaded = imposing(pair, rate)
+    trials = 0
+
+    class Counting(Imposed):
+        def decide(self, proposal: Proposal, p: torch.Tensor, luck: torch.Tensor) -> Verdict:
+            nonlocal trials
+            verdict = super().decide(proposal, p, luck)
+            trials += int((verdict.accepted + (verdict.accepted < proposal.lengths)).sum())
+            return verdict
+
+    loaded.rule = Counting(rate)
+    found = loaded.generate([POOL[0]], 8, lookahead=4, max_new_tokens=200, eos=(), seed=3).stats
+    assert found.committed == 200 * 8
+    assert trials > 1000
+    assert abs(found.accepted - rate * trials) <= 4 * math.sqrt(trials * rate * (1 - rate))
+    assert pair.rule is None
+
+
+def test_imposed_tokens_follow_the_real_rule_after_the_accepted_ones(pair: Shoal) -> None:
+    """At rate 0 every token is a replacement, and a greedy row's replacement is the target's own choice."""
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "eos": ()}
+    plain = pair.generate(POOL[:3], 1, lookahead="off", **greedy)
+    never = imposing(pair, 0.0).generate(POOL[:3], 1, lookahead=3, **greedy)
+    always = imposing(pair, 1.0).generate(POOL[:3], 1, lookahead=3, **greedy)
+    assert [o.samples[0].token_ids for o in never] == [o.samples[0].token_ids for o in plain]
+    assert never.stats.accepted == 0 < never.stats.drafted
+    assert always.stats.rounds == 5
+    assert always.stats.accepted == always.stats.drafted == 3 * 15
+
+
+def test_imposed_is_written_on_every_output(pair: Shoal, tmp_path: Path) -> None:
+    job = replace(JOB, acceptance=0.5, layouts=("same",), temperatures=(0.8,), repeats=1)
+    found = measured(pair, job)
+    for one in found.lines:
+        assert one.imposed == (0.5 if one.setting in ("fixed:3", "bass") else None)
+        assert one.label == (f"{one.setting} imposed" if one.imposed else one.setting)
+    shown = _printed(found)
+    assert any("IMPOSED acceptance 0.5" in row for row in shown)
+    assert any("fixed:3 imposed" in row for row in shown)
+    data = found.to_dict()
+    assert data["config"]["acceptance"] == 0.5
+    assert [one["imposed"] for one in data["lines"] if one["setting"] == "bass"] == [0.5, 0.5]
+    checked = [one.identity for one in found.lines if one.identity]
+    assert checked
+    assert all(one.same == one.rows for one in checked)  # by the real rule
+
+
+# ── baselines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["hf", "hf-continuous", "hf-assisted"])
+def test_greedy_baselines_decode_what_plain_does(pair: Shoal, name: str) -> None:
+    work = Work((POOL[0], POOL[3]), 2, 0.0, 10, seed=0)
+    expected = ways.shoal_way(pair, "off").run(work)
+    found = ways.baseline_way(pair, name).run(work)
+    assert found.ids == expected.ids
+    assert len(found.ended) == 4
+    assert 0 < max(found.ended) <= found.seconds
+
+
+def test_the_static_baseline_asks_for_a_static_cache_and_compilation(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    generate = type(pair.target.hf).generate
+
+    def eager(self: Any, ids: Any, *, compile_config: Any, **options: Any) -> Any:
+        seen.update(options, compiles=compile_config._compile_all_devices)
+        return generate(self, ids, **options, disable_compile=True)  # compiling takes a minute
+
+    monkeypatch.setattr(type(pair.target.hf), "generate", eager)
+    work = Work((POOL[0], POOL[3]), 1, 0.0, 6, seed=0)
+    found = ways.baseline_way(pair, "hf-static").run(work)
+    assert seen["cache_implementation"] == "static"
+    assert seen["compiles"] is True
+    monkeypatch.undo()
+    assert found.ids == ways.shoal_way(pair, "off").run(work).ids
+
+
+def test_a_baseline_that_cannot_run_is_listed(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(pair: Shoal, work: Work) -> Run:
+        if len(work.rows) > 1:
+            raise RuntimeError("no such kernel\nand a long story")
+        return ways._batched(pair, work)
+
+    monkeypatch.setitem(ways.BASELINES, "hf-static", broken)
+    job = replace(JOB, baselines=("hf-static",), lookaheads=("off",), layouts=("different",), temperatures=(0.8,))
+    found = measured(pair, job)
+    assert [(one.batch, one.setting) for one in found.lines] == [(1, "off"), (1, "hf-static"), (3, "off")]
+    assert found.unavailable == [
+        {"layout": "different", "temperature": 0.8, "batch": 3, "setting": "hf-static", "reason": "no such kernel"}
+    ]
+    assert "not available: hf-static (batch 3): no such kernel" in _printed(found)
+
+
+def test_assisted_needs_a_drafter(pair: Shoal) -> None:
+    alone = Shoal(pair.target, max_batch=4)
+    job = replace(JOB, baselines=("hf-assisted",), lookaheads=("off",), layouts=("same",), temperatures=(0.8,), repeats=1)
+    assert {entry["reason"] for entry in measured(alone, job).unavailable} == {"there is no drafter to assist"}
+
+
+# ── what is shown ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _printed(report: Report) -> list[str]:
+    text = StringIO()
+    tables.show(report, Console(file=text, width=tables.WIDTH))
+    return text.getvalue().splitlines()
+
+
+def test_tables_fit_and_hold_the_figures(report: Report) -> None:
+    shown = _printed(report)
+    ruled = [row for row in shown if "─" in row]
+    assert len(ruled) == 2 * len(report.tables())
+    assert max(map(len, ruled)) <= tables.WIDTH
+    for one in report.lines:
+        assert any(f"{one.speedup.median:.2f}x" in row and one.setting in row for row in shown)
+    assert f"| {report.lines[0].tokens_per_second.median:.0f} |" in tables.markdown(report)
+
+
+def test_a_report_survives_json(report: Report) -> None:
+    data = json.loads(json.dumps(report.to_dict()))
+    again = Report.from_dict(data)
+    assert again.lines == report.lines
+    assert json.loads(json.dumps(again.to_dict())) == data
+    with pytest.raises(ValueError, match="format"):
+        Report.from_dict(data | {"format": 0})
+
+
+WAYS = ("--lookahead", "2", "--baselines", "hf", "--repeats", "1")
+COMMAND = (*"bench --shape tiny --prompt-tokens 6 --batch-sizes 1,2 --max-new-tokens 6".split(), *WAYS)
+
+
+def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data, picture = tmp_path / "out.json", tmp_path / "out.png"
+    assert command_line([*COMMAND, "--json", str(data), "--plot", str(picture), "--results", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("Speed: all prompts different, T=0.8, 6 new tokens, float32") == 1
+    assert "measuring will take about" in shown.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(data.read_text())
+    assert [(one["batch"], one["setting"]) for one in found["lines"]] == [(b, s) for b in (1, 2) for s in ("off", "2", "hf")]
+    assert found["complete"]
+    assert {"torch", "transformers", "shoal", "commit", "threads", "ceilings_before", "ceilings_after"} <= set(
+        found["machine"]
+    )
+    (named,) = set(tmp_path.glob("*.json")) - {data}
+    assert json.loads(named.read_text()) == found
+    assert named.name.startswith(found["machine"]["date"])
+    assert command_line(["bench", "--replay", str(data)]) == 0
+    assert capsys.readouterr().out == shown.out
+
+
+def test_an_interrupted_run_shows_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    compute, calls = ways._batched, 0
+
+    def interrupted(pair: Shoal, work: Work) -> Run:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # two warm-ups, then batch 1; then batch 2 is cut
+            raise KeyboardInterrupt
+        return compute(pair, work)
+
+    monkeypatch.setitem(ways.BASELINES, "hf", interrupted)
+    data = tmp_path / "out.json"
+    assert command_line([*COMMAND, "--json", str(data)]) == 130
+    assert "interrupted" in capsys.readouterr().out
+    found = json.loads(data.read_text())
+    assert not found["complete"]
+    assert [(one["batch"], one["setting"]) for one in found["lines"]] == [
+        (1, "off"),
+        (1, "2"),
+        (1, "hf"),
+        (2, "off"),
+        (2, "2"),
+    ]
+
+
+def test_plots_without_matplotlib_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command_line([*COMMAND, "--plot", "out.png"]) == 2
+    assert "pip install 'shoal[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-sizes", "2,x"], "--batch-sizes must be values separated by commas"),
+        (["--layout", "odd"], "layout must be one of"),
+        (["--layout", "grouped", "-n", "2", "--batch-sizes", "3"], "3 rows cannot be filled with groups of 2"),
+        (["--baselines", "vllm"], "baseline must be one of"),
+        (["--lookahead", "soon"], "lookahead must be"),
+        (["--json", "no/such/place.json"], "no directory"),
+        (["--prompts", "no-such-file"], "cannot read"),
+        (["--replay", "no-such-file"], "cannot replay"),
+    ],
+)
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert command_line([*COMMAND, *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_prompts_come_from_files(tmp_path: Path) -> None:
+    lines, whole = tmp_path / "two.jsonl", tmp_path / "one.py"
+    lines.write_text('{"prompt": "def a():\\n"}\n\n"def b():\\n"\n')
+    whole.write_text("import os\n\n")
+    assert _texts([lines, whole]) == ["def a():\n", "def b():\n", "import os\n\n"]
+    lines.write_text('{"text": "x"}\n')
+    with pytest.raises(RequestError, match=r"two.jsonl:1 must be a text"):
+        _texts([lines])
+
+
+# ── regret, shapes, memory, stages ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _line(batch: int, setting: str, *rates: float) -> Line:
+    runs, plain = ([Run(100 / rate, (1.0,), ((0,) * 100,)) for rate in those] for those in (rates, [100.0] * len(rates)))
+    return line(Case("same", 0.8, batch, batch), setting, True, runs, plain)
+
+
+def test_regret_compares_with_the_best_fixed_length() -> None:
+    lines = [
+        _line(1, "off", 100, 100, 100), _line(1, "fixed:4", 210, 200, 190), _line(1, "fixed:8", 150, 150, 300),
+        _line(1, "auto", 189, 190, 190), _line(1, "bass", 105, 100, 95),
+        _line(8, "off", 100, 100, 100), _line(8, "fixed:4", 80, 80, 80), _line(8, "auto", 99, 99, 99),
+    ]  # fmt: skip
+    one, eight = regret.regrets(lines)
+    assert (one.batch, one.best.setting) == (1, "fixed:4")
+    assert one.regrets == pytest.approx({"auto": 0.05, "bass": 0.5})
+    assert (eight.batch, eight.best.setting) == (8, "off")
+    assert eight.regrets == pytest.approx({"auto": 0.01})
+    assert eight.over_plain == pytest.approx({"auto": 0.99})
+
+
+def test_the_regret_command_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [*COMMAND, "--batch-sizes", "2", "--max-new-tokens", "4", "--regret", "--hopeless"]
+    assert command_line(small) == 0
+    shown = capsys.readouterr().out
+    assert "Regret: all prompts different" in shown
+    assert all(name in shown for name in regret.LOOKAHEADS)
+    assert "hf" not in shown
+
+
+def test_published_shapes_have_the_published_sizes() -> None:
+    for name, (target, drafter) in shapes.SHAPES.items():
+        if name == "tiny":
+            continue
+        sizes = [float(part[:-1]) * {"b": 1e9, "m": 1e6}[part[-1]] for part in name.split("/")]
+        assert [_parameters(target), _parameters(drafter)] == pytest.approx(sizes, rel=0.02), name
+        assert target.vocabulary == drafter.vocabulary
+
+
+def _parameters(shape: shapes.Shape) -> int:
+    layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
+    return shape.layers * layer + shape.vocabulary * shape.width * (1 if shape.tied else 2)
+
+
+def test_a_shape_is_what_its_config_says(pair: Shoal) -> None:
+    shape = shapes.SHAPES["tiny"][0]
+    matrices = sum(p.numel() for p in pair.target.hf.parameters() if p.dim() > 1)
+    assert matrices == _parameters(shape)
+
+
+def test_a_hopeless_drafter_costs_the_same_and_knows_nothing(pair: Shoal) -> None:
+    assert pair.draft_model is not None
+    other = shapes.hopeless(pair.draft_model, seed=9)
+    assert other.parameter_bytes == pair.draft_model.parameter_bytes
+    ids = torch.tensor([POOL[0]])
+    assert not torch.equal(other.hf(ids).logits, pair.draft_model.hf(ids).logits)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the profiler reports memory on Linux")
 def test_peak_counts_what_is_alive_at_once() -> None:
-    import torch
-
     def work() -> None:
         first = torch.zeros(1_000_000)
         del first

@@ -5,7 +5,7 @@ Runs are interleaved, so that a machine that warms up or has company treats all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -77,15 +77,21 @@ def rows_of(result: Result) -> list[Sample]:
     return [sample for output in result for sample in output.samples]
 
 
+def in_turns(ways: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """(repeat, way) in the order of measuring: the ways take turns, every other turn in reverse order."""
+    for repeat in range(repeats):
+        for name in ways[:: -1 if repeat % 2 else 1]:
+            yield repeat, name
+
+
 def interleave(
     ways: Mapping[str, Callable[[], Run]], repeats: int, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Run]]:
-    """Runs every way `repeats` times, taking turns, every other turn in reverse order."""
+    """Runs every way `repeats` times, in turns."""
     results: dict[str, list[Run]] = {name: [] for name in ways}
-    for repeat in range(repeats):
-        for name in list(ways)[:: -1 if repeat % 2 else 1]:
-            say(f"measuring {name}, {repeat + 1} of {repeats} ...")
-            results[name].append(ways[name]())
+    for repeat, name in in_turns(list(ways), repeats):
+        say(f"measuring {name}, {repeat + 1} of {repeats} ...")
+        results[name].append(ways[name]())
     return results
 
 
@@ -115,33 +121,32 @@ class Identity:
             return "no (nothing was drafted, so nothing was tested)"
         if self.difference is None:
             return "yes"
+        return f"no (first difference: {self.place})"
+
+    @property
+    def place(self) -> str:
+        """Where the first difference is, counted from 1; "" if there is none."""
+        if self.difference is None:
+            return ""
         prompt, row, position = self.difference
-        return f"no (first difference: prompt {prompt + 1}, row {row + 1}, token {position + 1})"
+        return f"prompt {prompt + 1}, row {row + 1}, token {position + 1}"
 
 
 def greedy_identity(model: Shoal, prompts: Sequence[str], n: int, lookahead: str | int, **options: Any) -> Identity:
     """Decodes greedily, plainly and speculatively, and compares the token ids of all rows."""
     plain = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
     speculative = model.generate(prompts, n, temperature=0.0, lookahead=lookahead, **options)
-    return _compared(
-        [output.samples for output in plain], [output.samples for output in speculative], speculative.stats.drafted
-    )
+    return compared(_ids(plain), _ids(speculative), speculative.stats.drafted)
 
 
-def batching_control(model: Shoal, prompts: Sequence[str], n: int, **options: Any) -> Identity:
-    """What batching alone changes: greedy plain decoding, n rows together against each prompt alone.
-
-    In 16 bit the two best tokens often tie, so speculation is to be judged against this, not against 100 %.
-    """
-    together = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
-    alone = [model.generate([prompt], 1, temperature=0.0, lookahead="off", **options)[0].samples * n for prompt in prompts]
-    return _compared(alone, [output.samples for output in together], drafted=0)
+def _ids(result: Result) -> list[list[tuple[int, ...]]]:
+    return [[sample.token_ids for sample in output.samples] for output in result]
 
 
-def _compared(left: Sequence[Sequence[Sample]], right: Sequence[Sequence[Sample]], drafted: int) -> Identity:
+def compared(left: Sequence[Sequence[Sequence[int]]], right: Sequence[Sequence[Sequence[int]]], drafted: int) -> Identity:
     """Compares the token ids of two runs, prompt by prompt and row by row."""
     positions = {
-        (prompt, row): first_difference(a.token_ids, b.token_ids)
+        (prompt, row): first_difference(a, b)
         for prompt, rows in enumerate(zip(left, right, strict=True))
         for row, (a, b) in enumerate(zip(*rows, strict=True))
     }

@@ -1,0 +1,260 @@
+"""The referee: identity first, then interleaved runs of every way on the same work.
+
+Three passes over all cases. *check*: greedy speculation against greedy plain decoding at the very batch size, layout, draft length
+and number format that will be timed; in float32 a difference ends everything. *warm_up*: every way once, which also finds what is
+not available here, and counts peak memory. *measure*: the repeats, ways taking turns, every other turn in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from shoal.api import Shoal
+from shoal.bench.imposed import imposing
+from shoal.bench.machine import machine
+from shoal.bench.measure import Identity, compared, first_difference, in_turns
+from shoal.bench.memory import peak_tensor_bytes
+from shoal.bench.report import Checked, Line, Report, line
+from shoal.bench.roofline import Ceilings, ceilings, shares
+from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
+from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
+from shoal.errors import InternalError, RequestError
+
+EXACT = (torch.float32, torch.float64)
+CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be measured.
+
+    Attributes:
+        batches: rows. n: rows per prompt of the layout "grouped". layouts, temperatures, lookaheads, baselines: every
+            combination is measured. eos: ids that end a row; () = every row runs to `max_new_tokens`.
+        rule: how drafts are judged. acceptance: the rate to impose, None for the real rule.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    n: int = 8
+    layouts: tuple[str, ...] = ("different",)
+    temperatures: tuple[float, ...] = (0.8,)
+    lookaheads: tuple[str, ...] = ("auto",)
+    baselines: tuple[str, ...] = ()
+    max_new_tokens: int = 128
+    repeats: int = 3
+    seed: int = 0
+    eos: Ids = ()
+    rule: str = "rejection"
+    acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.repeats, self.max_new_tokens) < 1:
+            raise RequestError("repeats and max_new_tokens must be >= 1")
+        object.__setattr__(self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads))))  # plain is the denominator
+
+    @property
+    def cases(self) -> list[Case]:
+        """By layout, temperature and batch size."""
+        chosen = product(self.layouts, self.temperatures, self.batches)
+        return [Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen]
+
+
+@dataclass
+class Referee:
+    """Measures one job on one pair.
+
+    Args:
+        pair: the models; `max_batch` must hold the largest batch. pool: prompts as ids.
+        step: is told of every run before it is made.
+
+    Attributes:
+        report: grows while it is measured.
+    """
+
+    pair: Shoal
+    job: Job
+    pool: Sequence[Ids]
+    step: Callable[[str], None] = lambda _: None
+    report: Report = field(init=False)
+
+    def __post_init__(self) -> None:
+        measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
+        self.ways = [shoal_way(measured, name, self.job.rule) for name in self.job.lookaheads]
+        self.ways += [baseline_way(self.pair, name) for name in self.job.baselines]
+        if self.pair.draft_model is None and len(self.job.lookaheads) > 1:
+            raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
+        self.report = Report(self._config(), machine(self.pair.target.device))
+        self._checked: dict[tuple[str, int, str], Checked] = {}
+        self._peaks: dict[tuple[Case, str], int] = {}
+        self._refused: set[tuple[Case, str]] = set()
+        for case in self.job.cases:
+            self._work(case, 0)  # a case that cannot be filled is refused before anything is measured
+
+    @property
+    def steps(self) -> int:
+        """How often `step` will be called at most."""
+        checks = len({(case.layout, case.batch) for case in self.job.cases}) * len(self.job.lookaheads)
+        return checks + len(self.job.cases) * len(self.ways) * (1 + self.job.repeats)
+
+    def _config(self) -> dict[str, Any]:
+        models = {"target": self.pair.target, "draft": self.pair.draft_model}
+        described = {
+            role: None
+            if model is None
+            else {"name": model.name, "parameters": sum(p.numel() for p in model.hf.parameters())}
+            for role, model in models.items()
+        }
+        dtype = str(self.pair.target.dtype).removeprefix("torch.")
+        lengths = [len(ids) for ids in self.pool]
+        return described | vars(self.job) | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
+
+    def _work(self, case: Case, repeat: int) -> Work:
+        job = self.job
+        return work_of(case, self.pool, repeat, max_new_tokens=job.max_new_tokens, seed=job.seed, eos=job.eos)
+
+    # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Greedy identity of every configuration, by the real rule.
+
+        Raises:
+            InternalError: for a difference in float32 or float64, with its place.
+        """
+        exact = self.pair.target.dtype in EXACT
+        for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
+            work = self._work(case, 0).greedy()
+            self.step(f"greedy identity, {_name(case)}: plain")
+            plain = shoal_way(self.pair, PLAIN, self.job.rule).run(work)
+            control = None if exact else self._control(work, plain)
+            for name in self.job.lookaheads[1:]:
+                self.step(f"greedy identity, {_name(case)}: {name}")
+                run = shoal_way(self.pair, name, self.job.rule).run(work)
+                drafted = run.stats.drafted if run.stats else 0
+                found = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
+                if exact and found.same < found.rows:
+                    raise InternalError(self._difference(case, name, found.place))
+                self._checked[case.layout, case.batch, name] = Checked.of(found, control)
+
+    def _difference(self, case: Case, name: str, place: str) -> str:
+        return (
+            f"greedy decoding with lookahead {name} differs from plain decoding, {self.report.config['dtype']}, "
+            f"{_name(case)}: first at {place}; nothing that follows would be worth measuring"
+        )
+
+    def _control(self, work: Work, plain: Run) -> Identity:
+        """What batching alone changes: some rows of the plain run against each alone. Rounding may turn a tie in 16 bit."""
+        rows = sorted({row: i for i, row in reversed(list(enumerate(work.rows)))}.values())[:CONTROL_ROWS]
+        alone = [
+            shoal_way(self.pair, PLAIN, self.job.rule).run(replace(work, prompts=(work.rows[i],), n=1)).ids[0] for i in rows
+        ]
+        return compared([[ids] for ids in alone], [[plain.ids[i]] for i in rows], drafted=0)
+
+    # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def warm_up(self) -> float:
+        """Runs every way once; returns the seconds that `measure` will take at most."""
+        seconds = 0.0
+        on_cpu = self.pair.target.device.type == "cpu"
+        for case, way in product(self.job.cases, self.ways):
+            self.step(f"warming up, {_name(case)}: {way.name}")
+            work = self._work(case, 0)
+            try:
+                with timed(self.pair.target.device) as watch:
+                    if way.countable or not on_cpu:
+                        self._peaks[case, way.name] = self._weights() + peak_tensor_bytes(partial(way.run, work))
+                    else:
+                        way.run(work)
+            except Exception as error:
+                if not way.baseline:
+                    raise
+                self._refuse(case, way, error)
+                continue
+            seconds += watch.seconds * self.job.repeats
+        return seconds
+
+    def _weights(self) -> int:
+        models = [self.pair.target] + ([self.pair.draft_model] if self.pair.draft_model else [])
+        return sum(model.parameter_bytes for model in models)
+
+    def _refuse(self, case: Case, way: Way, error: Exception) -> None:
+        """A baseline that cannot run is listed with its reason."""
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self._refused.add((case, way.name))
+        self.report.unavailable.append(
+            {
+                "layout": case.layout,
+                "temperature": case.temperature,
+                "batch": case.batch,
+                "setting": way.name,
+                "reason": reason,
+            }
+        )
+
+    def measure(self) -> Iterator[Line]:
+        """The lines, case by case; the report has them too, also those of a case that was interrupted.
+
+        Raises:
+            InternalError: if greedy timed runs of an exact format differ.
+        """
+        device, dtype = self.pair.target.device, self.pair.target.dtype
+        limit = ceilings(device, dtype)
+        self.report.machine["ceilings_before"] = vars(limit)
+        for case in self.job.cases:
+            runs: dict[str, list[Run]] = defaultdict(list)
+            try:
+                self._repeat(case, runs)
+            finally:
+                found = self._lines(case, runs, limit)
+                self.report.lines += found
+            yield from found
+        self.report.machine["ceilings_after"] = vars(ceilings(device, dtype))
+        self.report.complete = True
+
+    def _repeat(self, case: Case, runs: dict[str, list[Run]]) -> None:
+        ways = {way.name: way for way in self.ways if (case, way.name) not in self._refused}
+        for repeat, name in in_turns(list(ways), self.job.repeats):
+            self.step(f"measuring, {_name(case)}: {name}, {repeat + 1} of {self.job.repeats}")
+            runs[name].append(ways[name].run(self._work(case, repeat)))
+        if case.temperature == 0 and self.job.acceptance is None and self.pair.target.dtype in EXACT:
+            self._compare(case, runs)
+
+    def _compare(self, case: Case, runs: dict[str, list[Run]]) -> None:
+        """The timed runs themselves are greedy: they must agree as well."""
+        for name, (repeat, plain) in product(self.job.lookaheads[1:], enumerate(runs[PLAIN])):
+            for row, (a, b) in enumerate(zip(plain.ids, runs[name][repeat].ids, strict=True)):
+                position = first_difference(a, b)
+                if position is not None:
+                    runs.clear()
+                    raise InternalError(
+                        self._difference(case, name, f"repeat {repeat + 1}, row {row + 1}, token {position + 1}")
+                    )
+
+    def _lines(self, case: Case, runs: dict[str, list[Run]], limit: Ceilings) -> list[Line]:
+        """Of the repeats that a way and plain decoding both completed."""
+        lines = []
+        for way in self.ways:
+            whole = min(len(runs[way.name]), len(runs[PLAIN]))
+            if not whole:
+                continue
+            used = [shares(self.pair, self._work(case, i), run, limit) for i, run in enumerate(runs[way.name][:whole])]
+            lines.append(
+                line(
+                    case, way.name, way.baseline, runs[way.name][:whole], runs[PLAIN][:whole],
+                    shares=[share for share in used if share is not None],
+                    imposed=None if way.baseline or way.name == PLAIN else self.job.acceptance,
+                    peak_bytes=self._peaks.get((case, way.name)),
+                    identity=self._checked.get((case.layout, case.batch, way.name)),
+                )
+            )  # fmt: skip
+        return lines
+
+
+def _name(case: Case) -> str:
+    return f"{case.batch} rows, layout {case.layout}"

@@ -1,0 +1,172 @@
+"""The results: one `Line` per case and setting, and a `Report` that goes to a JSON file and comes back the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from shoal.bench.measure import Identity
+from shoal.bench.work import Case, Run
+from shoal.stats import Stats
+
+FORMAT = 1
+"""Of the file; a reader of another one refuses."""
+
+
+class Spread(NamedTuple):
+    """Median, lowest and highest over the repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Greedy identity on a configuration: rows that are the same as plain decoding, tokens drafted meanwhile.
+
+    Attributes:
+        control_rows, control_same: in 16 bit, plain decoding of the batch against each row alone (some rows); else None.
+    """
+
+    rows: int
+    same: int
+    drafted: int
+    control_rows: int | None = None
+    control_same: int | None = None
+
+    @staticmethod
+    def of(found: Identity, control: Identity | None) -> Checked:
+        controls = (control.rows, control.same) if control else (None, None)
+        return Checked(found.rows, found.same, found.drafted, *controls)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Medians over the repeats of one setting of one case; what does not apply to it is None.
+
+    Attributes:
+        imposed: the acceptance rate that was imposed, None where the real rule decided.
+        speedup: over plain decoding (shoal's k = 0) of the same repeat. ms_first, ms_mean, ms_last: from submission to the
+            end of a row, per token of it, for the row that ended first, the mean and the last.
+        committed, drafted, accepted, rounds: tokens and rounds of one run.
+        stages: milliseconds per round in draft, verify, accept, commit, other. prefill: milliseconds of a run.
+        flop_share, byte_share: of the measured ceilings, 0..1. peak_bytes: weights and all tensors alive at once.
+        runs: every repeat.
+    """
+
+    layout: str
+    temperature: float
+    batch: int
+    samples: int
+    setting: str
+    baseline: bool
+    tokens_per_second: Spread
+    speedup: Spread
+    ms_first: float
+    ms_mean: float
+    ms_last: float
+    committed: float
+    imposed: float | None = None
+    acceptance_length: float | None = None
+    drafted: float | None = None
+    accepted: float | None = None
+    rounds: float | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    prefill: float | None = None
+    flop_share: float | None = None
+    byte_share: float | None = None
+    peak_bytes: int | None = None
+    identity: Checked | None = None
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The setting, and that its acceptance was imposed if so."""
+        return f"{self.setting} imposed" if self.imposed is not None else self.setting
+
+    @property
+    def case(self) -> tuple[str, float]:
+        """What one table shows."""
+        return self.layout, self.temperature
+
+
+def line(
+    case: Case, setting: str, baseline: bool, runs: Sequence[Run], plain: Sequence[Run],
+    shares: Sequence[tuple[float, float]] = (), **more: Any,
+) -> Line:  # fmt: skip
+    """The medians. `plain`: the runs of plain decoding in the same repeats; `more`: fields that are known already."""
+    first, mean, last = (median(times) for times in zip(*(run.row_ms for run in runs), strict=True))
+    counts = {} if baseline else _counts([run.stats for run in runs if run.stats is not None])
+    flops, moved = (median(values) for values in zip(*shares, strict=True)) if shares else (None, None)
+    return Line(
+        case.layout, case.temperature, case.batch, case.samples, setting, baseline,
+        tokens_per_second=Spread.of([run.tokens_per_second for run in runs]),
+        speedup=Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, plain, strict=True)]),
+        ms_first=first, ms_mean=mean, ms_last=last, committed=median(run.committed for run in runs),
+        flop_share=flops, byte_share=moved, runs=[run.to_dict() for run in runs], **counts, **more,
+    )  # fmt: skip
+
+
+def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
+    names = ("acceptance_length", "drafted", "accepted", "rounds")
+    stages = [_stages(one) for one in stats]
+    return {name: median(getattr(one, name) for one in stats) for name in names} | {
+        "stages": {name: median(one[name] for one in stages) for name in stages[0]},
+        "prefill": median(1000 * one.seconds_prefill for one in stats),
+    }
+
+
+def _stages(stats: Stats) -> dict[str, float]:
+    """Milliseconds per round. On an accelerator work is queued: the stage that waits for it pays."""
+    names = {"draft": "propose", "verify": "verify", "accept": "accept", "commit": "commit"}
+    spent = {name: getattr(stats, f"seconds_{field}") for name, field in names.items()}
+    spent["other"] = stats.seconds - stats.seconds_prefill - sum(spent.values())
+    return {name: 1000 * seconds / stats.rounds for name, seconds in spent.items()}
+
+
+@dataclass
+class Report:
+    """Everything that was measured, where, and what could not be.
+
+    Attributes:
+        config: what was asked. machine: where it ran; versions. unavailable: setting -> reason, by case.
+        complete: False when it was interrupted.
+    """
+
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    lines: list[Line] = field(default_factory=list)
+    unavailable: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    def tables(self) -> dict[tuple[str, float], list[Line]]:
+        """The lines by layout and temperature, in the order measured."""
+        tables: dict[tuple[str, float], list[Line]] = {}
+        for one in self.lines:
+            tables.setdefault(one.case, []).append(one)
+        return tables
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"format": FORMAT} | asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Report:
+        """The inverse of `to_dict`, also after JSON. Raises ValueError for another format."""
+        data = dict(data)
+        if data.pop("format", None) != FORMAT:
+            raise ValueError(f"not a results file of format {FORMAT}")
+        return Report(**data | {"lines": [_line_from(one) for one in data["lines"]]})
+
+
+def _line_from(data: dict[str, Any]) -> Line:
+    spreads = {name: Spread(*data[name]) for name in ("tokens_per_second", "speedup")}
+    identity = Checked(**data["identity"]) if data["identity"] else None
+    return Line(**data | spreads | {"identity": identity})

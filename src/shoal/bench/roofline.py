@@ -1,0 +1,97 @@
+"""What a machine can do, measured, and what share of it a run used.
+
+Counted is what the models must do, not what was done for padding: two operations per parameter and position, four per attended
+token, layer and channel; weights once per pass, the context's keys and values once per row and pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+from shoal.api import Shoal
+from shoal.bench.work import Run, Work
+from shoal.runner import Runner
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured: operations per second of a large matrix product, bytes per second of a large copy (read and written)."""
+
+    flops: float
+    bytes: float
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measures both; a quiet machine repeats them, a busy one does not."""
+    on_cpu = device.type == "cpu"
+    size, count = (1024, 2**25) if on_cpu else (8192, 2**30)
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    source = torch.zeros(count, dtype=torch.uint8, device=device)
+    return Ceilings(
+        2 * size**3 / _seconds("a @ b", a=a, b=b),
+        2 * count / _seconds("target.copy_(source)", source=source, target=torch.empty_like(source)),
+    )
+
+
+def _seconds(statement: str, **names: torch.Tensor) -> float:
+    timer = Timer(statement, globals=dict(names), num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=0.3).median)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a model's passes cost.
+
+    Attributes:
+        flops: per position. attention_flops: per position and token attended to.
+        weights: bytes per pass. kv: bytes per token attended to.
+    """
+
+    flops: float
+    attention_flops: float
+    weights: float
+    kv: float
+
+    @staticmethod
+    def of(runner: Runner) -> Load | None:
+        """None for mixtures of experts, whose positions do not use all parameters."""
+        config = runner.hf.config.get_text_config()
+        if getattr(config, "num_experts_per_tok", None):
+            return None
+        head, embedding = runner.hf.get_output_embeddings().weight, runner.hf.get_input_embeddings().weight
+        looked_up = 0 if head is embedding else embedding.numel()
+        used = sum(parameter.numel() for parameter in runner.hf.parameters()) - looked_up
+        channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * channels
+        unread = looked_up * embedding.element_size()
+        return Load(2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.cache_bytes(1, 1)))
+
+    def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
+        """(operations, bytes) of passes over so many positions; `rows`: rows times passes."""
+        return positions * (self.flops + self.attention_flops * context), passes * self.weights + rows * context * self.kv
+
+
+def shares(pair: Shoal, work: Work, run: Run, limit: Ceilings) -> tuple[float, float] | None:
+    """(share of the operations, share of the bytes) per second that the machine can do; None where they are not counted.
+
+    The drafter is counted with a position per drafted token: catching up after a full acceptance is left out.
+    """
+    stats, target = run.stats, Load.of(pair.target)
+    if stats is None or target is None:
+        return None
+    context = sum(map(len, work.rows)) / len(work.rows) + run.committed / len(work.rows) / 2
+    prompt = stats.prefill_tokens
+    flops, moved = target.done(
+        stats.target_passes + stats.prefills, stats.row_rounds + stats.drafted, stats.row_rounds, context
+    )
+    flops += prompt * target.flops
+    drafter = Load.of(pair.draft_model) if pair.draft_model is not None and stats.draft_passes else None
+    if drafter is not None:
+        more_flops, more_moved = drafter.done(
+            stats.draft_passes + stats.prefills, stats.drafted + prompt, stats.drafted, context
+        )
+        flops, moved = flops + more_flops, moved + more_moved
+    return flops / run.seconds / limit.flops, moved / run.seconds / limit.bytes

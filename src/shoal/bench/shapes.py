@@ -1,0 +1,79 @@
+"""Pairs of published shapes with random weights, made on the device: for timing, where weights do not matter.
+
+Layers, widths and vocabularies are those of BASS's pairs (Qian et al. 2024); the layers are Llama's, so the width of the MLP is set
+by the published number of parameters. Every head has its own keys and values, as in those models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from shoal import models
+from shoal.api import Shoal
+from shoal.errors import RequestError
+from shoal.runner import Runner
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: width of the residual stream, of the MLP; `tied`: one matrix embeds and predicts."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    tied: bool = True
+
+    def config(self) -> Any:
+        """For Transformers; no token ends a row."""
+        return transformers.LlamaConfig(
+            num_hidden_layers=self.layers, hidden_size=self.width, num_attention_heads=self.heads,
+            num_key_value_heads=self.heads, intermediate_size=self.mlp, vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied, max_position_embeddings=16384,
+            bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+
+
+SHAPES: dict[str, tuple[Shape, Shape]] = {
+    "7.8b/310m": (Shape(32, 4096, 32, 13824, 51200), Shape(4, 2048, 16, 5632, 51200)),
+    "16b/350m": (Shape(34, 6144, 24, 16384, 51200, tied=False), Shape(20, 1024, 16, 2736, 51200, tied=False)),
+    "13b/125m": (Shape(40, 5120, 40, 13656, 50272), Shape(12, 768, 12, 2048, 50272)),
+    "tiny": (Shape(3, 64, 4, 128, 512), Shape(1, 32, 4, 64, 512)),
+}
+"""Target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
+
+
+def shaped_pair(name: str, *, dtype: str, device: str, max_batch: int, seed: int = 0, attention: str = "auto") -> Shoal:
+    """A pair of that shape, never on disk; "auto" is bfloat16 on an accelerator.
+
+    Raises:
+        RequestError: for an unknown shape.
+    """
+    if name not in SHAPES:
+        raise RequestError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}")
+    place = models.resolve_device(device)
+    if dtype == "auto":
+        dtype = "float32" if place.type == "cpu" else "bfloat16"
+    number = models.DTYPES[dtype]
+    target, drafter = (
+        models.wrap(_random(shape.config(), number, place, seed + i), f"{name} {role}, random weights", attention)
+        for i, (role, shape) in enumerate(zip(("target", "drafter"), SHAPES[name], strict=True))
+    )
+    return Shoal(target, drafter, max_batch=max_batch)
+
+
+def hopeless(drafter: Runner, seed: int = 0) -> Runner:
+    """A drafter of the same config that knows nothing: its cost without its use."""
+    hf = _random(drafter.hf.config, drafter.dtype, drafter.device, seed)
+    return models.wrap(hf, f"{drafter.name}, random weights", drafter.attention)
+
+
+def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

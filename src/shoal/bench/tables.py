@@ -1,0 +1,134 @@
+"""A report as tables for a terminal of 110 columns; the same as Markdown for the pages of docs/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shoal.bench.report import Line, Report, Spread
+
+WIDTH = 110
+Column = tuple[str, Callable[[Line], str]]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _range(spread: Spread) -> str:
+    return f"{spread.low:.2f}..{spread.high:.2f}"
+
+
+def _identity(one: Line) -> str:
+    """Rows equal to plain greedy decoding; in 16 bit with the control that batching alone gives."""
+    if one.identity is None:
+        return ""
+    shown = f"{one.identity.same}/{one.identity.rows}"
+    if one.identity.control_rows is None:
+        return shown
+    return f"{shown} ({one.identity.control_same}/{one.identity.control_rows})"
+
+
+SPEED: tuple[Column, ...] = (
+    ("batch", lambda one: str(one.batch)),
+    ("setting", lambda one: one.label),
+    ("tokens/s", lambda one: f"{one.tokens_per_second.median:.0f}"),
+    ("v plain", lambda one: f"{one.speedup.median:.2f}x"),
+    ("min..max", lambda one: _range(one.speedup)),
+    ("ms/token first", lambda one: f"{one.ms_first:.2f}"),
+    ("mean", lambda one: f"{one.ms_mean:.2f}"),
+    ("last", lambda one: f"{one.ms_last:.2f}"),
+    ("accept. length", lambda one: _figure(one.acceptance_length, ".2f")),
+    ("greedy same", _identity),
+)
+WORK: tuple[Column, ...] = (
+    ("batch", lambda one: str(one.batch)),
+    ("setting", lambda one: one.label),
+    ("drafted", lambda one: _figure(one.drafted, ".0f")),
+    ("accepted", lambda one: _figure(one.accepted, ".0f")),
+    *((name, lambda one, name=name: _figure(one.stages.get(name), ".2f")) for name in
+      ("draft", "verify", "accept", "commit", "other")),
+    ("FLOPs", lambda one: _figure(one.flop_share, ".1%")),
+    ("bytes", lambda one: _figure(one.byte_share, ".1%")),
+    ("peak MiB", lambda one: _figure(one.peak_bytes and one.peak_bytes / 2**20, ".0f")),
+)  # fmt: skip
+
+
+def heading(report: Report, lines: Sequence[Line]) -> str:
+    """What a table is about, in a line."""
+    config, one = report.config, lines[0]
+    layout = {"different": "all prompts different", "same": "all rows from one prompt"}.get(
+        one.layout, f"groups of {config['n']}"
+    )
+    text = f"{layout}, T={one.temperature:g}, {config['max_new_tokens']} new tokens, {config['dtype']}"
+    if config["acceptance"] is not None:
+        text += f", IMPOSED acceptance {config['acceptance']:g}"
+    return text
+
+
+def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[Line]]]:
+    """(title, columns, lines) of every table: speed, then where the time goes, per layout and temperature."""
+    for lines in report.tables().values():
+        title = heading(report, lines)
+        yield f"Speed: {title}", SPEED, lines
+        yield f"Work: {title}; ms per round by stage, share of measured ceilings", WORK, lines
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints everything; `console` should be `WIDTH` columns wide."""
+    for title, columns, lines in tables(report):
+        console.print(title, style="bold", markup=False)
+        console.print(_table(columns, lines))
+        console.print()
+    for text in footer(report):
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _table(columns: Sequence[Column], lines: Sequence[Line]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=name == "setting")
+    for i, one in enumerate(lines):
+        ends = i + 1 < len(lines) and lines[i + 1].batch != one.batch
+        table.add_row(*(figure(one) for _, figure in columns), end_section=ends)
+    return table
+
+
+def footer(report: Report) -> Iterator[str]:
+    """What was not available, the machine, and whether it stayed the same."""
+    for reason, entries in _by_reason(report).items():
+        yield f"not available: {entries}: {reason}"
+    machine = report.machine
+    parts = [f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} ({machine['commit']})"]
+    parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}")
+    for when in ("before", "after"):
+        if limit := machine.get(f"ceilings_{when}"):
+            parts.append(f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s")
+    yield "; ".join(parts)
+    if not report.complete:
+        yield "interrupted: the last lines rest on fewer repeats, or are missing"
+
+
+def _by_reason(report: Report) -> dict[str, str]:
+    found: dict[str, dict[str, list[int]]] = {}
+    for entry in report.unavailable:
+        batches = found.setdefault(entry["reason"], {}).setdefault(entry["setting"], [])
+        if entry["batch"] not in batches:
+            batches.append(entry["batch"])
+    return {
+        reason: ", ".join(f"{name} (batch {', '.join(map(str, batches))})" for name, batches in settings.items())
+        for reason, settings in found.items()
+    }
+
+
+def markdown(report: Report) -> str:
+    """All tables as Markdown, for the pages of docs/."""
+    blocks = []
+    for title, columns, lines in tables(report):
+        rows = [[name for name, _ in columns], ["---"] * len(columns)]
+        rows += [[figure(one) for _, figure in columns] for one in lines]
+        blocks.append("\n".join([f"**{title}**", "", *("| " + " | ".join(row) + " |" for row in rows)]))
+    return "\n\n".join([*blocks, *footer(report)]) + "\n"

@@ -1,0 +1,147 @@
+"""The ways of decoding that are compared: shoal at a draft length, and Transformers' own on the very same model object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import CompileConfig, ContinuousBatchingConfig
+
+from shoal.api import Shoal
+from shoal.bench.work import Ids, Run, Work, timed
+from shoal.errors import RequestError
+from shoal.stats import Stats
+
+PLAIN = "off"
+PAGE = 256  # tokens of a page of Transformers' continuous batching
+
+
+@dataclass(frozen=True)
+class Way:
+    """A setting of the table.
+
+    Attributes:
+        name: as the user writes it. baseline: Transformers' own.
+        countable: its allocations can be counted on a CPU; not so where a compiler or another thread makes them.
+    """
+
+    name: str
+    run: Callable[[Work], Run]
+    baseline: bool = False
+    countable: bool = True
+
+
+def shoal_way(pair: Shoal, lookahead: str, rule: str = "rejection") -> Way:
+    """shoal at that draft length; "off" is plain batched decoding. rule: see `shoal.Speculation`."""
+
+    def run(work: Work) -> Run:
+        options: dict[str, Any] = {"temperature": work.temperature, "max_new_tokens": work.max_new_tokens, "eos": work.eos}
+        options["rule"] = "rejection"  # the seed is there for fresh luck, not for the same tokens again
+        with timed(pair.target.device) as watch:
+            result = pair.generate(work.prompts, work.n, lookahead=lookahead, seed=work.seed, **options)
+        samples = [sample for output in result for sample in output.samples]
+        ended = tuple(sample.finished_at for sample in samples)
+        return Run(watch.seconds, ended, tuple(sample.token_ids for sample in samples), result.stats)
+
+    return Way(lookahead, run)
+
+
+def baseline_way(pair: Shoal, name: str) -> Way:
+    """One of `BASELINES`. Raises RequestError for another name."""
+    if name not in BASELINES:
+        raise RequestError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
+    return Way(name, lambda work: BASELINES[name](pair, work), baseline=True, countable=name in ("hf", "hf-assisted"))
+
+
+def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
+    """`generate` on all rows at once, prompts padded on the left; the user has a row when all are done."""
+    rows, hf = work.rows, pair.target.hf
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=hf.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=hf.device)
+    torch.manual_seed(work.seed)
+    with timed(hf.device) as watch:
+        out = hf.generate(ids, attention_mask=mask, **_controls(work), **options)
+    ends = _ends(out[:, width:].tolist(), work.eos)
+    steps, committed = out.shape[1] - width, sum(map(len, ends))
+    stats = Stats(
+        rounds=steps, target_passes=steps, prefills=len(rows), prefill_tokens=sum(map(len, rows)), row_rounds=committed,
+        committed=committed, seconds=watch.seconds,
+    )  # fmt: skip
+    return Run(watch.seconds, (watch.seconds,) * len(rows), ends, stats)
+
+
+def _static(pair: Shoal, work: Work) -> Run:
+    """The same with a static cache and the compiled forward pass; Transformers compiles on accelerators only unless told."""
+    on_cpu = pair.target.device.type == "cpu"
+    compiling = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
+    compiling._compile_all_devices = on_cpu
+    return _batched(pair, work, cache_implementation="static", compile_config=compiling)
+
+
+def _continuous(pair: Shoal, work: Work) -> Run:
+    """`generate_batch`; its start-up and shut-down are not counted, and its pool is no larger than the work needs."""
+    rows = work.rows
+    pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
+    pool = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=2 * pages + 2, max_batch_tokens=max(PAGE, sum(map(len, rows))), seed=work.seed
+    )
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # what fails is told below
+    controls = _controls(work)
+    config = GenerationConfig(**controls | {"eos_token_id": controls["eos_token_id"] or -1})
+    with timed(pair.target.device):
+        out = pair.target.hf.generate_batch(
+            [list(row) for row in rows], generation_config=config, continuous_batching_config=pool
+        )
+    outputs = list(out.values())
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors or len(outputs) < len(rows):
+        raise RuntimeError(f"{len(rows) - len(outputs) + len(errors)} of {len(rows)} rows failed: {errors[:1]}")
+    started = min(output.created_time for output in outputs)
+    ended = tuple(output.lifespan[1] - started for output in outputs)
+    return Run(max(ended), ended, _ends([output.generated_tokens for output in outputs], work.eos))
+
+
+def _assisted(pair: Shoal, work: Work) -> Run:
+    """`generate` with the drafter as `assistant_model`, which takes one row at a time."""
+    if pair.draft_model is None:
+        raise RequestError("there is no drafter to assist")
+    hf, ids, ended, seconds = pair.target.hf, [], [], 0.0
+    torch.manual_seed(work.seed)
+    for row in work.rows:
+        prompt = torch.tensor([row], device=hf.device)
+        with timed(hf.device) as watch:
+            out = hf.generate(
+                prompt, attention_mask=torch.ones_like(prompt), assistant_model=pair.draft_model.hf, **_controls(work)
+            )
+        seconds += watch.seconds
+        ended.append(seconds)
+        ids += out[:, len(row) :].tolist()
+    return Run(seconds, tuple(ended), _ends(ids, work.eos))
+
+
+BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {
+    "hf": _batched, "hf-static": _static, "hf-continuous": _continuous, "hf-assisted": _assisted,
+}  # fmt: skip
+
+
+def _controls(work: Work) -> dict[str, Any]:
+    """The same distribution and the same ends, in Transformers' words."""
+    sampling = {"temperature": work.temperature, "top_k": 0, "top_p": 1.0} if work.temperature else {}
+    return {
+        "do_sample": bool(work.temperature), **sampling, "max_new_tokens": work.max_new_tokens,
+        "eos_token_id": list(work.eos) or None, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def _ends(rows: Sequence[Sequence[int]], eos: Ids) -> tuple[Ids, ...]:
+    """Every row up to its first EOS, that included: what follows is padding."""
+    ends = []
+    for row in rows:
+        end = next((i for i, token in enumerate(row, 1) if token in eos), len(row))
+        ends.append(tuple(row[:end]))
+    return tuple(ends)

@@ -1,0 +1,136 @@
+"""What every way of decoding is asked to do, and what one run of it came to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from shoal.errors import RequestError
+from shoal.stats import Stats
+
+LAYOUTS = ("different", "same", "grouped")
+"""Rows of as many prompts; of one prompt; of groups with n rows each."""
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One group of lines of the table: `batch` rows, `samples` of each prompt."""
+
+    layout: str
+    temperature: float
+    batch: int
+    samples: int
+
+    @staticmethod
+    def of(layout: str, temperature: float, batch: int, n: int) -> Case:
+        """Raises RequestError for an unknown layout, or groups of n rows that do not fill the batch."""
+        if layout not in LAYOUTS:
+            raise RequestError(f"layout must be one of {', '.join(LAYOUTS)} or both, got {layout!r}")
+        samples = {"different": 1, "same": batch, "grouped": min(n, batch)}[layout]
+        if batch < 1 or samples < 1 or batch % samples:
+            raise RequestError(f"a batch of {batch} rows cannot be filled with groups of {samples}")
+        return Case(layout, temperature, batch, samples)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run's task: n samples of each prompt.
+
+    Attributes:
+        prompts: token ids. eos: ids that end a row; () lets every row run to `max_new_tokens`.
+    """
+
+    prompts: tuple[Ids, ...]
+    n: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    eos: Ids = ()
+
+    @property
+    def rows(self) -> list[Ids]:
+        """The prompt of every row, in order."""
+        return [prompt for prompt in self.prompts for _ in range(self.n)]
+
+    def greedy(self) -> Work:
+        """The same, decoded greedily."""
+        return replace(self, temperature=0.0)
+
+    def by_prompt(self, ids: Sequence[Ids]) -> list[Sequence[Ids]]:
+        """What the rows became, grouped by prompt."""
+        return [ids[i : i + self.n] for i in range(0, len(ids), self.n)]
+
+
+def work_of(case: Case, pool: Sequence[Ids], repeat: int, *, max_new_tokens: int, seed: int = 0, eos: Ids = ()) -> Work:
+    """The task of one repeat: each takes the next prompts of the pool and a seed of its own."""
+    count = case.batch // case.samples
+    if count > len(pool):
+        raise RequestError(f"{count} different prompts are needed for {case.batch} rows, and {len(pool)} were given")
+    prompts = tuple(pool[(repeat * count + i) % len(pool)] for i in range(count))
+    return Work(prompts, case.samples, case.temperature, max_new_tokens, seed + 1000 * repeat, eos)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run came to.
+
+    Attributes:
+        seconds: from submission until everything was there. ended: the same for every row.
+        ids: tokens of every row up to its end, EOS included. stats: what is known of passes and positions.
+    """
+
+    seconds: float
+    ended: tuple[float, ...]
+    ids: tuple[Ids, ...]
+    stats: Stats | None = None
+
+    @property
+    def committed(self) -> int:
+        """Tokens over all rows, each counted up to its end."""
+        return sum(map(len, self.ids))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.committed / self.seconds
+
+    @property
+    def row_ms(self) -> tuple[float, float, float]:
+        """Milliseconds per token of the row that ended first, of the mean row, of the row that ended last."""
+        order = sorted(range(len(self.ids)), key=lambda row: self.ended[row])
+        times = [1000 * self.ended[row] / max(1, len(self.ids[row])) for row in order]
+        return times[0], fmean(times), times[-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, without the tokens themselves."""
+        counts = self.stats.to_dict() if self.stats else None
+        return {"seconds": self.seconds, "ended": list(self.ended), "tokens": list(map(len, self.ids)), "stats": counts}
+
+
+class Stopwatch:
+    """Seconds, set when the `timed` block is left."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed(device: torch.device) -> Iterator[Stopwatch]:
+    """Wall clock of a block, with the device's queue empty at both ends."""
+    watch = Stopwatch()
+    _synchronise(device)
+    started = time.perf_counter()
+    yield watch
+    _synchronise(device)
+    watch.seconds = time.perf_counter() - started
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -27,8 +27,8 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models selfcheck runner distributions history truncation attention cache static",
-    "words": "request schedule config errors stats noise ranking",
+    "base": "round outputs models selfcheck strict quantize linears runner distributions history truncation attention cache static",
+    "words": "request schedule sharing config errors stats noise ranking",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -43,15 +43,18 @@ MAY_IMPORT = {
 
 # ... but for these.
 WITHIN = {
-    "models": "selfcheck runner attention cache",
+    "models": "selfcheck strict quantize linears runner attention cache",
+    "strict": "runner attention",
+    "quantize": "linears",
     "selfcheck": "runner",
     "runner": "attention cache static",
     "static": "attention cache distributions truncation",
     "attention": "cache",
     "distributions": "history truncation",
     "ranking": "request",
-    "request": "config errors stats ranking",
+    "request": "config errors stats ranking sharing",
     "schedule": "request",
+    "sharing": "errors",
     "config": "errors",
     "stats": "errors",
     "noise": "errors",
@@ -64,9 +67,10 @@ RESERVED = {
     "rich": "cli train bench",
     "matplotlib": "bench",
     "triton": "attention",
+    "torchao": "quantize",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
-DEFERRED = ("matplotlib", "triton", "shoal.attention.kernels")
+DEFERRED = ("matplotlib", "triton", "torchao", "shoal.attention.kernels")
 TORCH_FREE = f"{PLACES['words']} scheduler"  # pure Python: tested and reasoned about without a tensor
 
 

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
+from transformers.activations import ACT2CLS
+from transformers.pytorch_utils import Conv1D
 
+from shoal import linears
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
+from shoal.quantize import Int8Linear, quantized
 from shoal.runner import Runner
 from shoal.selfcheck import self_check
+from shoal.strict import make_strict
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -25,6 +31,8 @@ REFUSED = {
     "gpt_neo": "its local layers slice keys at an offset common to all rows",
 }
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
+ROWWISE = {nn.Linear, Conv1D, Int8Linear, *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values())}
+"""Layers that work on one token at a time: linear ones and activations."""
 VOCABULARY_PADDING = 512
 """Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
 
@@ -85,29 +93,39 @@ def _context(config: Any) -> int:
     return context
 
 
-def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True) -> Runner:
+def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False) -> Runner:
     """A runner around a Transformers model object, checked.
 
+    Args:
+        strict: passes whose bits do not depend on what else is in them (`shoal.strict`).
+
     Raises:
-        RequestError: if the model is in training mode. UnsupportedModel: see `capabilities` and `selfcheck`.
+        RequestError: if the model is in training mode, or strict on an accelerator or with another attention.
+        UnsupportedModel: see `capabilities`, `selfcheck` and `strict`.
     """
     if hf.training:
         raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
     door, context = capabilities(hf, name)
-    runner = Runner(hf, name, door, context, attention)
+    if strict and (hf.device.type != "cpu" or attention not in ("auto", "strict")):
+        raise RequestError(f"strict works on a CPU with attention 'auto', got {attention!r} on {hf.device}")
+    if strict and door != "interface":
+        raise UnsupportedModel(f"{name} cannot be strict: it attends by its own code")
+    runner = Runner(hf, name, door, context, "strict" if strict else attention)
     if checked:
         self_check(runner)
-    return runner
+    return make_strict(runner, ROWWISE) if strict else runner
 
 
 def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
-    attention: str = "auto", trust_remote_code: bool = False, local_files_only: bool = False,
+    attention: str = "auto", quantize: str = "off", strict: bool = False, trust_remote_code: bool = False,
+    local_files_only: bool = False,
 ) -> Runner:  # fmt: skip
     """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
 
     Args:
-        dtype: "auto" is float32 on a CPU, where exactness is cheap, and the checkpoint's own on an accelerator.
+        dtype: "auto" is the checkpoint's own on an accelerator; on a CPU float32, where exactness is cheap, unless bfloat16 is
+            measured to be clearly faster. quantize: a format of `shoal.quantize`. strict: see `wrap`.
 
     Raises:
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
@@ -115,7 +133,7 @@ def load_runner(
     """
     place = resolve_device(device)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    kind = resolve_dtype(dtype, place)
+    kind, why = resolve_dtype(dtype, place), "as asked"
     config = _from(source, transformers.AutoConfig, **hub)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
@@ -125,13 +143,19 @@ def load_runner(
         raise UnsupportedModel(
             f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
         )
+    if dtype == "auto":
+        kind, why = linears.number_format(config.get_text_config()) if place.type == "cpu" else (kind, "the checkpoint's own")
     hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **hub)
     _check_complete(source, found["missing_keys"])
     try:
         hf = hf.to(place).eval()
     except RuntimeError as error:
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
-    return wrap(hf, str(source), attention)
+    order = linears.lay_out(hf)
+    hf, how = quantized(hf, quantize)
+    runner = wrap(hf, str(source), attention, strict=strict)
+    runner.notes |= {"dtype": why, "quantize": how, "weights": order}
+    return runner
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:

@@ -24,9 +24,11 @@ from shoal.cli.options import (
     LocalOption,
     ModelOption,
     NewTokensOption,
+    QuantizeOption,
     RevisionOption,
     SamplesOption,
     Source,
+    StrictOption,
     TrustOption,
 )
 from shoal.cli.views import Status, stdout
@@ -61,6 +63,8 @@ def check(
         int, typer.Option("--k", "-k", min=1, help="Draft length at which acceptance is measured.", rich_help_panel=SPEED)
     ] = 4,
     attention: AttentionOption = "auto",
+    quantize: QuantizeOption = "auto",
+    strict: StrictOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each draft length.", rich_help_panel=SPEED)] = 3,
     json_output: JsonOption = False,
 ) -> int:
@@ -71,8 +75,9 @@ def check(
     if prompt and not all(prompt):
         raise RequestError("a prompt is empty; it must hold at least one character")
     source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only
-    )
+        model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only,
+        quantize=quantize, strict=strict,
+    )  # fmt: skip
     console = stdout()
     findings = []
     with Status() as status:

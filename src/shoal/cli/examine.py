@@ -119,7 +119,9 @@ def _advice(error: Exception) -> str:
 
 def _size(runner: Runner) -> str:
     count = sum(parameter.numel() for parameter in runner.hf.parameters())
-    return f"{display_name(runner)}: {_count(count)} parameters, {dtype_name(runner)} on {runner.device}"
+    size = f"{display_name(runner)}: {_count(count)} parameters, {dtype_name(runner)} on {runner.device}"
+    chosen = [f"{subject}: {found}" for subject, found in runner.notes.items() if subject != "dtype" and found != "off"]
+    return "; ".join([size, *chosen])
 
 
 def _count(number: int) -> str:
@@ -170,7 +172,8 @@ def number_format(runner: Runner) -> Finding:
 
     name = dtype_name(runner)
     if runner.device.type != "cpu" or runner.dtype == torch.float32:
-        return Finding("dtype", "ok", f"{name} on {runner.device}", data={"dtype": name})
+        figure = runner.notes.get("dtype", "as asked")
+        return Finding("dtype", "ok", f"{name} on {runner.device}" if figure == "as asked" else figure, data={"dtype": name})
     own, single = _product_ms(runner.dtype), _product_ms(torch.float32)
     data = {"dtype": name, "ms": own, "float32_ms": single}
     figure = f"a {MATRIX}x{MATRIX} product takes {own:.2f} ms in {name}, {single:.2f} ms in float32"

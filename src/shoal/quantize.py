@@ -1,0 +1,143 @@
+"""Weights in 8 bits: a copy of a model whose linear layers hold int8 (CPU, CUDA) or fp8 (CUDA) and all else is shared.
+
+A quantised *target* is another model: what is lossless is so with respect to it. A quantised *drafter* proposes a little less well,
+and costs no exactness at all. Activations are scaled per token, so that rows do not influence each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import linears
+from shoal.errors import RequestError
+
+FORMATS = ("auto", "off", "int8", "fp8")
+ROLES = ("target", "draft")
+ROWS = 8
+"""Tokens of the pass by which `auto` decides."""
+
+
+class Int8Linear(nn.Module):
+    """y = x Wᵀ + b with int8 weights, one scale per output, and activations rounded to int8, one scale per token.
+
+    Attributes:
+        weight: [out, in] int8. scales: [out], in the dtype of the model. bias: [out] or None.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        wide = layer.weight.detach().float()
+        scales = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
+        self.weight = nn.Parameter((wide / scales[:, None]).round().to(torch.int8).contiguous(), requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of `x`."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+        whole = torch._int_mm((rows / scales).round().to(torch.int8), self.weight.t())
+        out = whole.float().mul_(scales).mul_(self.scales).to(x.dtype).view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+def parse(text: str | Mapping[str, str]) -> dict[str, str]:
+    """Formats by role: "target=int8,draft=int8", "off" (both), or a mapping; the default is target=off, draft=auto.
+
+    Raises:
+        RequestError: an unknown role or format, or "auto" for the target, whose meaning nobody but the user may change.
+    """
+    formats = {"target": "off", "draft": "auto"}
+    if text == "off":
+        formats["draft"] = "off"
+    elif isinstance(text, str) and text != "auto":
+        parts = (part.partition("=") for part in text.split(","))
+        formats |= {role.strip(): form.strip() for role, _, form in parts}
+    elif isinstance(text, Mapping):
+        formats |= text
+    if not formats.keys() <= set(ROLES) or not set(formats.values()) <= set(FORMATS) or formats["target"] == "auto":
+        raise RequestError(
+            f"quantize must be auto, off, or target=FORMAT,draft=FORMAT with int8, fp8, off or (drafter only) auto, got {text!r}"
+        )
+    return formats
+
+
+def quantized(hf: Any, form: str) -> tuple[Any, str]:
+    """A copy of a Transformers model with 8-bit linear layers, or the model itself if `form` says so; and what was done.
+
+    Args:
+        form: "int8", "fp8", "off", or "auto": int8 on a CPU where its linear layers are measured to be faster so.
+
+    Raises:
+        RequestError: a format that this device cannot compute.
+    """
+    if form == "off":
+        return hf, "off"
+    if form == "auto":
+        if hf.device.type != "cpu":
+            return hf, "off: auto is for drafters on a CPU"
+        plain, eighth = _measured(hf)
+        took = f"linear layers on {ROWS} tokens take {1000 * plain:.2f} ms as they are, {1000 * eighth:.2f} ms in int8"
+        if eighth * linears.GAIN >= plain:
+            return hf, f"off: {took}"
+        return _int8_copy(hf), f"int8: {took}"
+    if hf.device.type == "cpu":
+        if form != "int8":
+            raise RequestError(f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a CPU take int8")
+        return _int8_copy(hf), "int8"
+    return _with_torchao(hf, form), form
+
+
+def _copy(hf: Any) -> Any:
+    """The same modules anew around the same tensors: replacing layers of it leaves the owner's model as it is."""
+    tensors = [*hf.parameters(), *hf.buffers()]
+    return copy.deepcopy(hf, {id(tensor): tensor for tensor in tensors})
+
+
+def _int8_copy(hf: Any) -> Any:
+    ours = _copy(hf)
+    for parent in list(ours.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, Int8Linear(child))
+    return ours.eval()
+
+
+@torch.inference_mode()
+def _measured(hf: Any) -> tuple[float, float]:
+    """Seconds that the linear layers take on ROWS tokens: as they are, and in int8."""
+    times: dict[linears.Shape, tuple[float, float]] = {}
+    plain = eighth = 0.0
+    for layer in (module for module in hf.modules() if type(module) is nn.Linear):
+        shape = (layer.in_features, layer.out_features)
+        if shape not in times:
+            x = torch.ones(ROWS, layer.in_features, dtype=layer.weight.dtype)
+            eight = Int8Linear(layer)
+            times[shape] = linears.best(lambda: layer(x)), linears.best(lambda: eight(x))  # noqa: B023
+        plain, eighth = plain + times[shape][0], eighth + times[shape][1]
+    return plain, eighth
+
+
+def _with_torchao(hf: Any, form: str) -> Any:
+    """On CUDA: torchao's kernels. Weight-only int8, whose time is that of reading the weights; fp8 weights and activations."""
+    if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
+        raise RequestError(f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8")
+    try:
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            Int8WeightOnlyConfig,
+            PerRow,
+            quantize_,
+        )
+    except ImportError as error:
+        raise RequestError("quantize on CUDA needs torchao: pip install 'shoal[quantize]'") from error
+    config = Int8WeightOnlyConfig() if form == "int8" else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    ours = _copy(hf)
+    quantize_(ours, config)
+    return ours

@@ -103,11 +103,8 @@ def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool
     """A controller that knows these prices and has seen this acceptance at every position."""
     knowledge = Knowledge(packed)
     knowledge.verify, knowledge.draft = Priced(verify), Priced({1: draft, 64: draft})
-    for _ in range(400):
-        hits = np.random.default_rng(0).random(16) < acceptance
-        for place in range(16):
-            knowledge.acceptance._positions.add(np.array([place]), np.array([float(hits[place])]))
-    knowledge.acceptance._positions._hits = knowledge.acceptance._positions._trials * acceptance
+    seen = knowledge.acceptance._positions
+    seen._trials[:], seen._hits[:] = 50.0, 50.0 * acceptance
     return Auto(knowledge)
 
 
@@ -218,6 +215,7 @@ class Spy:
     confidence after the second, which that draft's own luck has shaped."""
 
     limit = 3
+    hopeful = True
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -259,6 +257,16 @@ def test_no_drafter_work_where_it_does_not_pay() -> None:
     engine, _ = run(Auto(knowledge), samples=200)
     assert (engine.stats.draft_passes, engine.stats.drafted) == (0, 0)
     assert engine.stats.acceptance_length == 1.0
+
+
+def test_a_drafter_known_to_be_hopeless_is_not_even_given_the_prompts() -> None:
+    controller = auto({1: 1.0, 600: 60.0}, 0.2, 0.01)
+    assert not controller.hopeful
+    engine, _ = run(controller, samples=20)
+    assert engine.models == [engine.target]
+    controller.known.idle_seconds = 1e9
+    assert controller.hopeful
+    assert auto(FLAT, 0.2, 0.5).hopeful
 
 
 def test_the_heuristic_grows_by_two_and_shrinks_by_one() -> None:

@@ -42,10 +42,12 @@ class Controller(Protocol):
             must then be new in every round, see `shoal.request.Row.noise`.
         goes_on: None, or asked before each draft position is drawn: which rows go on, given the drafter's highest
             probability there, one per row.
+        hopeful: False if a run that starts now may do without the drafter altogether, prompts included.
     """
 
     limit: int
     adaptive: bool
+    hopeful: bool
     goes_on: Callable[[Sequence[float]], Sequence[bool]] | None
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:

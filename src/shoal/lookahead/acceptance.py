@@ -61,6 +61,11 @@ class Acceptance:
         self._confidences = Frequencies(middles, self.TRUST)
         self._rows: dict[Hashable, float] = {}
 
+    @property
+    def mean(self) -> float:
+        """Over all positions and rows."""
+        return self._positions.mean
+
     def by_position(self, rows: Sequence[Hashable]) -> Array:
         """[rows, limit]: conditional acceptance at each draft position of each row."""
         return _shifted(self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None])

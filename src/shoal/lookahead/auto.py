@@ -22,6 +22,10 @@ LIMIT = 16
 """Longest draft: the survival of even a good drafter's next token is small beyond."""
 OPENING = 4
 """Draft length of the very first round, when no price is known."""
+HOPELESS = 0.1
+"""Acceptance below which not even the prompts are fed to the drafter."""
+TRIAL_ROWS = 16
+"""Rows to reckon with before a run is known."""
 TRIAL_SHARE = 0.005
 """Share of the time that goes into asking again whether a hopeless drafter has become useful."""
 
@@ -59,6 +63,12 @@ class Auto:
         self._rate = self._position_price = self._step_price = 0.0
         self._survival = np.ones(0)
         self._rows: Sequence[int] = ()
+
+    @property
+    def hopeful(self) -> bool:
+        """False for a pair known to be hopeless, until it is time to ask again."""
+        known = self.known
+        return not known.verify.known or known.acceptance.mean >= HOPELESS or self._trial_is_due(TRIAL_ROWS)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -30,6 +30,7 @@ class Uniform:
 
     adaptive = False
     goes_on = None
+    hopeful = True
 
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead

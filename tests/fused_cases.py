@@ -2,7 +2,7 @@
 
 Not collected by itself: `test_fused.py` runs this file in a process of its own, because TRITON_INTERPRET=1 must be set before
 Triton is imported, and `benchmarks/gpu/run.sh` runs it on CUDA. In the interpreter a program of the grid takes tens of
-milliseconds, so cases there are small.
+milliseconds, on a GPU every new shape is compiled for seconds; hence small cases, and few.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
-@settings(max_examples=20 if INTERPRETED else 300)
+@settings(max_examples=20)
 @given(cases())
 def test_the_kernel_is_the_definition(case: Case) -> None:
     assert excess(case) <= 1
@@ -322,6 +322,7 @@ WEAK = Case(
 )
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MUTANTS[name]

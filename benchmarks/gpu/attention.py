@@ -1,0 +1,129 @@
+"""Attention alone: the fused kernel against PAD and SPLIT on Transformers' shapes, its errors first.
+
+Each line is one layer's attention of a ragged pass: rows at lengths spread between half the context and all of it, q new tokens
+each. Times are of the device, its cache cold; where launching takes the host longer than that, it shows. Bandwidth counts the keys
+and values of each row's real length once, a shared prompt once for all rows.
+
+Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/attention.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from common import arguments, deliver, device_or_exit
+from shoal.attention import METHODS, Problem
+from shoal.attention.reference import reference
+from shoal.bench.roofline import ceilings
+from shoal.cache import Plan
+from shoal.cache.plan import Prefix
+
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's pass. context: tokens of the longest row before it; shared: how many of them all rows have in one store."""
+
+    rows: int
+    q: int
+    heads: int
+    kv_heads: int
+    dim: int
+    context: int
+    shared: int = 0
+
+    def __str__(self) -> str:
+        shared = f", {self.shared} shared" if self.shared else ""
+        return f"{self.rows} x {self.q} over {self.context}{shared}; {self.heads}/{self.kv_heads} heads of {self.dim}"
+
+
+SHAPES = {
+    "cuda": [
+        Shape(8, 1, 32, 32, 128, 1024),  # the 7.8B target of BASS, plain
+        Shape(8, 7, 32, 32, 128, 1024),  # ... and verifying
+        Shape(8, 7, 32, 8, 128, 1024),
+        Shape(1, 7, 32, 8, 128, 16384),
+        Shape(64, 1, 32, 8, 128, 2048),
+        Shape(16, 5, 32, 8, 128, 8192, shared=8000),
+    ],
+    "cpu": [Shape(2, 2, 4, 2, 16, 40), Shape(2, 2, 4, 2, 16, 40, shared=20)],
+}
+
+
+def problem_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random tensors; the tails of rows are views of a slot store, as in a run."""
+    spread = torch.linspace(0.5, 1, shape.rows) if shape.rows > 1 else torch.ones(1)
+    starts = [shape.shared + int((shape.context - shape.shared) * share) for share in spread.tolist()]
+    prefixes = [Prefix(0, shape.shared)] * shape.rows if shape.shared else None
+    plan = Plan(range(shape.rows), starts, [shape.q] * shape.rows, device, prefixes=prefixes)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=dtype, device=device)
+
+    query = random(shape.rows, shape.q, shape.heads, shape.dim).transpose(1, 2)
+    key, value = (random(shape.rows, plan.kv, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
+    shared = [random(shape.shared, shape.kv_heads, shape.dim) for _ in range(2)] if shape.shared else [None, None]
+    return Problem(query, key, value, plan, shape.dim**-0.5, None, None, None, *shared)
+
+
+def read_bytes(problem: Problem) -> int:
+    """Keys and values there are: each row's own, and the shared prompt once."""
+    tokens = sum(problem.plan.tails) + max(problem.plan.offsets)
+    return tokens * problem.key.shape[1] * (problem.key.shape[-1] + problem.value.shape[-1]) * problem.key.element_size()
+
+
+def exact(problem: Problem) -> Tensor:
+    """The definition in float64."""
+    names = ("query", "key", "value", "shared_key", "shared_value")
+    tensors = {name: getattr(problem, name) for name in names}
+    return reference(replace(problem, **{name: t.double() for name, t in tensors.items() if t is not None}))
+
+
+def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    """Median seconds of one call on the device."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(call, return_mode="median")) / 1000
+    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.05).median)
+
+
+def measured(shape: Shape, methods: Sequence[str], device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+    """A line for each method; ArithmeticError where the kernel is off by more than four times what plain attention is."""
+    problem = problem_of(shape, DTYPES[device.type], device)
+    truth = exact(problem)
+    lines = []
+    for method in methods:
+        call = METHODS[method]
+        error = float((call(problem).double() - truth).abs().max())
+        taken = seconds(lambda call=call: call(problem), device)  # type: ignore[misc]
+        share = read_bytes(problem) / taken / bandwidth
+        lines.append(
+            {"shape": str(shape), "attention": method, "microseconds": 1e6 * taken, "of bandwidth": share, "error": error}
+        )
+    errors = {line["attention"]: line["error"] for line in lines}
+    if "fused" in errors and not errors["fused"] <= 4 * errors["pad"]:
+        raise ArithmeticError(f"fused is off by {errors['fused']:.3g} where pad is off by {errors['pad']:.3g}: {shape}")
+    return lines
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    device = device_or_exit(options.device)
+    methods = ["pad", "split", "fused"] if device.type == "cuda" else ["pad", "split"]
+    bandwidth = ceilings(device, DTYPES[device.type]).bytes
+    lines = [line for shape in SHAPES[device.type] for line in measured(shape, methods, device, bandwidth)]
+    title = f"attention of one layer, {DTYPES[device.type]}; a copy moves {bandwidth / 1e9:.0f} GB/s"
+    deliver(title, list(lines[0]), lines, device, options.results, "attention")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What the GPU measurements share: the device or a clear refusal, results as a table and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shoal.bench.machine import machine
+
+NO_DEVICE = 3
+"""Exit code where there is no such device."""
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--device", default="cuda", help="cpu tries the script itself out; its times say nothing (default: cuda)"
+    )
+    parser.add_argument("--results", type=Path, help="directory for a JSON file named by date and device")
+    return parser
+
+
+def device_or_exit(name: str) -> torch.device:
+    """Exits with `NO_DEVICE` and a message if it is not there."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        print(f"{sys.argv[0]}: no CUDA device: nothing was measured", file=sys.stderr)
+        raise SystemExit(NO_DEVICE)
+    return torch.device(name)
+
+
+def deliver(
+    title: str,
+    columns: Sequence[str],
+    lines: Sequence[dict[str, Any]],
+    device: torch.device,
+    results: Path | None,
+    name: str,
+) -> None:
+    """Prints `lines`, which have a value for each column, and writes them down.
+
+    Args:
+        results: directory, or None. name: of the measurement, part of the file's name.
+    """
+    table = Table(*columns, title=title)
+    for line in lines:
+        table.add_row(*(f"{line[c]:.3g}" if isinstance(line[c], float) else str(line[c]) for c in columns))
+    Console(width=132).print(table)
+    if results is not None:
+        where = machine(device)
+        file = results / "-".join([where["date"], *where["device"].split(), f"{name}.json"])
+        file.write_text(
+            json.dumps({"measurement": name, "machine": where, "lines": lines}, indent=1) + "\n", encoding="utf-8"
+        )
+        print(f"written to {file}")

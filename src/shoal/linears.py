@@ -74,7 +74,8 @@ def number_format(config: Any) -> tuple[torch.dtype, str]:
 def lay_out(hf: nn.Module) -> str:
     """Keeps the weights of linear layers input-major where that is faster; returns what was done.
 
-    Changes strides only, of a model that is ours: shapes, values and names stay. Tied weights stay tied.
+    Changes strides only, of a model that is ours: shapes, values and names stay, tied weights stay tied. (Transformers' own
+    `save_pretrained` wants tied weights back in the usual order.)
     """
     layers = [layer for layer in hf.modules() if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
     weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.is_floating_point()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -64,13 +65,34 @@ class Status:
         self.say("")
 
 
+class _Notes(logging.Handler):
+    """Puts what the library has to say of long work on the status line."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(logging.INFO)
+        self.status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.status.say(record.getMessage())
+
+
 class Progress(Status):
     """Rows finished and tokens so far, from a stream's increments."""
 
     def __enter__(self) -> Progress:
         super().__enter__()
         self.say("loading ...")
+        self.notes, log = _Notes(self), logging.getLogger("shoal")
+        self.level = log.level
+        log.addHandler(self.notes)
+        log.setLevel(logging.INFO)
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        log = logging.getLogger("shoal")
+        log.removeHandler(self.notes)
+        log.setLevel(self.level)
+        super().__exit__(*exception)
 
     def expect(self, rows: int) -> None:
         """Starts counting."""

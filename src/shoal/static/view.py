@@ -24,8 +24,8 @@ from shoal.static.block import Block
 NAME = "shoal-static"
 """The implementation name models are switched to for a static pass."""
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, [slots, capacity, kv heads, dim]."""
+Stores = list[tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Of each layer: keys and values of the slots, [slots, capacity, kv heads, dim], and of shared prompts, [cells, kv heads, dim]."""
 
 
 class StaticPlan(Plan):
@@ -63,17 +63,20 @@ class View(Cache):
     """A bucket's rows of a slot cache, behind Transformers' Cache API.
 
     Args:
-        block: says where a pass writes. layers: the slot cache's own tensors. method: attends.
+        block: says where a pass writes. stores: the slot cache's own tensors. method: attends. shares: rows may have a prefix.
     """
 
-    def __init__(self, block: Block, layers: Pairs, method: Method) -> None:
+    def __init__(self, block: Block, stores: Stores, method: Method, shares: bool) -> None:
         super().__init__(layers=[])
-        self.block, self.plan, self.method = block, StaticPlan(block), method
-        self._stores = layers
+        self.block, self.plan, self.method, self.shares = block, StaticPlan(block), method, shares
+        self._stores, self._layer = stores, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes [rows, heads, q, dim] to the block's cells; returns all keys and values, [rows, heads, keys, dim]."""
-        keys, values = self._stores[layer_idx]
+        self._layer = layer_idx
+        keys, values, *_ = self._stores[layer_idx]
         return self._written(keys, key_states), self._written(values, value_states)
 
     def _written(self, store: Tensor, states: Tensor) -> Tensor:
@@ -81,6 +84,10 @@ class View(Cache):
         flat = store.view(-1, store.shape[2] * store.shape[3])
         flat.index_copy_(0, cells, states.transpose(1, 2).reshape(bucket.rows * bucket.q, -1))
         return store[: bucket.rows, : bucket.keys].transpose(1, 2)
+
+    def shared(self) -> tuple[Tensor | None, Tensor | None]:
+        """The shared store of the layer that was updated last, [cells, heads, dim]; (None, None) if no row can have a prefix."""
+        return self._stores[self._layer][2:] if self.shares else (None, None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Transformers only uses this for default positions and masks, which are always given."""
@@ -125,7 +132,7 @@ def _attend(
         raise InternalError("a model switched to shoal's static attention ran outside of a static pass")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
-    return view.method(Problem(query, key, value, view.plan, scale, window, softcap, s_aux)), None
+    return view.method(Problem(query, key, value, view.plan, scale, window, softcap, s_aux, *view.shared())), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,531 @@
+"""Passes of fixed shape: the same logits and the same tokens as passes made to measure, built once and run often."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal import models
+from shoal.api import Shoal
+from shoal.attention import METHODS, Problem
+from shoal.cache import Plan
+from shoal.config import Limits, Sampling
+from shoal.distributions import probabilities, pure_probabilities
+from shoal.engine import Engine
+from shoal.errors import BadLogits, RequestError
+from shoal.lookahead import Fixed
+from shoal.request import Request, Result, Row
+from shoal.runner import Runner
+from shoal.static import Passes, executor_for
+from shoal.static.block import Block
+from shoal.static.buckets import COLUMNS, Bucket, bucket_for, room, step_up
+from shoal.static.executors import EXECUTORS, Executor, Graphs, Run
+from shoal.testing import VOCABULARY, tiny_model
+
+CPU = torch.device("cpu")
+ERROR = 5e-5
+"""As in tests/test_cache.py: logits reach 10, float32 sums in another order differ by 1e-6 of that."""
+ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gemma3", "gpt2", "mixtral", "gpt-oss", "deepseek-v3", "phi3", "opt")
+
+
+@cache
+def hf(architecture: str = "llama", seed: int = 0, layers: int = 2) -> Any:
+    return tiny_model(architecture, seed=seed, layers=layers)
+
+
+def runner(model: Any, executor: str | None = "eager") -> Runner:
+    made = models.wrap(model, "tiny", checked=False)
+    made.use_static_passes(executor)
+    return made
+
+
+# ── sizes and buffers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sizes_step_up_by_half_at_most() -> None:
+    assert [step_up(n) for n in range(1, 18)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16, 16, 16, 16, 24]
+    assert all(n <= step_up(n) <= 1.5 * n for n in range(1, 1000))
+
+
+@pytest.mark.parametrize(
+    ("asked", "bucket"),
+    [
+        ((1, 1, 1, 96), Bucket(1, 1, 64)),
+        ((5, 4, 65, 96), Bucket(6, 5, 96)),
+        ((9, 17, 100, 512), Bucket(12, 17, 128)),
+        ((2, COLUMNS[-1] + 1, 100, 512), None),
+    ],
+)
+def test_the_smallest_bucket_that_holds_a_pass(asked: tuple[int, int, int, int], bucket: Bucket | None) -> None:
+    assert bucket_for(*asked) == bucket
+
+
+def test_room_for_a_bucket_and_the_scratch_slot() -> None:
+    assert room(5, 40) == (7, 64)
+    assert room(8, 130) == (9, 192)
+
+
+def test_a_block_holds_a_plan_and_its_padding_stands_aside() -> None:
+    block = Block(Bucket(3, 3, 64), scratch=400, device=CPU)
+    assert block.cells.tolist() == [400] * 9
+    block.place(Plan([0, 1], [7, 20], [3, 1], CPU), capacity=100)
+    assert block.positions.tolist() == [[7, 8, 9], [20, 20, 20], [0, 0, 0]]
+    assert block.cells.view(3, 3).tolist() == [[7, 8, 9], [120, 400, 400], [400, 400, 400]]
+    assert block.bounds.tolist() == [[7, 20, 0], [3, 1, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_a_block_of_one_column_moves_its_real_rows_on() -> None:
+    block = Block(Bucket(3, 1, 64), scratch=400, device=CPU)
+    block.place(Plan([0, 1], [7, 20], [1, 1], CPU), capacity=100)
+    block.advance()
+    assert block.positions.tolist() == [[8], [21], [0]]
+    assert block.cells.tolist() == [8, 121, 400]
+    assert block.bounds[0].tolist() == [8, 21, 0]
+
+
+# ── the logits of any schedule ──────────────────────────────────────────────────────────────────────────────────────
+
+Blocks = Sequence[Sequence[int]]
+
+
+class Twins:
+    """One runner with static passes, one without, fed the same."""
+
+    def __init__(self, model: Any, executor: str = "eager") -> None:
+        self.made, self.plain = runner(model, executor), runner(model, None)
+        self.forks = [self.made.fork(), self.plain.fork()]
+        self.worst = 0.0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        for fork in self.forks:
+            fork.reserve(slots, capacity)
+
+    def feed(self, counts: Sequence[int], want_logits: bool = True) -> None:
+        tokens = torch.randint(0, VOCABULARY, (len(counts), max(counts)), generator=self.generator)
+        ours, theirs = (fork.feed(range(len(counts)), tokens, counts, want_logits=want_logits) for fork in self.forks)
+        for row, count in enumerate(counts if want_logits else ()):
+            self.worst = max(self.worst, float((ours[row, :count] - theirs[row, :count]).abs().max()))
+        assert self.forks[0].cache.lengths[: len(counts)] == self.forks[1].cache.lengths[: len(counts)]
+
+    def rollback(self, slot: int, length: int) -> None:
+        for fork in self.forks:
+            fork.cache.rollback(slot, length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for fork in self.forks:
+            fork.cache.copy(source, target, length)
+
+    def life(self) -> None:
+        """Prompts, ragged rounds with rollbacks, a row that leaves, growth into the next bucket of keys and of the cache."""
+        self.reserve(3, 60)
+        self.feed([11, 5, 2], want_logits=False)
+        for counts, lengths in (
+            ([3, 1, 2], (12, 6, 4)),
+            ([3, 2, 1], (15, 7, 5)),
+            ([1, 1, 1], (16, 8, 6)),
+            ([5, 4, 3], (17, 12, 9)),
+        ):
+            self.feed(counts)
+            for slot, length in enumerate(lengths):
+                self.rollback(slot, length)
+        self.copy(2, 1, 9)  # row 1 leaves, row 2 moves into its slot
+        for _ in range(3):
+            self.feed([3, 3])
+        self.reserve(3, 100)
+        for _ in range(12):
+            self.feed([5, 3])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_ordinary_passes(architecture: str) -> None:
+    twins = Twins(hf(architecture))
+    twins.life()
+    passes = twins.made.static
+    assert passes is not None
+    assert passes.failure is None
+    assert twins.worst < ERROR
+    # Before the cache grew: 3 and 1 columns (2 rounds share), 5 columns, then two rows; after it: 64 and 128 keys.
+    assert passes.built == {
+        Bucket(3, 3, 64): 1, Bucket(3, 1, 64): 1, Bucket(3, 5, 64): 1, Bucket(2, 3, 64): 1,
+        Bucket(2, 5, 64): 1, Bucket(2, 5, 128): 1,
+    }  # fmt: skip
+    assert passes.ran.total() == 19
+
+
+def test_padding_that_is_not_set_aside_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: padding writes into row 0's first cell."""
+    place = Block.place
+
+    def wrong(self: Block, plan: Plan, capacity: int) -> None:
+        self._scratch = 0
+        place(self, plan, capacity)
+
+    monkeypatch.setattr(Block, "place", wrong)
+    twins = Twins(hf())
+    twins.life()
+    assert twins.worst > 0.1
+
+
+def test_what_no_bucket_covers_is_left_to_ordinary_passes() -> None:
+    fork = runner(hf()).fork()
+    fork.reserve(3, 60)
+    fork.feed([0, 1, 2], torch.ones(3, 4, dtype=torch.long), [4, 4, 4])  # no layer yet
+    fork.feed([0], torch.ones(1, COLUMNS[-1] + 1, dtype=torch.long), [COLUMNS[-1] + 1])  # too wide
+    fork.feed([1, 0], torch.ones(2, 1, dtype=torch.long), [1, 1])  # rows out of order
+    assert fork.static is not None
+    assert fork.static.ran.total() == 0
+    assert fork.passes == 3
+    fork.feed([0, 1], torch.ones(2, 1, dtype=torch.long), [1, 1])
+    assert fork.static.ran.total() == 1
+
+
+def test_models_and_methods_without_static_passes() -> None:
+    assert runner(hf("gptj")).static is None  # attends by its own code
+    split = models.wrap(hf(), "tiny", "split", checked=False)
+    split.use_static_passes("eager")
+    assert split.static is None
+
+
+# ── the drafter's distribution ──────────────────────────────────────────────────────────────────────────────────────
+
+CUTS: tuple[dict[str, Any], ...] = (
+    {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"typical_p": 0.7}, {"top_k": 9, "top_p": 0.9},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_pure_distribution_is_the_declared_one(cut: dict[str, Any]) -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).mul_(2).round(decimals=1)  # with ties
+    samplings = [Sampling(temperature=t, **cut) for t in (0.0, 0.7, 1.0, 1.3)]
+    rows = [
+        Row(Request((1,), 1, sampling, Limits()), 0, i, 0, [1], frozenset(), 100, None)
+        for i, sampling in enumerate(samplings)
+    ]
+    expected = probabilities(logits[:, None], rows, [[]] * 4)[:, 0]
+    heat = torch.tensor([sampling.temperature for sampling in samplings])
+    torch.testing.assert_close(pure_probabilities(logits, heat, Sampling(**cut), None), expected, rtol=1e-6, atol=1e-9)
+    assert torch.equal(pure_probabilities(logits[:1], heat[:1], Sampling(**cut), True), expected[:1])
+    torch.testing.assert_close(
+        pure_probabilities(logits[1:], heat[1:], Sampling(**cut), False), expected[1:], rtol=1e-6, atol=1e-9
+    )
+
+
+# ── whole runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 9, 9, 3, 4, 5, 6, 2]]
+NEW = 24
+K = 4
+
+
+def pair(executor: str | None, draft_seed: int = 0) -> Shoal:
+    """A target, and its like (seed 0) or a stranger as its drafter."""
+    draft = hf() if draft_seed == 0 else hf(seed=draft_seed, layers=1)
+    return Shoal(runner(hf(), executor), runner(draft, executor), max_batch=6)
+
+
+def ids(result: Result) -> list[tuple[int, ...]]:
+    return [sample.token_ids for output in result for sample in output.samples]
+
+
+def decode(model: Shoal, **options: Any) -> Result:
+    return model.generate(PROMPTS, 3, **{"lookahead": K, "max_new_tokens": NEW, "seed": 3, **options})
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 5}, {"temperature": 0.9, "top_p": 0.9}, {"rule": "rejection"},
+    {"lookahead": "off"}, {"lookahead": "bass"}, {"repetition_penalty": 1.3},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("draft_seed", [0, 1])
+def test_tokens_are_those_of_ordinary_passes(options: dict[str, Any], draft_seed: int) -> None:
+    expected, made = decode(pair(None, draft_seed), **options), pair("eager", draft_seed)
+    result = decode(made, **options)
+    assert ids(result) == ids(expected)
+    for count in ("rounds", "drafted", "accepted", "target_passes", "draft_passes"):
+        assert getattr(result.stats, count) == getattr(expected.stats, count)
+    target, draft = made.target.static, made.draft_model.static  # type: ignore[union-attr]
+    assert target is not None
+    assert draft is not None
+    assert (target.failure, draft.failure) == (None, None)
+    assert target.ran.total() == result.stats.target_passes
+    assert 0 < target.built.total() < target.ran.total()
+    drawn = sum(count for key, count in draft.ran.items() if not isinstance(key, Bucket))
+    reads_history = "repetition_penalty" in options
+    assert drawn == (0 if reads_history else result.stats.draft_passes)
+
+
+def rows_of(engine: Engine, samplings: Sequence[Sampling]) -> list[list[int]]:
+    rows = [row for s in samplings for row in engine.submit(Request((1, 2, 3), 1, s, Limits(max_new_tokens=NEW)))]
+    while engine.step():
+        pass
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("second", "static"),
+    [(Sampling(temperature=0.7, seed=2), True), (Sampling(top_k=5, seed=2), False)],
+    ids=["alike", "unlike"],
+)
+def test_rows_of_several_settings(second: Sampling, static: bool) -> None:
+    """Temperatures may differ within a step; what cuts the tail may not."""
+    samplings = [Sampling(temperature=0.0), second, Sampling(temperature=1.2, seed=5)]
+    drafts = [runner(hf(seed=1, layers=1), executor) for executor in (None, "eager")]
+    expected, found = (rows_of(Engine(runner(hf(), None), draft, Fixed(K)), samplings) for draft in drafts)
+    assert found == expected
+    passes = drafts[1].static
+    assert passes is not None
+    assert static == any(not isinstance(key, Bucket) for key in passes.ran)
+
+
+def test_confidence_stops_static_drafting_too() -> None:
+    made = pair("eager")
+    for _ in range(3):
+        result = decode(made, lookahead="auto", temperature=0.0)
+    assert ids(result) == ids(decode(pair(None), lookahead="off", temperature=0.0))
+    assert made.draft_model is not None
+    assert made.draft_model.static is not None
+    assert made.draft_model.static.failure is None
+
+
+def test_passes_outlive_a_run_and_caches_are_handed_on() -> None:
+    made = pair("eager")
+    assert made.draft_model is not None
+    passes = [made.target.static, made.draft_model.static]
+    decode(made)
+    gc.collect()
+    built = [copy.copy(one.built) for one in passes if one is not None]
+    assert ids(decode(made)) == ids(decode(pair(None)))
+    assert [one.built for one in passes if one is not None] == built
+    together = [made.stream(PROMPTS, 1, lookahead=K, max_new_tokens=NEW, seed=i) for i in (1, 2)]  # two caches at a time
+    for increments in zip(*together, strict=False):
+        assert all(increments)
+    alone = [pair(None).generate(PROMPTS, 1, lookahead=K, max_new_tokens=NEW, seed=i) for i in (1, 2)]
+    for stream in together:
+        for _ in stream:
+            pass
+    assert [ids(stream.result()) for stream in together] == [ids(result) for result in alone]
+
+
+def test_the_model_is_its_owners_between_passes() -> None:
+    model = hf()
+    made = runner(model)
+    before = model.config._attn_implementation
+    stream = Shoal(made).stream(PROMPTS, 1, max_new_tokens=NEW, temperature=0.0)
+    expected = model(torch.tensor([[1, 2, 3]])).logits
+    for _ in stream:
+        assert model.config._attn_implementation == before
+        assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, expected)
+    assert made.static is not None
+    assert made.static.ran.total() > NEW / 2
+
+
+# ── capturing, without a GPU ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FakeGraphs(Graphs):
+    """Captures by remembering; a replay runs the function again and writes the result over the last one, as a graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def _warm_up(self, run: Run) -> None:
+        self.log.append("warm up")
+        run()
+
+    def _captured(self, run: Run) -> tuple[Any, Any]:
+        self.log.append("capture")
+        result = run()
+        return _FakeGraph(run, result, self.log), result
+
+
+class _FakeGraph:
+    def __init__(self, run: Run, result: Any, log: list[str]) -> None:
+        self.run, self.result, self.log = run, result, log
+
+    def replay(self) -> None:
+        self.log.append("replay")
+        for old, new in zip(_tensors(self.result), _tensors(self.run()), strict=True):
+            old.copy_(new)
+
+
+def _tensors(result: Any) -> Sequence[Tensor]:
+    return [result] if isinstance(result, Tensor) else result
+
+
+@pytest.mark.parametrize("options", SETTINGS[:3], ids=str)
+def test_a_graph_is_captured_once_per_bucket_and_replayed_after(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    made = pair("graphed", draft_seed=1)
+    assert made.draft_model is not None
+    for _ in range(2):
+        assert ids(decode(made, **options)) == ids(decode(pair(None, draft_seed=1), **options))
+        gc.collect()
+    for model in (made.target, made.draft_model):
+        assert model.static is not None
+        log = model.static._execute.log  # type: ignore[attr-defined]
+        assert log.count("warm up") == log.count("capture") == model.static.built.total() == len(model.static.built)
+        assert log.count("replay") == model.static.ran.total() > 3 * log.count("capture")
+
+
+def test_a_cache_that_grew_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    twins = Twins(hf(), "graphed")
+    twins.life()
+    assert twins.worst < ERROR
+    assert twins.made.static is not None
+    assert twins.made.static.built[Bucket(2, 5, 128)] == 1
+    twins.reserve(3, 200)
+    for _ in range(2):
+        twins.feed([5, 3])
+    assert twins.made.static.built[Bucket(2, 5, 128)] == 2
+    assert twins.worst < ERROR
+
+
+# ── shared prompts, as the kernel reads them ────────────────────────────────────────────────────────────────────────
+
+
+def by_bounds(problem: Problem) -> Tensor:
+    """Stands in for the fused kernel: attends by nothing but the bounds and the stores, row by row."""
+    outputs = []
+    for row, (start, count, offset, base) in enumerate(problem.plan.bounds.T.tolist()):
+        pieces = []
+        for own, shared in ((problem.key, problem.shared_key), (problem.value, problem.shared_value)):
+            tail = own[row, :, : start + count - offset]
+            assert shared is not None
+            pieces.append(torch.cat([shared[base : base + offset].transpose(0, 1), tail], dim=1))
+        key, value = (piece.repeat_interleave(problem.group, dim=0) for piece in pieces)
+        places = torch.arange(start, start + count)
+        hidden = torch.arange(start + count) > places[:, None]
+        scores = (problem.query[row, :, :count] @ key.transpose(-1, -2) * problem.scale).masked_fill(hidden, -torch.inf)
+        out = problem.query.new_zeros(problem.query.shape[2], problem.query.shape[1], value.shape[-1])
+        out[:count] = (scores.softmax(-1) @ value).transpose(0, 1)
+        outputs.append(out)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    monkeypatch.setitem(METHODS, "fused", by_bounds)
+    made = [models.wrap(model, "tiny", checked=False) for model in (hf(), hf(seed=1, layers=1))]
+    for one in made:
+        one.static = Passes(one.hf, one.name, one._lock, one.context, "eager", "fused")
+    options: dict[str, Any] = {"temperature": temperature}
+    results = []
+    for models_ in (made, [runner(hf(), None), runner(hf(seed=1, layers=1), None)]):
+        engine = Engine(models_[0], models_[1], Fixed(K), max_batch=5, prompts="shared")
+        requests = [Request(tuple(p), 3, Sampling(seed=4, **options), Limits(max_new_tokens=NEW)) for p in PROMPTS]
+        rows = [row for request in requests for row in engine.submit(request)]
+        while engine.step():
+            pass
+        assert max(model.cache.cells for model in engine.models) >= sum(len(p) - 1 for p in PROMPTS[:2])
+        results.append([row.tokens for row in rows])
+    assert results[0] == results[1]
+    for one in made:
+        assert one.static is not None
+        assert one.static.failure is None
+        assert one.static.ran.total() > NEW
+
+
+# ── what fails ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failing_after(runs: int, error: Exception) -> Callable[[], Executor]:
+    """An executor whose functions run so often and then raise."""
+
+    def execute(run: Run) -> Run:
+        left = iter(range(runs))
+
+        def runs_out() -> Any:
+            if next(left, None) is None:
+                raise error
+            return run()
+
+        return runs_out
+
+    return lambda: execute
+
+
+@pytest.mark.parametrize("runs", [0, 3])
+def test_a_failure_is_a_warning_and_ordinary_passes_go_on(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
+    monkeypatch.setitem(EXECUTORS, "failing", failing_after(runs, RuntimeError("no kernel image\nand a long trace")))
+    made = pair("failing")
+    assert made.draft_model is not None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = decode(made)
+        assert ids(decode(made)) == ids(result)
+    assert ids(result) == ids(decode(pair(None)))
+    told = [str(warning.message) for warning in seen if warning.category is RuntimeWarning]
+    assert (
+        told == ["tiny: no more failing passes, ordinary ones do the work (RuntimeError: no kernel image)"] * 2
+    )  # per model
+    for model in (made.target, made.draft_model):
+        assert model.static is not None
+        assert model.static.failure == "RuntimeError: no kernel image"
+
+
+def test_wrong_logits_are_found_at_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(run: Run) -> Run:
+        return lambda: run() * 1.01
+
+    monkeypatch.setitem(EXECUTORS, "wrong", lambda: execute)
+    made = Shoal(runner(hf(), "wrong"))
+    with pytest.warns(RuntimeWarning, match="logits differ by .* standard deviations"):
+        result = decode(made, lookahead="off")
+    assert ids(result) == ids(decode(pair(None), lookahead="off"))
+    assert made.target.static is not None
+    assert made.target.static.ran.total() == 1
+
+
+def test_nan_from_a_drafter_is_named() -> None:
+    broken = tiny_model("llama", seed=1, layers=1)
+    broken.lm_head.weight.data[5] = torch.nan
+    made = Shoal(runner(hf()), runner(broken))
+    with pytest.raises(BadLogits, match="the drafter tiny returned NaN or infinite logits"):
+        decode(made)
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mode", "cpu", "cuda"), [("auto", None, "graphed"), ("on", "compiled", "graphed"), ("off", None, None)]
+)
+def test_what_a_setting_means(mode: str, cpu: str | None, cuda: str | None) -> None:
+    assert executor_for(mode, CPU) == cpu
+    assert executor_for(mode, torch.device("cuda")) == cuda
+
+
+def test_an_unknown_setting() -> None:
+    with pytest.raises(RequestError, match="compile must be 'auto', 'on' or 'off', got 'yes'"):
+        executor_for("yes", CPU)
+
+
+@pytest.mark.limit(240)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_passes() -> None:
+    """One bucket of the target's, two steps of the drafter's; the rest of the behaviour is that of the eager executor."""
+    expected = Shoal(runner(hf(layers=1), None)).generate([[1, 2, 3]], 1, lookahead="off", max_new_tokens=6, temperature=0.0)
+    made = Shoal(runner(hf(layers=1), "compiled"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        result = made.generate([[1, 2, 3]], 1, lookahead="off", max_new_tokens=6, temperature=0.0)
+    assert ids(result) == ids(expected)
+    assert made.target.static is not None
+    assert made.target.static.built == {Bucket(1, 1, 64): 1}
+    assert made.target.static.ran == {Bucket(1, 1, 64): 6}

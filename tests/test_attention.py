@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,19 +17,23 @@ from shoal.attention import METHODS, Problem
 from shoal.attention.reference import reference
 from shoal.cache import Plan
 from shoal.errors import InternalError, RequestError
+from shoal.sharing import Prefix
 from shoal.testing import tiny_model
 
 CPU = torch.device("cpu")
-FAST = [name for name in METHODS if name != "reference"]
+FAST = [name for name in METHODS if name not in ("reference", "fused", "strict")]  # the last two have tests of their own
 POISON = {torch.float64: 1e4, torch.float32: 1e4, torch.bfloat16: 1e4, torch.float16: 30.0}  # float16 ends at 65504
+PROMPTS = [Prefix(2, 7), Prefix(9, 1), Prefix(12, 18)]
+CELLS = 31
 
 
 def build(
     starts: list[int], counts: list[int], dtype: torch.dtype = torch.float64, *, kv_heads: int = 2, group: int = 2, dim: int = 8,
     value_dim: int = 8, window: int | None = None, softcap: float | None = None, sinks: bool = False, seed: int = 0,
+    prefixes: Sequence[Prefix | None] | None = None, packed: bool = False,
 ) -> Problem:  # fmt: skip
     """A random problem; scores of a few units, so that softmax is neither flat nor one-hot."""
-    plan = Plan(range(len(starts)), starts, counts, CPU)
+    plan = Plan(range(len(starts)), starts, counts, CPU, prefixes=prefixes, packed=packed)
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -37,16 +42,21 @@ def build(
     query = random(plan.rows, kv_heads * group, plan.q, dim)
     key, value = random(plan.rows, kv_heads, plan.kv, dim), random(plan.rows, kv_heads, plan.kv, value_dim)
     sink = random(kv_heads * group) if sinks else None
-    return Problem(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink)
+    shared = (random(CELLS, kv_heads, dim), random(CELLS, kv_heads, value_dim)) if plan.shares else (None, None)
+    return Problem(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink, *shared)
 
 
 @st.composite
 def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Problem:
-    rows = draw(st.integers(1, 4))
-    lengths = st.lists(st.integers(0, 14), min_size=rows, max_size=rows)
-    widths = st.lists(st.integers(1, 4), min_size=rows, max_size=rows)
+    rows = draw(st.integers(1, 5))
+    prefixes: list[Prefix | None] = [None] * rows
+    if draw(st.booleans()):
+        prefixes = draw(st.lists(st.sampled_from([None, *PROMPTS]), min_size=rows, max_size=rows))
+    tails = draw(st.lists(st.integers(0, 14), min_size=rows, max_size=rows))
+    widths = draw(st.lists(st.integers(1, draw(st.sampled_from([4, 9]))), min_size=rows, max_size=rows))
+    starts = [tail + (prefix.length if prefix else 0) for tail, prefix in zip(tails, prefixes, strict=True)]
     return build(
-        draw(lengths), draw(widths), draw(st.sampled_from(dtypes)),
+        starts, widths, draw(st.sampled_from(dtypes)), prefixes=prefixes, packed=draw(st.booleans()),
         kv_heads=draw(st.sampled_from([1, 2, 3])), group=draw(st.sampled_from([1, 2, 4])), value_dim=draw(st.sampled_from([8, 5])),
         window=draw(st.sampled_from([None, 1, 3, 8, 100])), softcap=draw(st.sampled_from([None, 2.0])),
         sinks=draw(st.booleans()), seed=draw(st.integers(0, 1000)),
@@ -55,7 +65,7 @@ def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Problem:
 
 def exact(problem: Problem) -> Problem:
     """The same problem in float64."""
-    tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "sinks")}
+    tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "sinks", "shared_key", "shared_value")}
     return replace(problem, **{name: t.double() for name, t in tensors.items() if t is not None})
 
 
@@ -64,13 +74,27 @@ def one_by_one(problem: Problem) -> Tensor:
     plan = problem.plan
     out = problem.query.new_zeros(plan.rows, plan.q, problem.query.shape[1], problem.value.shape[-1])
     for b, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        whole = row_of(problem, b)
         for i in range(count):
             end = start + i + 1
             first = 0 if problem.window is None else max(0, end - problem.window)
             for h in range(problem.query.shape[1]):
-                keys, values = (t[b, h // problem.group, first:end] for t in (problem.key, problem.value))
+                keys, values = (t[h // problem.group, first:end] for t in whole)
                 out[b, i, h] = softmax_mix(problem, keys @ problem.query[b, h, i] * problem.scale, h, values)
     return out
+
+
+def row_of(problem: Problem, b: int) -> tuple[Tensor, Tensor]:
+    """All keys and values of a row, [kv heads, length, dim]: its prompt's, then its own."""
+    prefix = problem.plan.prefixes[b]
+    if prefix is None:
+        return problem.key[b], problem.value[b]
+    assert problem.shared_key is not None
+    assert problem.shared_value is not None
+    pairs = (problem.shared_key, problem.key), (problem.shared_value, problem.value)
+    cells = slice(prefix.base, prefix.base + prefix.length)
+    key, value = (torch.cat([shared[cells].transpose(0, 1), own[b]], dim=1) for shared, own in pairs)
+    return key, value
 
 
 def softmax_mix(problem: Problem, scores: Tensor, head: int, values: Tensor) -> Tensor:
@@ -91,6 +115,10 @@ def error(problem: Problem, out: Tensor) -> float:
     return float((used(problem, out).double() - used(problem, truth)).abs().max())
 
 
+def _stores(problem: Problem) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    return (problem.key, problem.shared_key), (problem.value, problem.shared_value)
+
+
 def tolerance(problem: Problem) -> float:
     """Twice the error of plain arithmetic in the same dtype, plus what rounding can do where that one was lucky.
 
@@ -98,8 +126,10 @@ def tolerance(problem: Problem) -> float:
     most 2 d max|value|; rounding the weights and the output costs at most 2 eps max|value|.
     """
     eps = torch.finfo(problem.query.dtype).eps
-    sizes = problem.query.double().abs().amax() * problem.key.double().abs().sum(-1).amax() * problem.scale
-    rounding = 2 * eps * float(sizes + 1) * float(problem.value.double().abs().max())
+    keys, values = ([t for t in pair if t is not None] for pair in _stores(problem))
+    largest = max(float(t.double().abs().sum(-1).amax()) for t in keys)
+    sizes = float(problem.query.double().abs().amax()) * largest * problem.scale
+    rounding = 2 * eps * (sizes + 1) * max(float(t.double().abs().max()) for t in values)
     return 2 * error(problem, one_by_one(problem)) + rounding
 
 
@@ -126,16 +156,27 @@ def test_a_method_is_the_reference_in_half_the_bits(name: str, problem: Problem)
 
 
 def poisoned(problem: Problem) -> Problem:
-    """The same problem with other values wherever no token lies: beyond each row's length, and in unused query columns."""
+    """The same problem with other values wherever no token lies: beyond each row's tail, in unused query columns, and in cells
+    of the shared store that are no prompt of these rows."""
     query, key, value = (t.clone() for t in (problem.query, problem.key, problem.value))
     size = POISON[query.dtype]
-    for b, (length, count) in enumerate(zip(problem.plan.lengths, problem.plan.counts, strict=True)):
-        key[b, :, length:], value[b, :, length:] = size, -size
+    for b, (tail, count) in enumerate(zip(problem.plan.tails, problem.plan.counts, strict=True)):
+        key[b, :, tail:], value[b, :, tail:] = size, -size
         query[b, :, count:] = size
-    return replace(problem, query=query, key=key, value=value)
+    return replace(problem, query=query, key=key, value=value, **poisoned_store(problem, size))
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+def poisoned_store(problem: Problem, size: float) -> dict[str, Tensor]:
+    if problem.shared_key is None or problem.shared_value is None:
+        return {}
+    key, value = problem.shared_key.clone(), problem.shared_value.clone()
+    held = {cell for p in problem.plan.prefixes if p is not None for cell in range(p.base, p.base + p.length)}
+    free = [cell for cell in range(CELLS) if cell not in held]
+    key[free], value[free] = size, -size
+    return {"shared_key": key, "shared_value": value}
+
+
+@pytest.mark.parametrize("name", [*FAST, "reference"])
 @given(problems((torch.float32, torch.bfloat16, torch.float64, torch.float16)))
 def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> None:
     clean, dirty = (used(p, METHODS[name](p)) for p in (problem, poisoned(problem)))
@@ -183,7 +224,7 @@ def test_auto_splits_when_one_row_is_much_longer(lengths: list[int], chosen: str
 
 
 def test_unknown_method() -> None:
-    with pytest.raises(RequestError, match="attention must be one of auto, pad, split, reference, got 'flash'"):
+    with pytest.raises(RequestError, match=r"attention must be one of auto, pad, split, .*, got 'flash'"):
         attention.method_named("flash")
 
 

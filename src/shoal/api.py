@@ -13,12 +13,15 @@ import torch
 
 from shoal import lookahead, models
 from shoal.accept import RULES, Rule
-from shoal.config import Limits, Sampling, split_options
+from shoal.config import Limits, Sampling, Speculation, split_options
 from shoal.engine import Engine
 from shoal.errors import RequestError
+from shoal.quantize import parse as parse_formats
 from shoal.request import Increment, Output, Request, Result, Sample
 from shoal.round import Commit
 from shoal.runner import Runner
+from shoal.sharing import check_policy
+from shoal.static import executor_for
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -26,17 +29,26 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
-    max_batch: int = 16, trust_remote_code: bool = False, local_files_only: bool = False,
+    max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "auto", strict: bool = False,
+    prompts: str = "auto", trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
     Args:
         target: hub id or directory; None = the bundled pair.
         draft: hub id or directory of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
-        dtype: of both: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16", "float16".
+        dtype: of both: "auto" (on a CPU float32 unless bfloat16 is measured to be faster, elsewhere the checkpoint's own),
+            "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
         attention: "auto", "pad", "split" or "reference" (see `shoal.attention`).
         max_batch: most rows decoded together; more rows than that take turns.
+        compile: "on": passes of fixed shapes (see `shoal.static`), as CUDA graphs or, on a CPU, compiled, which takes many seconds
+            for each shape; "off"; "auto": on for CUDA.
+        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off, and for the drafter auto: int8 on a
+            CPU that is faster so. "auto" is target=off,draft=auto. A quantised target is what is then decoded losslessly.
+        strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
+        prompts: "shared": a group's prompt is stored, and read by each pass, once; "copied": by each row; "auto": shared where that
+            pays (see `shoal.sharing`).
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
 
     Raises:
@@ -48,14 +60,18 @@ def load(
         target, draft = models.bundled("target"), models.bundled("drafter")
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     tokenizer = models.load_tokenizer(target, revision=revision, **common)
-    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, **common}
-    runner = models.load_runner(target, revision=revision, **placed)
+    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
+    formats = parse_formats(quantize)
+    runner = models.load_runner(target, revision=revision, quantize=formats["target"], **placed)
     draft_runner = None
     if draft is not None:
         draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)
-        draft_runner = models.load_runner(draft, revision=draft_revision, **placed)
+        draft_runner = models.load_runner(draft, revision=draft_revision, quantize=formats["draft"], **placed)
         models.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
-    return Shoal(runner, draft_runner, tokenizer, max_batch=max_batch)
+    for model in (runner, draft_runner):
+        if model is not None:
+            model.use_static_passes(executor_for(compile, model.device))
+    return Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prompts=prompts)
 
 
 class Shoal:
@@ -63,18 +79,21 @@ class Shoal:
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
-        max_batch: most rows decoded together. rule: None, or one for all runs, whatever they ask for (experiments).
+        max_batch: most rows decoded together. prompts: see `load`.
+        rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
-        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16
-    ) -> None:
+        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16,
+        prompts: str = "auto",
+    ) -> None:  # fmt: skip
         self.target, self.draft_model, self.tokenizer = target, draft_model, tokenizer
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
-        self.max_batch = max_batch
+        check_policy(prompts)
+        self.max_batch, self.prompts = max_batch, prompts
         self.rule: Rule | None = None
-        self.knowledge = lookahead.Knowledge(packed=getattr(target, "packs", True))
+        self.knowledge = lookahead.Knowledge(packed=target.packs)
         self.eos = models.eos_ids(target.hf, tokenizer)
 
     def generate(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Result:
@@ -105,7 +124,7 @@ class Shoal:
         controller = lookahead.by_name(speculation.lookahead, self.knowledge)
         engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
-            rule=self.rule or RULES[speculation.rule](),
+            rule=self.rule or _rule(speculation, sampling), prompts=self.prompts,
         )  # fmt: skip
         return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
 
@@ -144,6 +163,12 @@ class Shoal:
             encode = lambda v: self.tokenizer.encode(v, add_special_tokens=False) if isinstance(v, str) else v  # noqa: E731
             options["bad_words"] = [encode(v) for v in variants]
         return options
+
+
+def _rule(speculation: Speculation, sampling: Sampling) -> Rule:
+    """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft lengths."""
+    chosen = "rejection" if sampling.seed is None else "coupled"
+    return RULES[chosen if speculation.rule == "auto" else speculation.rule]()
 
 
 class Stream(Iterator[Increment]):

@@ -23,7 +23,7 @@ from shoal.history import require_ids
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.noise import row_seed
 from shoal.outputs import Detokenizer, finish, visible_text
-from shoal.prefill import prefill
+from shoal.prefill import policy_for, prefill
 from shoal.request import Request, Row
 from shoal.round import Commit, Outcome, Proposal
 from shoal.runner import Runner
@@ -41,6 +41,7 @@ class Engine:
         lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
+        prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.sharing`.
 
     Attributes:
         stats: what was done so far.
@@ -48,9 +49,10 @@ class Engine:
 
     def __init__(
         self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
-        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
+        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prompts: str = "auto",
     ) -> None:  # fmt: skip
-        speculative = drafter_model is not None and lookahead.limit > 0
+        controller = as_controller(lookahead)
+        speculative = drafter_model is not None and controller.limit > 0 and controller.hopeful
         self.target = target.fork()
         self.models = [self.target]
         self.drafter: Drafter | None = None
@@ -58,9 +60,9 @@ class Engine:
             self.models.append(drafter_model.fork())
             self.drafter = ModelDrafter(self.models[1], target.vocab_size)
         self.context = min(model.context for model in self.models)
-        self.lookahead, self.tokenizer, self.eos = as_controller(lookahead), tokenizer, tuple(eos)
+        self.lookahead, self.tokenizer, self.eos = controller, tokenizer, tuple(eos)
         self.rule = rule or Rejection()
-        self.scheduler = Scheduler(max_batch)
+        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models))
         self.stats = Stats()
         self._groups = 0
 
@@ -134,21 +136,25 @@ class Engine:
         rows = self._gather()
         if not rows:
             return late
-        clock = [time.perf_counter()]
+        clock = [self._now()]
         luck, proposal = self._propose(rows)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         scores = verify(self.target, rows, proposal)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         verdict = self.rule.decide(proposal, scores.p, luck)
         accepted = verdict.accepted.tolist()
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         commits = commit(rows, proposal, scores, verdict)
         self._settle(rows)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         self._count(proposal, commits, clock)
         drafted = [len(drafts) for drafts in proposal.drafts]
         self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))
         return late + commits
+
+    def _now(self) -> float:
+        """The clock of the stages; it stands still while a static pass is built, which says nothing of the next round."""
+        return time.perf_counter() - sum(model.seconds_building for model in self.models)
 
     def _gather(self) -> Sequence[Row]:
         """The rows of this round, their prompts in the caches and their slots side by side."""
@@ -159,17 +165,20 @@ class Engine:
 
     def _prefill(self, round_: Round) -> None:
         started = time.perf_counter()
-        need = max(
-            (min(row.prompt_length + row.request.limits.max_new_tokens, self.context) for row in round_.rows), default=0
-        )
+        need = max((self._room(row) for row in round_.rows), default=0)
         for model in self.models:
             # A pass may write up to `limit` unused columns beyond a row's last token.
-            model.reserve(len(round_.rows), need + self.lookahead.limit + 1)
+            model.reserve(len(round_.rows), need + self.lookahead.limit + 1, round_.cells)
             computed = prefill(model, round_)
             model.passes, model.seconds = 0, 0.0
-        self.stats.prefills += sum(a.source is None for a in round_.admissions)
+        self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += time.perf_counter() - started
+
+    def _room(self, row: Row) -> int:
+        """Most tokens that the row's slot will hold."""
+        most = min(row.prompt_length + row.request.limits.max_new_tokens, self.context)
+        return most if row.prefix is None else most - row.prefix.length
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
         """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""

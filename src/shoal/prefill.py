@@ -1,4 +1,4 @@
-"""Prompts -> filled caches: a group's prompt is computed once and copied to its other rows.
+"""Prompts -> filled caches: a group's prompt is computed once, and stored once or copied to its other rows.
 
 All prompt tokens but the last are fed; the last one opens the row's first round, like the last committed token of any other.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.runner import Runner
-from shoal.schedule import Round
+from shoal.schedule import Admission, Round
+from shoal.sharing import Prefix, check_policy
 
 CHUNK = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
@@ -18,27 +19,50 @@ BUDGET = 4096
 """Tokens per pass over all rows, padding included."""
 
 
+def policy_for(prompts: str, models: Sequence[Runner]) -> str:
+    """The policy of `shoal.sharing` that these models allow: all must know shared prompts. Static passes do not, and "auto" prefers
+    them.
+
+    Raises:
+        RequestError: for an unknown name.
+    """
+    check_policy(prompts)
+    static = any(model.static is not None for model in models)
+    able = all(model.shares for model in models) and not (static and prompts == "auto")
+    return prompts if able else "copied"
+
+
 def prefill(runner: Runner, round_: Round) -> int:
     """Carries out a round's admissions and moves in one model's cache; returns how many prompt tokens were computed."""
     cache = runner.cache
-    fresh = [a for a in round_.admissions if a.source is None]
-    for admission in round_.admissions:
+    copied = [a for a in round_.admissions if a.row.prefix is None]
+    for admission in copied:
         if admission.source is not None and not admission.fresh:
-            cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
-    computed = compute(runner, [a.row.slot for a in fresh], [a.row.request.prompt_ids[:-1] for a in fresh])
+            _copy(runner, admission)
+    computed = compute(runner, [(a.row.slot, a.row.request.prompt_ids[:-1]) for a in copied if a.computes])
     for admission in round_.admissions:
-        if admission.source is not None and admission.fresh:
-            cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
+        if admission.row.prefix is not None:
+            if admission.computes:
+                computed += store(runner, admission.row.prefix, admission.row.request.prompt_ids[:-1])
+            cache.enter(admission.row.slot, admission.row.prefix)
+    for admission in copied:
+        if admission.fresh:
+            _copy(runner, admission)
     for move in round_.moves:
         cache.copy(move.source, move.target, cache.lengths[move.source])
     return computed
 
 
-def compute(runner: Runner, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> int:
-    """Feeds each prompt into its slot from the start, in padded passes of rows of similar lengths."""
-    for slot in slots:
-        runner.cache.rollback(slot, 0)
-    todo = sorted(((len(p), slot, p) for slot, p in zip(slots, prompts, strict=True) if p), reverse=True)
+def _copy(runner: Runner, admission: Admission) -> None:
+    assert admission.source is not None
+    runner.cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
+
+
+def compute(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -> int:
+    """Feeds each (slot, prompt) from the start, rows of similar lengths together; returns the number of tokens."""
+    for slot, _ in prompts:
+        runner.cache.enter(slot)
+    todo = sorted(((len(p), slot, p) for slot, p in prompts if p), reverse=True)
     while todo:
         rows = max(1, BUDGET // min(todo[0][0], CHUNK))
         batch, todo = todo[:rows], todo[rows:]
@@ -47,4 +71,12 @@ def compute(runner: Runner, slots: Sequence[int], prompts: Sequence[Sequence[int
             width = max(len(piece) for _, piece in part)
             block = torch.tensor([[*piece, *[0] * (width - len(piece))] for _, piece in part], device=runner.device)
             runner.feed([slot for slot, _ in part], block, [len(piece) for _, piece in part], want_logits=False)
-    return sum(map(len, prompts))
+    return sum(len(p) for _, p in prompts)
+
+
+def store(runner: Runner, prefix: Prefix, prompt: Sequence[int]) -> int:
+    """Feeds a prompt into its cells of the shared store; returns the number of tokens."""
+    for start in range(0, len(prompt), CHUNK):
+        piece = torch.tensor([prompt[start : start + CHUNK]], device=runner.device)
+        runner.feed_prefix(prefix, start, piece)
+    return len(prompt)

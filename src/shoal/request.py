@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config import Limits, Sampling
 
 if TYPE_CHECKING:
+    from shoal.sharing import Prefix
     from shoal.stats import Stats
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "cancelled")
@@ -48,7 +49,7 @@ class Row:
     Attributes:
         tokens: prompt + committed; nothing in it is ever taken back.
         seed: of this row's noise. eos: ids that end it. max_length: most tokens it may hold. deadline: perf_counter seconds.
-        slot: where its keys and values live while it runs.
+        slot: where its keys and values live while it runs. prefix: where those of its prompt do, if they are shared.
         detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
     """
 
@@ -61,6 +62,7 @@ class Row:
     max_length: int
     deadline: float | None = None
     slot: int = -1
+    prefix: Prefix | None = None
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)

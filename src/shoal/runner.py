@@ -20,6 +20,8 @@ from torch import Tensor
 from shoal import attention, static
 from shoal.cache import Plan, SlotCache
 from shoal.errors import ModelError, RequestError
+from shoal.sharing import Prefix
+from shoal.static.drafting import Drawn, Steps, Style
 
 
 class Runner:
@@ -31,6 +33,7 @@ class Runner:
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds: forward calls so far and time spent in the model itself.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
+        shares: rows of a group may read one stored prompt.
         around: entered for the length of each pass (`shoal.strict`). notes: what was measured and chosen at load, by subject.
         self_check_error: what `selfcheck` found; None before it has run.
     """
@@ -56,6 +59,7 @@ class Runner:
         self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
         self.packs = door == "interface" and self._positional
+        self.shares = self.packs and attention_name in attention.SHARING
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.notes: dict[str, str] = {}
         self._kv_block = attention.KV_BLOCKS.get(attention_name, 1)
@@ -71,8 +75,14 @@ class Runner:
 
     def use_static_passes(self, executor: str | None) -> None:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.static`, or None to stop."""
-        fits = executor is not None and self.door == "interface" and self.attention in static.ATTENTION
-        self.static = static.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention) if fits else None
+        self.static = None
+        if executor is not None and self.door == "interface" and self.attention in static.ATTENTION:
+            self.static = static.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention)
+
+    @property
+    def seconds_building(self) -> float:
+        """Spent on building static passes so far."""
+        return self.static.seconds_building if self.static is not None else 0.0
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
@@ -112,12 +122,13 @@ class Runner:
                 if self.door == "interface":
                     config._attn_implementation = before
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Makes room in the cache for `slots` rows of `capacity` tokens. Raises ModelError: out of memory."""
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises ModelError: out of
+        memory."""
         if self.static is not None:
             slots, capacity = static.room(slots, capacity)
         with _memory_explained(self.name):
-            self.cache.reserve(slots, self._whole(capacity))
+            self.cache.reserve(slots, self._whole(capacity), cells)
 
     def _whole(self, capacity: int) -> int:
         """`capacity` in whole blocks of keys."""
@@ -138,20 +149,60 @@ class Runner:
         Raises:
             ModelError: out of memory.
         """
-        plan = Plan(
-            slots, [self.cache.lengths[s] for s in slots], counts, self.device, packed=self.packs, kv_block=self._kv_block
-        )
+        plan = self._plan(slots, counts, packed=self.packs)
         # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
         known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
-        started = time.perf_counter()
-        with _memory_explained(self.name):
+        with self._counted():
             if self.static is not None and want_logits:
-                logits = self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, known, want_logits))
-            else:
-                logits = self._dynamic(plan, known, want_logits)
-        self.seconds += time.perf_counter() - started
+                return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, known, want_logits))
+            return self._dynamic(plan, known, want_logits)
+
+    def static_steps(
+        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
+        temperatures: Sequence[float], luck: Tensor,
+    ) -> Callable[[Tensor], Drawn | None] | None:  # fmt: skip
+        """A drafter's steps of a round as static passes, see `shoal.static.drafting`; None where they cannot be static.
+
+        A step returns None when it failed; then the rows must go back to where they were.
+        """
+        passes, plan = self.static, self._plan(slots, counts)
+        if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
+            return None
+        with passes.guarded():
+            steps = Steps(passes, self.cache, plan, pending, most, style, temperatures, luck)
+
+            def step(luck: Tensor) -> Drawn | None:
+                with self._counted(), passes.guarded():
+                    return steps(luck)
+                return None
+
+            return step
+        return None
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One pass, timed; building a static one is not part of it."""
+        started = time.perf_counter() - self.seconds_building
+        with _memory_explained(self.name):
+            yield
+        self.seconds += time.perf_counter() - self.seconds_building - started
         self.passes += 1
-        return logits
+
+    @torch.inference_mode()
+    def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
+        """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the shared store.
+
+        Raises:
+            ModelError: out of memory.
+        """
+        plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
+        with self._counted():
+            self._dynamic(plan, tokens.clamp(max=self.vocab_size - 1), want_logits=False)
+
+    def _plan(self, slots: Sequence[int], counts: Sequence[int], packed: bool = False) -> Plan:
+        """Appending counts[b] tokens to each row."""
+        starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
+        return Plan(slots, starts, counts, self.device, packed=packed, prefixes=prefixes, kv_block=self._kv_block)
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         """The pass made to measure."""
@@ -165,7 +216,7 @@ class Runner:
             bias = plan.bias(self.dtype)
             options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
         self.cache.begin(plan)
-        with self._switched(), self.around(), attention.planned(plan, self._method):
+        with self._switched(), self.around(), attention.planned(self.cache, self._method):
             logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits

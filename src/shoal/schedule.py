@@ -10,12 +10,18 @@ from shoal.request import Row
 
 @dataclass(frozen=True)
 class Admission:
-    """A row enters `row.slot`. `source`: slot to copy the prompt from; None = nobody has it, compute it. `fresh`: the source is
-    itself computed in this round."""
+    """A row enters `row.slot`. `source`: slot to copy the prompt from. `fresh`: the source is itself computed in this round.
+    `stored`: the prompt is in the shared store already, or comes there by an earlier admission of this round."""
 
     row: Row
     source: int | None
     fresh: bool = False
+    stored: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Nobody has the prompt yet."""
+        return self.source is None and not self.stored
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves."""
+    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves.
+    `cells`: that many the shared store must have."""
 
     rows: Sequence[Row]
     admissions: Sequence[Admission] = ()
     moves: Sequence[Move] = ()
+    cells: int = 0

@@ -3,6 +3,7 @@
 Active rows always occupy the slots 0, 1, ..., so that a round's caches are views. A row that ends leaves at once; a waiting row
 takes its slot, and when none waits the last row moves into the hole (compaction). A slot remembers whose prompt it holds even
 after its row has gone: prompts are admitted first come, first served, so a group's waiting rows always find a copy.
+A prompt in the shared store stays there for as long as a row of its group runs or waits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from dataclasses import dataclass, field
 from shoal.errors import RequestError
 from shoal.request import Row
 from shoal.schedule import Admission, Move, Round
+from shoal.sharing import Store
+
+NOBODY = -1
+"""The group whose prompt a slot holds, when it holds none."""
 
 
 @dataclass
@@ -21,17 +26,19 @@ class Scheduler:
     """Rows waiting, rows running, and who sits where.
 
     Attributes:
-        capacity: most rows in a round.
+        capacity: most rows in a round. prompts: whether groups share theirs, see `shoal.sharing`.
     """
 
     capacity: int
     waiting: deque[Row] = field(default_factory=deque)
+    prompts: str = "copied"
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise RequestError(f"max_batch must be >= 1, got {self.capacity}")
         self._slots: list[Row | None] = []
         self._resident: list[int] = []
+        self._store = Store(self.prompts)
 
     @property
     def running(self) -> list[Row]:
@@ -53,6 +60,7 @@ class Scheduler:
             return
         self.waiting = deque(row for row in self.waiting if id(row) not in gone)
         self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
+        self._store.keep({row.group for row in [*self.running, *self.waiting]})
 
     def expired(self, now: float) -> list[Row]:
         """Rows whose deadline has passed."""
@@ -62,7 +70,7 @@ class Scheduler:
         """Fills free slots from the queue, then closes what holes remain."""
         admissions = self._admit()
         moves = self._compact()
-        return Round(self.running, admissions, moves)
+        return Round(self.running, admissions, moves, self._store.cells)
 
     def _admit(self) -> list[Admission]:
         admissions: list[Admission] = []
@@ -70,10 +78,14 @@ class Scheduler:
         while self.waiting and (slot := self._free_slot()) is not None:
             row = self.waiting.popleft()
             source = self._resident.index(row.group) if row.group in self._resident else None
-            admissions.append(Admission(row, source, row.group in computed))
-            if source is None:
+            row.prefix = self._store.find(row.group)
+            admission = Admission(row, source, source is not None and row.group in computed, row.prefix is not None)
+            admissions.append(admission)
+            if admission.computes:
                 computed.add(row.group)
-            self._slots[slot], self._resident[slot], row.slot = row, row.group, slot
+                row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
+            self._slots[slot], row.slot = row, slot
+            self._resident[slot] = row.group if row.prefix is None else NOBODY
         return admissions
 
     def _free_slot(self) -> int | None:
@@ -82,7 +94,7 @@ class Scheduler:
         if len(self._slots) == self.capacity:
             return None
         self._slots.append(None)
-        self._resident.append(-1)
+        self._resident.append(NOBODY)
         return len(self._slots) - 1
 
     def _compact(self) -> list[Move]:
@@ -96,6 +108,6 @@ class Scheduler:
             row = self._slots[last]
             assert row is not None
             self._slots[hole], self._slots[last] = row, None
-            self._resident[hole], row.slot = row.group, hole
+            self._resident[hole], row.slot = self._resident[last], hole
             moves.append(Move(row, last, hole))
         return moves

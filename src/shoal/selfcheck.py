@@ -7,7 +7,7 @@ it, and every such model to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.runner import Runner
+from shoal.sharing import Prefix
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest difference a ragged forward may show against a plain one, in standard deviations of the logits."""
@@ -25,8 +26,8 @@ def self_check(runner: Runner) -> float:
     """One ragged decode against plain forwards of the same tokens, before the first real token.
 
     Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
-    A model that is only right padded is not fed packed blocks. A sliding window that the attention never hears of bounds the
-    context, as longer rows would see too much.
+    A model that is only right padded is not fed packed blocks; one that goes wrong with a shared prompt gets copies. A sliding
+    window that the attention never hears of bounds the context, as longer rows would see too much.
 
     Returns:
         The largest difference in standard deviations of the logits; kept in `self_check_error`.
@@ -38,10 +39,12 @@ def self_check(runner: Runner) -> float:
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
     plain = runner.hf(ids, use_cache=False).logits.double()
     with runner.noting_windows() as windows:
-        error = _packed_error(runner, ids, plain) if runner.packs else math.inf
+        error = _guarded(_error, runner, ids, plain) if runner.packs else math.inf
         if not error <= TOLERANCE[runner.dtype]:
             runner.packs, runner.cache = False, type(runner.cache)()
             error = _error(runner, ids, plain)
+    if runner.shares:
+        runner.shares = _guarded(_sharing_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
     declared = _declared_window(runner.hf.config.get_text_config())
     if runner.door == "interface" and declared is not None and declared not in windows:
         runner.context = min(runner.context, declared)
@@ -54,12 +57,31 @@ def self_check(runner: Runner) -> float:
     return error
 
 
-def _packed_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The error of a model that may mix tokens of different rows, or fail, when they come as one sequence."""
+def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The error of something that a model may do wrongly, or fail at, and can do without."""
     try:
-        return _error(runner, ids, plain)
+        return error(runner, ids, plain)
     except RuntimeError:
         return math.inf
+    finally:
+        runner.cache.clear()
+
+
+def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The largest difference to `plain` logits, in their standard deviations, of two rows with one stored prompt: all of `ids`
+    but the last two tokens of a row."""
+    split = ids.shape[1] - 2
+    if split < 1:
+        return math.inf
+    prefix, tail = Prefix(1, split), ids[:1, split:].expand(2, -1)
+    runner.reserve(2, 4, prefix.base + split)
+    runner.feed_prefix(prefix, 0, ids[:1, :split])
+    for slot in range(2):
+        runner.cache.enter(slot, prefix)
+    logits = runner.feed([1, 0], tail, [2, 1]).double()
+    expected = plain[0, split:]
+    worst = max(float((logits[0] - expected).abs().max()), float((logits[1, 0] - expected[0]).abs().max()))
+    return worst / max(float(plain.std()), 1e-9)
 
 
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
@@ -73,7 +95,7 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
     """(row, positions, logits [positions, vocab]) of a small ragged decode of `ids` [2, length]."""
     length = ids.shape[1]
     runner.reserve(2, length + 4)
-    runner.cache.lengths = [0] * runner.cache.slots
+    runner.cache.clear()
     long, short = max(1, length - 5), max(1, length - 8)
     pairs: list[tuple[int, slice, Tensor]] = []
 
@@ -92,7 +114,7 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
     block([0, 1], [short, long], [2, 3])
     runner.cache.rollback(1, long + 1)
     block([0, 1], [short + 2, long + 1], [1, 2])
-    runner.cache.lengths = [0] * runner.cache.slots
+    runner.cache.clear()
     return pairs
 
 

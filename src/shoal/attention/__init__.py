@@ -9,6 +9,7 @@ the `Plan` has it all.
     split       BASS-SPLIT: one call per row at its exact length
     fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
     strict      bits that depend on the query's own row only; CPU (`shoal.strict`)
+    bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
     auto        fused where it runs on CUDA; else pad, or split where padding would more than double the keys read
 """
 
@@ -22,13 +23,14 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
+from shoal.attention.bifurcated import bifurcated
 from shoal.attention.fused import available, fused
 from shoal.attention.pad import pad
 from shoal.attention.problem import Problem
 from shoal.attention.reference import reference
 from shoal.attention.split import split
 from shoal.attention.strict import KV_BLOCK, strict
-from shoal.cache.plan import Plan
+from shoal.cache import SlotCache
 from shoal.errors import InternalError, RequestError
 
 __all__ = ["KV_BLOCKS", "METHODS", "NAME", "Method", "Problem", "method_named", "planned"]
@@ -47,13 +49,14 @@ def auto(problem: Problem) -> Tensor:
     if problem.query.is_cuda and available(problem.query):
         return fused(problem)
     plan = problem.plan
-    return split(problem) if plan.rows * plan.kv > WASTE * sum(plan.lengths) + 64 * plan.rows else pad(problem)
+    return split(problem) if plan.rows * plan.kv > WASTE * sum(plan.tails) + 64 * plan.rows else pad(problem)
 
 
 METHODS: dict[str, Method] = {
     "auto": auto,
     "pad": pad,
     "split": split,
+    "bifurcated": bifurcated,
     "fused": fused,
     "reference": reference,
     "strict": strict,
@@ -63,6 +66,10 @@ KV_BLOCKS: dict[str, int] = {"strict": KV_BLOCK}
 """Methods that want whole blocks of that many keys."""
 
 
+SHARING = METHODS.keys() - KV_BLOCKS.keys()
+"""Methods that know prefixes."""
+
+
 def method_named(name: str) -> Method:
     """Raises RequestError for a name that is not in `METHODS`."""
     if name not in METHODS:
@@ -70,13 +77,13 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-_current: ContextVar[tuple[Plan, Method] | None] = ContextVar("shoal_attention", default=None)
+_current: ContextVar[tuple[SlotCache, Method] | None] = ContextVar("shoal_attention", default=None)
 
 
 @contextmanager
-def planned(plan: Plan, method: Method) -> Iterator[None]:
-    """Within it, models switched to "shoal" attend by this plan and method."""
-    token = _current.set((plan, method))
+def planned(cache: SlotCache, method: Method) -> Iterator[None]:
+    """Within it, models switched to "shoal" attend by this method, and by the plan that the cache was told."""
+    token = _current.set((cache, method))
     try:
         yield
     finally:
@@ -94,11 +101,13 @@ def _attend(
     current = _current.get()
     if current is None:
         raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
-    plan, method = current
+    cache, method = current
+    plan = cache.plan
+    assert plan is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
-    return plan.pack(method(Problem(query, key, value, plan, scale, window, softcap, s_aux))), None
+    return plan.pack(method(Problem(query, key, value, plan, scale, window, softcap, s_aux, *cache.shared()))), None
 
 
 AttentionInterface.register(NAME, _attend)

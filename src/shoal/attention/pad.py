@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from shoal.attention.bifurcated import bifurcated
 from shoal.attention.problem import Problem
 
 
 def pad(problem: Problem) -> Tensor:
     """One batched call; returns [rows, q, heads, value dim]."""
+    if problem.shared_key is not None:
+        return bifurcated(problem)
     fold = problem.group
     bias = problem.plan.bias(problem.query.dtype, problem.window, fold)
     return attend_folded(problem.query, problem.key, problem.value, bias, problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -35,6 +35,16 @@ class Problem:
     sinks: Tensor | None = None
     shared_key: Tensor | None = None
     shared_value: Tensor | None = None
+
+    def repeated(self) -> Problem:
+        """The same without a shared store: every row with all its keys."""
+        if self.shared_key is None or self.shared_value is None:
+            return self
+        plan = self.plan
+        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed)
+        pairs = (self.key, self.shared_key), (self.value, self.shared_value)
+        key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
+        return replace(self, key=key, value=value, plan=whole, shared_key=None, shared_value=None)
 
     @property
     def group(self) -> int:

@@ -10,6 +10,7 @@ from shoal.attention.problem import Problem
 
 def reference(problem: Problem) -> Tensor:
     """softmax(q k^T * scale + mask) v for each row alone; returns [rows, q, heads, value dim] in the query's dtype."""
+    problem = problem.repeated()
     query, key, value = (
         t.to(torch.promote_types(t.dtype, torch.float32)) for t in (problem.query, problem.key, problem.value)
     )

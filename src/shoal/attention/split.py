@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shoal.attention.bifurcated import bifurcated
 from shoal.attention.pad import attend_folded
 from shoal.attention.problem import Problem
 
 
 def split(problem: Problem) -> Tensor:
     """Per-row calls at exact lengths; returns [rows, q, heads, value dim]; unused query columns come back zero."""
+    if problem.shared_key is not None:
+        return bifurcated(problem)
     plan = problem.plan
     bias = plan.bias(problem.query.dtype, problem.window)  # [rows, 1, q, kv]; sliced per row, then folded
     out = problem.query.new_zeros(plan.rows, plan.q, problem.query.shape[1], problem.value.shape[-1])

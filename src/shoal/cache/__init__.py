@@ -1,6 +1,6 @@
 """The slot-based ragged KV cache."""
 
-from shoal.cache.plan import Plan, Prefix
+from shoal.cache.plan import Plan
 from shoal.cache.slots import SlotCache
 
-__all__ = ["Plan", "Prefix", "SlotCache"]
+__all__ = ["Plan", "SlotCache"]

@@ -19,16 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.sharing import Prefix
+
 PACK_FROM = 1 / 8
 """A pass is packed if at least this share of its columns is unused; packing itself costs about 5 % of a small pass."""
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store."""
+class Shared:
+    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared store, where position p is cell
+    base + p; `rows` of the pass, as what indexes a tensor."""
 
+    rows: slice | Tensor
     base: int
-    length: int
+    first: int
+    end: int
 
 
 class Plan:
@@ -69,6 +74,7 @@ class Plan:
         self.kv = -(-kv // kv_block) * kv_block
         self.positions = torch.from_numpy(self._positions).to(device)
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
+        self._groups: dict[int | None, list[Shared]] = {}
 
     @property
     def rows(self) -> int:
@@ -116,6 +122,22 @@ class Plan:
         first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]
         cells = (np.array(first)[:, None] + self._places).reshape(-1)
         return torch.from_numpy(cells[self._real_columns] if self.packed else cells).to(self.device)
+
+    def repeated(self, tail: Tensor, shared: Tensor) -> Tensor:
+        """Keys or values with every row's prefix before its tail, as if nothing were shared.
+
+        Args:
+            tail: [rows, heads, kv, dim]. shared: [cells, heads, dim].
+
+        Returns:
+            [rows, heads, max(offsets) + kv, dim]: index i is position i; zeros beyond what a row has.
+        """
+        rows = tail.new_zeros(self.rows, tail.shape[1], max(self.offsets) + self.kv, tail.shape[3])
+        for row, own, prefix, offset in zip(rows, tail, self.prefixes, self.offsets, strict=True):
+            if prefix is not None:
+                row[:, :offset] = shared[prefix.base : prefix.base + offset].transpose(0, 1)
+            row[:, offset : offset + self.kv] = own
+        return rows
 
     # ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,3 +189,40 @@ class Plan:
     def zero_bias(self, dtype: torch.dtype) -> Tensor:
         """An additive mask that hides nothing, for models that build their own when given none; [rows, 1, q, kv]."""
         return torch.zeros(self.rows, 1, self.q, self.kv, dtype=dtype, device=self.device)
+
+    # ── shared prompts ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def groups(self, window: int | None = None) -> list[Shared]:
+        """The prompts of the pass, each with its rows; made once per pass. A prompt that all queries have left behind a sliding
+        window is missing."""
+        if window not in self._groups:
+            of: dict[Prefix, list[int]] = {}
+            for row, prefix in enumerate(self.prefixes):
+                if prefix is not None:
+                    of.setdefault(prefix, []).append(row)
+            found = [self._shared(prefix, rows, window) for prefix, rows in of.items()]
+            self._groups[window] = [shared for shared in found if shared.first < shared.end]
+        return self._groups[window]
+
+    def _shared(self, prefix: Prefix, rows: list[int], window: int | None) -> Shared:
+        oldest = 0 if window is None else max(0, min(self.starts[row] for row in rows) - window + 1)
+        side_by_side = rows[-1] - rows[0] == len(rows) - 1
+        index = slice(rows[0], rows[-1] + 1) if side_by_side else torch.tensor(rows, device=self.device)
+        return Shared(index, prefix.base, prefix.base + oldest, prefix.base + prefix.length)
+
+    def prompt_bias(self, shared: Shared, dtype: torch.dtype, window: int | None, fold: int) -> Tensor | None:
+        """The additive mask over a prompt for all queries of its group, [1, 1, rows * fold * q, end - first]: 0 where visible.
+
+        Returns:
+            None when every query sees all of it: without a window always.
+        """
+        if window is None:
+            return None
+        key = (shared.first, dtype, window, fold)
+        if key not in self._masks:
+            positions = self.positions[shared.rows]  # [rows, q]
+            keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=self.device)
+            hidden = (keys <= positions[..., None] - window).repeat(1, fold, 1).flatten(0, 1)[None, None]
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+            self._masks[key] = zeros.masked_fill_(hidden, torch.finfo(dtype).min) if bool(hidden.any()) else None
+        return self._masks[key]

@@ -67,8 +67,11 @@ class ScriptedModel(torch.nn.Module):
         assert use_cache
         assert position_ids is not None
         ids, places = past_key_values.update(_as_states(tokens), _as_states(position_ids), 0)
-        ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
         plan = past_key_values.plan
+        if plan.shares:
+            pairs = zip((ids, places), past_key_values.shared(), strict=True)
+            ids, places = (plan.repeated(tail, shared) for tail, shared in pairs)
+        ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
         own = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
         _check_places(places, position_ids, own)
         if logits_to_keep:  # a prompt's pass, whose logits nobody reads

@@ -1,0 +1,75 @@
+"""Prompts stored once for all rows of a group: which, and where. Pure Python.
+
+m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d cells instead of n * (m_c + m_d), and every pass reads the
+prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shoal.errors import RequestError
+
+POLICIES = ("auto", "shared", "copied")
+ROWS, LENGTH = 2, 256
+"""`auto` shares a prompt of at least that many rows and tokens; below, more calls per layer cost what they save
+(docs/shared-prompts.md)."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store."""
+
+    base: int
+    length: int
+
+
+def check_policy(name: str) -> None:
+    """Raises RequestError for a name that is not in `POLICIES`."""
+    if name not in POLICIES:
+        raise RequestError(f"prompts must be one of {', '.join(POLICIES)}, got {name!r}")
+
+
+class Store:
+    """Which cells belong to which group: first fit, holes are used again.
+
+    Args:
+        policy: "auto" (by `ROWS` and `LENGTH`), "shared" (always) or "copied" (never).
+
+    Attributes:
+        cells: cells the store must have, the largest number ever used at once.
+    """
+
+    def __init__(self, policy: str = "auto") -> None:
+        self.policy = policy
+        self.cells = 0
+        self._held: dict[int, Prefix] = {}
+
+    def find(self, group: int) -> Prefix | None:
+        """The group's prompt, if it is here."""
+        return self._held.get(group)
+
+    def admit(self, group: int, rows: int, length: int) -> Prefix | None:
+        """Room for the prompt of a group, or None if it is better copied.
+
+        Args:
+            rows: of the group that may run at once. length: tokens of its prompt that are stored, all but the last.
+        """
+        if length < 1 or not self._shares(rows, length):
+            return None
+        base = 0
+        for held in sorted(self._held.values(), key=lambda held: held.base):
+            if held.base - base >= length:
+                break
+            base = held.base + held.length
+        self.cells = max(self.cells, base + length)
+        self._held[group] = Prefix(base, length)
+        return self._held[group]
+
+    def keep(self, groups: Collection[int]) -> None:
+        """Frees the prompts of all other groups."""
+        self._held = {group: prefix for group, prefix in self._held.items() if group in groups}
+
+    def _shares(self, rows: int, length: int) -> bool:
+        return self.policy == "shared" or (self.policy == "auto" and rows >= ROWS and length >= LENGTH)

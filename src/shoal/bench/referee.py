@@ -7,11 +7,13 @@ not available here, and counts peak memory. *measure*: the repeats, ways taking 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from shoal.bench.roofline import Ceilings, ceilings, shares
 from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
+from shoal.models import bundled
+from shoal.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
 CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone
@@ -85,14 +89,14 @@ class Referee:
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
-        measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
-        self.ways = [shoal_way(measured, name, self.job.rule) for name in self.job.lookaheads]
+        self._measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
+        self.ways = [shoal_way(self._measured, name, self.job.rule) for name in self.job.lookaheads]
         self.ways += [baseline_way(self.pair, name) for name in self.job.baselines]
         if self.pair.draft_model is None and len(self.job.lookaheads) > 1:
             raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
         self.report = Report(self._config(), machine(self.pair.target.device))
         self._checked: dict[tuple[str, int, str], Checked] = {}
-        self._peaks: dict[tuple[Case, str], int] = {}
+        self._peaks: dict[tuple[str, int, str], int] = {}
         self._refused: set[tuple[Case, str]] = set()
         for case in self.job.cases:
             self._work(case, 0)  # a case that cannot be filled is refused before anything is measured
@@ -105,12 +109,7 @@ class Referee:
 
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
-        described = {
-            role: None
-            if model is None
-            else {"name": model.name, "parameters": sum(p.numel() for p in model.hf.parameters())}
-            for role, model in models.items()
-        }
+        described = {role: None if model is None else _described(model) for role, model in models.items()}
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
         lengths = [len(ids) for ids in self.pool]
         return described | vars(self.job) | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
@@ -161,16 +160,13 @@ class Referee:
     def warm_up(self) -> float:
         """Runs every way once; returns the seconds that `measure` will take at most."""
         seconds = 0.0
-        on_cpu = self.pair.target.device.type == "cpu"
         for case, way in product(self.job.cases, self.ways):
             self.step(f"warming up, {_name(case)}: {way.name}")
             work = self._work(case, 0)
             try:
                 with timed(self.pair.target.device) as watch:
-                    if way.countable or not on_cpu:
-                        self._peaks[case, way.name] = self._weights() + peak_tensor_bytes(partial(way.run, work))
-                    else:
-                        way.run(work)
+                    way.run(work)
+                self._note_peak(case, way, work)
             except Exception as error:
                 if not way.baseline:
                     raise
@@ -178,6 +174,18 @@ class Referee:
                 continue
             seconds += watch.seconds * self.job.repeats
         return seconds
+
+    def _note_peak(self, case: Case, way: Way, work: Work) -> None:
+        """Weights and most tensors alive in a run of its own, once per layout; `auto` learns nothing from its slow motion."""
+        key = case.layout, case.batch, way.name
+        if key in self._peaks or not (way.countable or self.pair.target.device.type != "cpu"):
+            return
+        knowledge = self._measured.knowledge
+        self._measured.knowledge = copy.deepcopy(knowledge)
+        try:
+            self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, work))
+        finally:
+            self._measured.knowledge = knowledge
 
     def _weights(self) -> int:
         models = [self.pair.target] + ([self.pair.draft_model] if self.pair.draft_model else [])
@@ -249,11 +257,21 @@ class Referee:
                     case, way.name, way.baseline, runs[way.name][:whole], runs[PLAIN][:whole],
                     shares=[share for share in used if share is not None],
                     imposed=None if way.baseline or way.name == PLAIN else self.job.acceptance,
-                    peak_bytes=self._peaks.get((case, way.name)),
+                    peak_bytes=self._peaks.get((case.layout, case.batch, way.name)),
                     identity=self._checked.get((case.layout, case.batch, way.name)),
                 )
             )  # fmt: skip
         return lines
+
+
+def _described(model: Runner) -> dict[str, Any]:
+    """A model's name as the user wrote it, but of a directory the last part: results are shared, paths are not. Its size; what
+    was decided when it was loaded."""
+    path = Path(model.name)
+    name = path.name if path.is_dir() else model.name
+    name = f"bundled {name}" if path.parent == bundled("target").parent else name
+    parameters = sum(parameter.numel() for parameter in model.hf.parameters())
+    return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **model.notes}
 
 
 def _name(case: Case) -> str:

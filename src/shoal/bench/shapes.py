@@ -15,7 +15,10 @@ import transformers
 from shoal import models
 from shoal.api import Shoal
 from shoal.errors import RequestError
+from shoal.quantize import parse as parse_formats
+from shoal.quantize import quantized
 from shoal.runner import Runner
+from shoal.static import executor_for
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,35 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
 """Target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
 
 
-def shaped_pair(name: str, *, dtype: str, device: str, max_batch: int, seed: int = 0, attention: str = "auto") -> Shoal:
-    """A pair of that shape, never on disk; "auto" is bfloat16 on an accelerator.
+def shaped_pair(
+    name: str, *, dtype: str, device: str, max_batch: int, seed: int = 0, attention: str = "auto", compile: str = "auto",
+    quantize: str = "auto",
+) -> Shoal:  # fmt: skip
+    """A pair of that shape, never on disk. dtype: "auto" is bfloat16 on an accelerator; the rest as for `shoal.load`.
 
     Raises:
         RequestError: for an unknown shape.
     """
     if name not in SHAPES:
         raise RequestError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}")
-    place = models.resolve_device(device)
+    place, formats, runners = models.resolve_device(device), parse_formats(quantize), []
     if dtype == "auto":
         dtype = "float32" if place.type == "cpu" else "bfloat16"
-    number = models.DTYPES[dtype]
-    target, drafter = (
-        models.wrap(_random(shape.config(), number, place, seed + i), f"{name} {role}, random weights", attention)
-        for i, (role, shape) in enumerate(zip(("target", "drafter"), SHAPES[name], strict=True))
-    )
-    return Shoal(target, drafter, max_batch=max_batch)
+    for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
+        hf, _ = quantized(_random(shape.config(), models.DTYPES[dtype], place, seed + i), formats[role])
+        runner = models.wrap(hf, f"{name} {role}, random weights", attention)
+        runner.use_static_passes(executor_for(compile, place))
+        runners.append(runner)
+    return Shoal(*runners, max_batch=max_batch)
 
 
-def hopeless(drafter: Runner, seed: int = 0) -> Runner:
-    """A drafter of the same config that knows nothing: its cost without its use."""
-    hf = _random(drafter.hf.config, drafter.dtype, drafter.device, seed)
-    return models.wrap(hf, f"{drafter.name}, random weights", drafter.attention)
+def make_hopeless(drafter: Runner, seed: int = 0) -> None:
+    """Shuffles the numbers of each of its matrices, in place: what it costs stays, what it knows goes."""
+    generator = torch.Generator(drafter.device).manual_seed(seed)
+    for weight in drafter.hf.parameters():
+        if weight.dim() > 1:
+            order = torch.randperm(weight.numel(), generator=generator, device=weight.device)
+            weight.data.copy_(weight.data.flatten()[order].view_as(weight))
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

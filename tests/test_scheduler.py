@@ -19,9 +19,9 @@ from shoal.scheduler import Scheduler
 from shoal.testing.scripted import hashed, scripted
 
 
-def group(number: int, n: int, deadline: float | None = None) -> list[Row]:
-    request = Request((number + 1,), n)
-    return [Row(request, number, i, 0, [number + 1], frozenset(), 1 << 20, deadline) for i in range(n)]
+def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:
+    request = Request((number + 1,) * length, n)
+    return [Row(request, number, i, 0, list(request.prompt_ids), frozenset(), 1 << 20, deadline) for i in range(n)]
 
 
 def round_of(rows: Sequence[Row], admissions: Sequence[Admission] = (), moves: Sequence[Move] = ()) -> Round:
@@ -31,12 +31,13 @@ def round_of(rows: Sequence[Row], admissions: Sequence[Admission] = (), moves: S
 class Slots:
     """What the slots of a cache hold, moved as the engine moves it.
 
-    A slot holds the name of a prompt (its group), and of the row whose tokens follow it.
+    A slot holds the name of a prompt (its group), and of the row whose tokens follow it; so does a cell of the shared store.
     """
 
     def __init__(self) -> None:
         self.prompt: dict[int, int] = {}
         self.owner: dict[int, Row] = {}
+        self.cells: dict[int, int] = {}
         self.computed: list[int] = []
 
     def carry_out(self, round_: Round) -> None:
@@ -44,9 +45,11 @@ class Slots:
         for fresh in (False, True):
             if fresh:
                 for admission in round_.admissions:
+                    if admission.computes:
+                        self.cells.update(dict.fromkeys(cells_of(admission.row), admission.row.group))
+                        self.computed.append(admission.row.group)
                     if admission.source is None:
                         self._enter(admission)
-                        self.computed.append(admission.row.group)
             for admission in round_.admissions:
                 if admission.source is not None and admission.fresh is fresh:
                     assert self.prompt[admission.source] == admission.row.group
@@ -58,9 +61,16 @@ class Slots:
         for row in round_.rows:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
+            assert all(self.cells[cell] == row.group for cell in cells_of(row))
+            assert all(cell < round_.cells for cell in cells_of(row))
 
     def _enter(self, admission: Admission) -> None:
         self.prompt[admission.row.slot], self.owner[admission.row.slot] = admission.row.group, admission.row
+
+
+def cells_of(row: Row) -> range:
+    """Where the row's prompt lies in the shared store."""
+    return range(0) if row.prefix is None else range(row.prefix.base, row.prefix.base + row.prefix.length)
 
 
 steps = st.one_of(
@@ -70,10 +80,12 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
 @given(st.integers(1, 5), st.lists(steps, max_size=30))
-def test_any_schedule(capacity: int, schedule: Sequence[tuple[str, object]]) -> None:
-    """Rows come, end in any order and are cancelled; every copy and move comes from a slot that holds what it claims to."""
-    scheduler, slots, rows = Scheduler(capacity), Slots(), []
+def test_any_schedule(prompts: str, capacity: int, schedule: Sequence[tuple[str, object]]) -> None:
+    """Rows come, end in any order and are cancelled; every copy and move comes from a slot that holds what it claims to, and every
+    shared prompt is where its rows look for it."""
+    scheduler, slots, rows = Scheduler(capacity, prompts=prompts), Slots(), []
     entered: list[Row] = []
     gone: set[int] = set()
     groups = 0
@@ -89,7 +101,7 @@ def test_any_schedule(capacity: int, schedule: Sequence[tuple[str, object]]) -> 
 
     for kind, argument in schedule:
         if kind == "add":
-            new = group(groups, int(argument))  # type: ignore[call-overload]
+            new = group(groups, int(argument), length=1 + groups % 4)  # type: ignore[call-overload]
             groups += 1
             rows += new
             scheduler.add(new)
@@ -106,7 +118,9 @@ def test_any_schedule(capacity: int, schedule: Sequence[tuple[str, object]]) -> 
         id(row) for row in rows if any(row is e for e in entered)
     ]  # first come, first served
     assert len(slots.computed) == len(set(slots.computed))  # no prompt twice
-    assert scheduler.next_round() == round_of([])
+    assert all((row.prefix is not None) == (prompts == "shared" and row.prompt_length > 1) for row in entered)
+    last = scheduler.next_round()
+    assert last == Round([], [], [], last.cells)
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms())

@@ -21,7 +21,7 @@ from shoal.errors import InternalError, RequestError
 from shoal.lookahead import Fixed
 from shoal.request import Request, Row
 from shoal.runner import Runner
-from shoal.sharing import LENGTH, ROWS, Prefix, Store
+from shoal.sharing import SAVED, Prefix, Store
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
@@ -77,10 +77,11 @@ def test_holes_are_used_again() -> None:
 @pytest.mark.parametrize(
     ("policy", "rows", "length", "shared"),
     [
-        ("auto", ROWS, LENGTH, True),
-        ("auto", ROWS - 1, LENGTH, False),
-        ("auto", ROWS, LENGTH - 1, False),
+        ("auto", 2, SAVED, True),
+        ("auto", 2, SAVED - 1, False),
         ("auto", 4, 2047, True),
+        ("auto", 1 + SAVED, 1, True),
+        ("auto", 1, 100 * SAVED, False),
         ("shared", 1, 1, True),
         ("shared", 1, 0, False),
         ("copied", 64, 9999, False),

@@ -69,9 +69,11 @@ class Runner:
         """Bytes of the weights, tied ones counted once."""
         return sum(p.numel() * p.element_size() for p in self.hf.parameters())
 
-    def cache_bytes(self, slots: int, capacity: int) -> int:
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes a cache of that size takes; known once the self-check has run."""
-        return slots * self._whole(capacity) * self.cache.bytes_per_token()
+        if self.static is not None:
+            slots, capacity = static.room(slots, capacity)
+        return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
 
     def use_static_passes(self, executor: str | None) -> None:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.static`, or None to stop."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from shoal.errors import RequestError
 
 POLICIES = ("auto", "shared", "copied")
-ROWS, LENGTH = 2, 256
-"""`auto` shares a prompt of at least that many rows and tokens; below, more calls per layer cost what they save
+SAVED = 2048
+"""`auto` shares a prompt if copies would take that many more cells; below, more calls per layer cost what they save
 (docs/shared-prompts.md)."""
 
 
@@ -35,7 +35,7 @@ class Store:
     """Which cells belong to which group: first fit, holes are used again.
 
     Args:
-        policy: "auto" (by `ROWS` and `LENGTH`), "shared" (always) or "copied" (never).
+        policy: "auto" (by `SAVED`), "shared" (always) or "copied" (never).
 
     Attributes:
         cells: cells the store must have, the largest number ever used at once.
@@ -72,4 +72,4 @@ class Store:
         self._held = {group: prefix for group, prefix in self._held.items() if group in groups}
 
     def _shares(self, rows: int, length: int) -> bool:
-        return self.policy == "shared" or (self.policy == "auto" and rows >= ROWS and length >= LENGTH)
+        return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= SAVED)

@@ -199,11 +199,18 @@ def _product_ms(dtype: Any) -> float:
 
 def memory(case: Case) -> Finding:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
+    from shoal.prefill import policy_for
+    from shoal.sharing import Store
+
     longest = max(len(case.model.tokenizer.encode(prompt)) for prompt in case.prompts)
     slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    caches = sum(runner.cache_bytes(slots, longest + case.max_new_tokens + case.k + 1) for runner in runners)
+    prefix = Store(policy_for(case.model.prompts, runners)).admit(0, slots, longest - 1)
+    shared = 0 if prefix is None else prefix.length
+    caches = sum(
+        runner.cache_bytes(slots, longest - shared + case.max_new_tokens + case.k + 1, shared) for runner in runners
+    )
     free = _free_bytes(case.model.target)
     data = {"weights_bytes": weights, "cache_bytes": caches, "rows": slots, "free_bytes": free}
     figure = f"weights {_mib(weights)} + caches {_mib(caches)} for {slots} rows"

@@ -79,6 +79,15 @@ def no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_decided_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number format and 8 bits are chosen by measurement (shoal.linears, shoal.quantize); here always the usual ones."""
+    from shoal import linears, quantize
+
+    monkeypatch.setattr(linears, "number_format", lambda config: (torch.float32, "float32: by tests/conftest.py"))
+    monkeypatch.setattr(quantize, "_measured", lambda hf: (1.0, 1.0))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Ends a test that hangs, so that one bug costs two minutes and not the whole run."""

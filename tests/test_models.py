@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import shoal
-from shoal import models
+from shoal import linears, models
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.runner import Runner
@@ -86,7 +86,6 @@ def test_one_file_or_many_are_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "got"),
     [
-        ("auto", torch.float32),  # exactness is cheap on a CPU
         ("float32", torch.float32),
         ("bfloat16", torch.bfloat16),
         (torch.float64, torch.float64),
@@ -97,6 +96,17 @@ def test_dtype(asked: str | torch.dtype, got: torch.dtype, tmp_path: Path) -> No
     loaded = shoal.load(place, dtype=asked, device="cpu")
     assert loaded.target.dtype == got
     assert len(greedy(loaded)) == 16
+
+
+@pytest.mark.parametrize("measured", [torch.float32, torch.bfloat16])
+def test_auto_is_what_was_measured_on_a_cpu(measured: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = saved(tiny_model("llama"), tmp_path)
+    hidden: list[int] = []
+    monkeypatch.setattr(
+        linears, "number_format", lambda config: (hidden.append(config.hidden_size), (measured, "faster"))[1]
+    )
+    loaded = shoal.load(place, device="cpu")
+    assert (loaded.target.dtype, loaded.target.notes["dtype"], hidden) == (measured, "faster", [32])
 
 
 def test_auto_keeps_the_checkpoints_dtype_on_an_accelerator() -> None:
@@ -262,7 +272,7 @@ def test_a_vocabulary_padded_to_another_width(target_width: int, draft_width: in
     draft = saved(tiny_model("llama", vocab_size=draft_width, layers=1, seed=1), tmp_path / "draft")
     loaded = shoal.load(target, draft)
     assert greedy(loaded, new=48) == stock(hf, new=48)
-    sampled = loaded.generate([PROMPT], n=4, max_new_tokens=32, seed=0)
+    sampled = loaded.generate([PROMPT], n=4, max_new_tokens=32, seed=0, lookahead=4)
     assert sampled.stats.drafted > 0
     assert all(0 <= token < target_width for sample in sampled[0].samples for token in sample.token_ids)
 

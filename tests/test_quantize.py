@@ -17,7 +17,7 @@ from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead import by_name
 from shoal.models import wrap
-from shoal.quantize import Int8Linear, parse, quantized
+from shoal.quantize import Int8Linear, _measured, parse, quantized
 from shoal.request import Request, Row
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 
@@ -90,7 +90,7 @@ def test_auto_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch, eighth: float, 
 
 
 def test_auto_really_measures() -> None:
-    plain, eighth = quantize._measured(tiny_model("llama"))
+    plain, eighth = _measured(tiny_model("llama"))
     assert 0 < plain < 1
     assert 0 < eighth < 1
 

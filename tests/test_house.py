@@ -27,7 +27,7 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models selfcheck strict quantize linears runner distributions history truncation attention cache static",
+    "base": "round outputs models selfcheck strict quantize linears tensor_parallel runner distributions history truncation attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",
 }
 
@@ -43,8 +43,9 @@ MAY_IMPORT = {
 
 # ... but for these.
 WITHIN = {
-    "models": "selfcheck strict quantize linears runner attention cache",
+    "models": "selfcheck strict tensor_parallel quantize linears runner attention cache",
     "strict": "runner attention",
+    "tensor_parallel": "runner cache",
     "quantize": "linears",
     "selfcheck": "runner",
     "runner": "attention cache static",

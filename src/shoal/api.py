@@ -30,7 +30,7 @@ def load(
     target: str | Path | None = None, draft: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "auto", strict: bool = False,
-    prompts: str = "auto", trust_remote_code: bool = False, local_files_only: bool = False,
+    prompts: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
@@ -40,7 +40,7 @@ def load(
         dtype: of both: "auto" (on a CPU float32 unless bfloat16 is measured to be faster, elsewhere the checkpoint's own),
             "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
-        attention: "auto", "pad", "split" or "reference" (see `shoal.attention`).
+        attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.attention`).
         max_batch: most rows decoded together; more rows than that take turns.
         compile: "on": passes of fixed shapes (see `shoal.static`), as CUDA graphs or, on a CPU, compiled, which takes many seconds
             for each shape; "off"; "auto": on for CUDA.
@@ -49,6 +49,8 @@ def load(
         strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
         prompts: "shared": a group's prompt is stored, and read by each pass, once; "copied": by each row; "auto": shared where that
             pays (see `shoal.sharing`).
+        tensor_parallel: the target is shared by all processes that torchrun started (docs/scaling.md). `load` returns in the first
+            one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
 
     Raises:
@@ -62,7 +64,7 @@ def load(
     tokenizer = models.load_tokenizer(target, revision=revision, **common)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     formats = parse_formats(quantize)
-    runner = models.load_runner(target, revision=revision, quantize=formats["target"], **placed)
+    runner = models.load_runner(target, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel, **placed)
     draft_runner = None
     if draft is not None:
         draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)

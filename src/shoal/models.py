@@ -23,6 +23,7 @@ from shoal.quantize import Int8Linear, quantized
 from shoal.runner import Runner
 from shoal.selfcheck import self_check
 from shoal.strict import make_strict
+from shoal.tensor_parallel import lead, require_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -118,14 +119,16 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
 
 def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
-    attention: str = "auto", quantize: str = "off", strict: bool = False, trust_remote_code: bool = False,
-    local_files_only: bool = False,
+    attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,
+    trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Runner:  # fmt: skip
     """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
 
     Args:
         dtype: "auto" is the checkpoint's own on an accelerator; on a CPU float32, where exactness is cheap, unless bfloat16 is
             measured to be clearly faster. quantize: a format of `shoal.quantize`. strict: see `wrap`.
+        tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
+            `shoal.tensor_parallel`).
 
     Raises:
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
@@ -143,19 +146,29 @@ def load_runner(
         raise UnsupportedModel(
             f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
         )
+    sharding = _sharding(str(source), config, device, quantize, strict) if tensor_parallel else {}
     if dtype == "auto":
-        kind, why = linears.number_format(config.get_text_config()) if place.type == "cpu" else (kind, "the checkpoint's own")
-    hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **hub)
+        measured = place.type == "cpu" and not sharding  # where ranks measure, they may differ
+        kind, why = linears.number_format(config.get_text_config()) if measured else (kind, "the usual one of the device")
+    hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **sharding, **hub)
     _check_complete(source, found["missing_keys"])
     try:
         hf = hf.to(place).eval()
     except RuntimeError as error:
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
-    order = linears.lay_out(hf)
+    order = "sharded" if sharding else linears.lay_out(hf)
     hf, how = quantized(hf, quantize)
     runner = wrap(hf, str(source), attention, strict=strict)
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
-    return runner
+    return lead(runner) if sharding else runner
+
+
+def _sharding(name: str, config: Any, device: str | torch.device, quantize: str, strict: bool) -> dict[str, Any]:
+    """What makes `from_pretrained` share a model out among the processes that torchrun started."""
+    if strict or quantize != "off" or str(device) != "auto":
+        raise RequestError("tensor_parallel wants device 'auto', and goes neither with strict nor with a quantised target")
+    require_ranks(name, config.get_text_config())
+    return {"distributed_config": transformers.distributed.DistributedConfig(tp_plan="auto")}
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from shoal.cli.options import (
     OUTPUT,
     SAMPLING,
     AttentionOption,
+    CompileOption,
     DeviceOption,
     DraftOption,
     DraftRevisionOption,
@@ -29,9 +30,13 @@ from shoal.cli.options import (
     MaxBatchOption,
     ModelOption,
     NewTokensOption,
+    QuantizeOption,
     RevisionOption,
+    RuleOption,
     SamplesOption,
     Source,
+    StrictOption,
+    TensorParallelOption,
     TrustOption,
     given,
     parse_lookahead,
@@ -82,7 +87,7 @@ def generate(
         bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Makes the run repeatable; fresh entropy without it.", rich_help_panel=SAMPLING)
+        int | None, typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING)
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING)
@@ -92,8 +97,13 @@ def generate(
         typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
     ] = None,
     lookahead: LookaheadOption = None,
+    rule: RuleOption = "auto",
     attention: AttentionOption = "auto",
     max_batch: MaxBatchOption = 16,
+    compile_passes: CompileOption = "auto",
+    quantize: QuantizeOption = "auto",
+    strict: StrictOption = False,
+    tensor_parallel: TensorParallelOption = False,
     ranked: Annotated[
         bool, typer.Option("--ranked", help="Best mean log-probability first.", rich_help_panel=OUTPUT)
     ] = False,
@@ -116,11 +126,12 @@ def generate(
     options = given(
         temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
-        lookahead=None if lookahead is None else parse_lookahead(lookahead),
+        lookahead=None if lookahead is None else parse_lookahead(lookahead), rule=rule,
     )  # fmt: skip
     source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only
-    )
+        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
+        compile_passes, quantize, strict, tensor_parallel,
+    )  # fmt: skip
     form = Form(json_output, ranked, logprobs, top_logprobs, output)
     split_options(options)  # a wrong value is reported before a model is loaded
     prompts = read_prompts(prompt or [], prompt_file or [])

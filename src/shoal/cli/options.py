@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.runner import Runner
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "on", "off"]
+Rule = Literal["auto", "rejection", "coupled"]
 
 MODELS, SAMPLING, SPEED, OUTPUT = "Models", "Sampling and limits", "Speculation and speed", "Output"
 
@@ -41,14 +43,48 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
 ]
 AttentionOption = Annotated[str, typer.Option("--attention", help="How ragged rows are attended to.", rich_help_panel=SPEED)]
+CompileOption = Annotated[
+    Compile,
+    typer.Option(
+        "--compile", help="Passes of fixed shapes: CUDA graphs, or compiled code on a CPU (slow to start). auto = on for CUDA.",
+        rich_help_panel=SPEED,
+    ),
+]  # fmt: skip
+QuantizeOption = Annotated[
+    str,
+    typer.Option(
+        "--quantize", metavar="auto|off|target=F,draft=F", rich_help_panel=MODELS,
+        help="8-bit weights: F is int8, fp8 (CUDA) or off. auto: a drafter on a CPU that is faster so.",
+    ),
+]  # fmt: skip
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.", rich_help_panel=SPEED
+    ),
+]
+TensorParallelOption = Annotated[
+    bool,
+    typer.Option(
+        "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ...",
+        rich_help_panel=MODELS,
+    ),
+]  # fmt: skip
 MaxBatchOption = Annotated[
     int, typer.Option("--max-batch", help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
 ]
 LookaheadOption = Annotated[
     str | None,
     typer.Option(
-        "--lookahead", "--k", "-k", metavar="K|off|bass|fixed:K",
-        help="Draft length: tokens proposed per row and round; off or 0 = plain decoding.",
+        "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
+        help="Draft length: tokens proposed per row and round; off or 0 = plain decoding, auto = by measured prices.",
+        rich_help_panel=SPEED,
+    ),
+]  # fmt: skip
+RuleOption = Annotated[
+    Rule,
+    typer.Option(
+        "--rule", help="How drafts are accepted. coupled: a seed's tokens do not depend on draft lengths; auto: coupled with a seed.",
         rich_help_panel=SPEED,
     ),
 ]  # fmt: skip
@@ -73,6 +109,10 @@ class Source:
     max_batch: int = 16
     trust_remote_code: bool = False
     local_files_only: bool = False
+    compile: Compile = "auto"
+    quantize: str = "auto"
+    strict: bool = False
+    tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.model is None:
@@ -84,13 +124,13 @@ class Source:
 
     def load(self) -> Shoal:
         """Loads the pair, or the target alone where there is no drafter."""
-        self._quieten_transformers()
+        self.quieten_transformers()
         from shoal.api import load
 
         options = dict(vars(self))
         return load(options.pop("model"), options.pop("draft"), **options)
 
-    def _quieten_transformers(self) -> None:
+    def quieten_transformers(self) -> None:
         """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if all(name is None or Path(name).is_dir() for name in (self.model, self.draft)):

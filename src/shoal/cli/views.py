@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Status:
         self.shown_at = 0.0
 
     def __enter__(self) -> Status:
-        if self.console.is_terminal:
+        if self.console.is_terminal and os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first
             self.live.start()
         return self
 

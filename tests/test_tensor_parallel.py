@@ -1,0 +1,167 @@
+"""A target shared by two processes decodes what it decodes in one; the first process decides, the second only computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sharded_pair
+import shoal
+from shoal import models
+from shoal.errors import RequestError
+from shoal.tensor_parallel import require_ranks
+from shoal.testing.tiny import save_pair
+
+SIZE = 2
+SECONDS = 240  # most of them import Transformers, twice
+needs_two = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")),
+    reason="needs torch.distributed with gloo, and accelerate",
+)
+
+
+def torchrun(*arguments: str | Path) -> str:
+    """stdout of two processes."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={SIZE}",
+        *map(str, arguments),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sharded")
+    save_pair(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
+    """What each of two processes did."""
+    torchrun(sharded_pair.__file__, directory)
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> shoal.Shoal:
+    return sharded_pair.load(directory)
+
+
+@pytest.fixture(scope="module")
+def whole(alone: shoal.Shoal) -> dict[str, Any]:
+    """What one process did."""
+    return sharded_pair.everything(alone)
+
+
+@needs_two
+@pytest.mark.parametrize("case", [*sharded_pair.CASES, "shared-prompts"])
+def test_two_processes_give_the_tokens_of_one(case: str, ranks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    assert ranks[0][case]["ids"] == whole[case]["ids"]
+    if case != "sampled-auto":  # whose draft lengths follow from time; a seed's tokens do not
+        assert ranks[0][case]["counts"] == whole[case]["counts"]
+
+
+@needs_two
+def test_speculation_took_part(ranks: list[dict[str, Any]]) -> None:
+    plain, speculative = (ranks[0][f"greedy-{way}"]["counts"] for way in ("plain", "speculative"))
+    assert plain["drafted"] == 0
+    assert plain["committed"] == speculative["committed"] == len(sharded_pair.PROMPTS) * sharded_pair.ROWS * 24
+    assert speculative["accepted"] == speculative["drafted"] > 0
+    assert speculative["target_passes"] < plain["target_passes"] / 3
+
+
+@needs_two
+def test_every_pass_was_made_by_both(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["heard"]["pass"] == ranks[0]["passes"] > 100
+    assert ranks[1]["heard"]["stop"] == 1
+    assert ranks[1]["heard"]["copy"] > 0
+
+
+@needs_two
+def test_weights_and_caches_are_really_shared_out(ranks: list[dict[str, Any]], alone: shoal.Shoal) -> None:
+    full = sharded_pair.local_shapes(alone.target)
+    for rank in ranks:
+        for name, shape in full.items():
+            axis = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}.get(
+                name.split(".")[-2], 0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else None
+            )
+            assert rank["shapes"][name] == [size // SIZE if i == axis else size for i, size in enumerate(shape)], name
+    assert ranks[0]["kv_heads"] == alone.target.hf.config.num_key_value_heads // SIZE
+
+
+@needs_two
+def test_what_is_not_told_is_missed(ranks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    untold, expected = ranks[0]["untold"]["ids"], whole["greedy-plain"]["ids"]
+    assert untold[0] == expected[0]  # the row in whose slot the prompt was computed
+    assert untold[1] != expected[1]
+
+
+@needs_two
+def test_after_a_failure_nothing_goes_on(ranks: list[dict[str, Any]]) -> None:
+    assert "start them all again" in ranks[0]["out_of_step"]
+
+
+@needs_two
+@pytest.mark.limit(SECONDS)
+def test_the_command_line_prints_once(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path, "gemma2")
+    options = (
+        f"-p fish -n 2 --max-new-tokens 12 --seed 3 -k 2 --dtype float32 --json --model {target} --draft {draft}".split()
+    )
+    said = torchrun("-m", "shoal", "generate", *options, "--tensor-parallel")
+    alone = shoal.load(target, draft, dtype="float32").generate("fish", 2, max_new_tokens=12, seed=3, lookahead=2)
+    printed = json.loads(said)
+    assert [tuple(sample["token_ids"]) for sample in printed["prompts"][0]["samples"]] == [
+        s.token_ids for s in alone[0].samples
+    ]
+    assert printed["stats"]["drafted"] == alone.stats.drafted > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused before anything is loaded
+
+
+def _config(**heads: int) -> SimpleNamespace:
+    return SimpleNamespace(**heads)
+
+
+@pytest.mark.parametrize("started", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_one_process_is_told_how_to_start_more(monkeypatch: pytest.MonkeyPatch, started: dict[str, str]) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match="torchrun --nproc-per-node"):
+        require_ranks("m", _config(num_key_value_heads=2))
+
+
+@needs_two
+def test_heads_that_cannot_be_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    require_ranks("m", _config(num_key_value_heads=8, num_attention_heads=32))
+    with pytest.raises(RequestError, match="m has 2 heads of keys and values, which 4 processes"):
+        require_ranks("m", _config(num_key_value_heads=2, num_attention_heads=32))
+
+
+@pytest.mark.parametrize("option", [{"strict": True}, {"quantize": "int8"}, {"device": "cpu"}])
+def test_options_that_do_not_go_with_it(directory: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="tensor_parallel wants device 'auto'"):
+        models.load_runner(directory / "target", tensor_parallel=True, **option)

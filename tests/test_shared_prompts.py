@@ -19,9 +19,10 @@ from shoal.config import Limits, Sampling
 from shoal.engine import Engine
 from shoal.errors import InternalError, RequestError
 from shoal.lookahead import Fixed
+from shoal.prefill import policy_for
 from shoal.request import Request, Row
 from shoal.runner import Runner
-from shoal.sharing import SAVED, Prefix, Store
+from shoal.sharing import POLICIES, SAVED, Prefix, Store
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
@@ -89,6 +90,20 @@ def test_holes_are_used_again() -> None:
 )
 def test_who_shares(policy: str, rows: int, length: int, shared: bool) -> None:
     assert (Store(policy).admit(0, rows, length) is not None) is shared
+
+
+def test_auto_keeps_to_static_passes() -> None:
+    """Unless they know shared prompts; "shared" is obeyed, except by what cannot."""
+    llama = models.wrap(tiny_model("llama"), "llama", checked=False)
+    static = llama.fork()
+    static.use_static_passes("eager")
+    assert static.static is not None
+    assert not static.static.knows_prefixes  # without a kernel
+    assert [policy_for(p, [llama, static]) for p in POLICIES] == ["copied", "shared", "copied"]
+    static.static.knows_prefixes = True
+    assert [policy_for(p, [llama, static]) for p in POLICIES] == list(POLICIES)
+    strict = models.wrap(hf_of("llama"), "llama", "strict", checked=False)
+    assert [policy_for(p, [llama, strict]) for p in POLICIES] == ["copied"] * 3
 
 
 def test_an_unknown_policy() -> None:
@@ -276,6 +291,17 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
         engine, ids, _ = run(target, drafter, PAIRS, max_batch=4, temperature=temperature)
         assert ids == expected
         assert all(model.cache.cells > 0 for model in engine.models)
+
+
+def test_static_passes_leave_shared_prompts_to_ordinary_ones() -> None:
+    target = models.wrap(tiny_model("llama"), "llama")
+    expected = run(target, target, PAIRS, prompts="copied", max_batch=4)[1]
+    target.use_static_passes("eager")
+    engine, ids, _ = run(target, target, PAIRS, max_batch=4)
+    assert ids == expected
+    assert engine.target.cache.cells > 0
+    assert target.static is not None
+    assert target.static.failure is None
 
 
 def test_a_wrong_base_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

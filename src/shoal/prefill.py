@@ -20,16 +20,14 @@ BUDGET = 4096
 
 
 def policy_for(prompts: str, models: Sequence[Runner]) -> str:
-    """The policy of `shoal.sharing` that these models allow: all must know shared prompts. Static passes do not, and "auto" prefers
-    them.
+    """The policy of `shoal.sharing` that these models allow: all must know shared prompts, and "auto" keeps to static passes.
 
     Raises:
         RequestError: for an unknown name.
     """
     check_policy(prompts)
-    static = any(model.static is not None for model in models)
-    able = all(model.shares for model in models) and not (static and prompts == "auto")
-    return prompts if able else "copied"
+    lost = prompts == "auto" and any(model.static is not None and not model.static.knows_prefixes for model in models)
+    return prompts if all(model.shares for model in models) and not lost else "copied"
 
 
 def prefill(runner: Runner, round_: Round) -> int:

@@ -69,6 +69,7 @@ class Passes:
         executor: a name in `EXECUTORS`. attention: a name in `ATTENTION`.
 
     Attributes:
+        knows_prefixes: whether rows whose prompt is shared may take part.
         built, ran: how often a pass was, by its bucket (and style, see `drafting`).
         seconds_building: what that took. failure: why the dynamic path took over; None while it has not.
     """
@@ -79,7 +80,7 @@ class Passes:
         self.hf, self.name, self.context = hf, name, context
         self.executor, self._execute = executor, EXECUTORS[executor]()
         self._method = _method(attention, hf)
-        self._knows_prefixes = self._method is METHODS["fused"]
+        self.knows_prefixes = self._method is METHODS["fused"]
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
         self._lock = lock
         self._of: weakref.WeakKeyDictionary[SlotCache, _Built] = weakref.WeakKeyDictionary()
@@ -105,7 +106,7 @@ class Passes:
             and plan.first_slot == 0
             and step_up(plan.rows) < cache.slots
             and max(plan.tails) + ahead <= cache.capacity
-            and (self._knows_prefixes or not plan.shares)
+            and (self.knows_prefixes or not plan.shares)
         )
 
     def logits(self, plan: Plan, tokens: Tensor, cache: SlotCache, dynamic: Callable[[], Tensor]) -> Tensor:
@@ -154,9 +155,9 @@ class Passes:
 
     def _build(self, bucket: Bucket, cache: SlotCache, stores: Stores, function: Function) -> Pass:
         started = time.perf_counter()
-        log.info("%s: the first pass of %s is being %s ...", self.name, bucket, self.executor)
+        log.info("%s: building a pass of %s (%s) ...", self.name, bucket, self.executor)
         block = Block(bucket, scratch=(cache.slots - 1) * cache.capacity, device=self.hf.device)
-        view = View(block, stores, self._method, self._knows_prefixes and cache.cells > 0)
+        view = View(block, stores, self._method, self.knows_prefixes and cache.cells > 0)
 
         def run() -> Any:
             return function(view)

@@ -78,17 +78,18 @@ def number_format(config: Any) -> tuple[torch.dtype, str]:
 
 @torch.no_grad()
 def lay_out(hf: nn.Module) -> str:
-    """Keeps the weights of linear layers input-major where that is faster; returns what was done.
+    """Keeps the weights of a model's linear layers input-major if its passes are faster so; returns what was done.
 
-    Changes strides only, of a model that is ours: shapes, values and names stay, tied weights stay tied. (Transformers' own
-    `save_pretrained` wants tied weights back in the usual order.)
+    All or none, so that one disturbed measurement decides little. Changes strides only, of a model that is ours: shapes,
+    values and names stay, tied weights stay tied. (Transformers' own `save_pretrained` wants tied weights back in the usual order.)
     """
     layers = [layer for layer in hf.modules() if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
-    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.is_floating_point()}
-    moved = 0
-    for weight in weights.values():
-        shape = [(weight.shape[1], weight.shape[0])]
-        if _total(shape, weight.dtype, True) * GAIN < _total(shape, weight.dtype):
+    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.is_floating_point()}.values()
+    kinds = {((weight.shape[1], weight.shape[0]), weight.dtype) for weight in weights}
+    usual, swapped = (1000 * sum(_total([shape], dtype, order) for shape, dtype in kinds) for order in (False, True))
+    pays = swapped * GAIN < usual
+    if pays:
+        for weight in weights:
             weight.data = transposed(weight.data)
-            moved += 1
-    return f"{moved} of {len(weights)} weights kept input-major, as measured"
+    order = "input-major" if pays else "as they are"
+    return f"{order}: a product of each shape takes {usual:.2f} ms as they are, {swapped:.2f} ms input-major"

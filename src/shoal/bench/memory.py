@@ -9,13 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_tensor_bytes(work: Callable[[], object]) -> int:
-    """Most bytes of tensors alive at once that `work` allocated, itself run once more under the profiler."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return torch.cuda.max_memory_allocated() - before
+    """On a CPU: most bytes of tensors alive at once that `work` allocated, itself run under the profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0
@@ -24,3 +18,11 @@ def peak_tensor_bytes(work: Callable[[], object]) -> int:
             alive += event.nbytes()
             peak = max(peak, alive)
     return peak
+
+
+def peak_device_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """On CUDA: most bytes that torch held during `work`, with all that was there before: weights, captured graphs."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device)

@@ -22,7 +22,7 @@ from shoal.api import Shoal
 from shoal.bench.imposed import imposing
 from shoal.bench.machine import machine
 from shoal.bench.measure import Identity, compared, first_difference, in_turns
-from shoal.bench.memory import peak_tensor_bytes
+from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
 from shoal.bench.report import Checked, Line, Report, line
 from shoal.bench.roofline import Ceilings, ceilings, shares
 from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
@@ -97,6 +97,7 @@ class Referee:
         self.report = Report(self._config(), machine(self.pair.target.device))
         self._checked: dict[tuple[str, int, str], Checked] = {}
         self._peaks: dict[tuple[str, int, str], int] = {}
+        self._single: dict[Ids, Ids] = {}
         self._refused: set[tuple[Case, str]] = set()
         for case in self.job.cases:
             self._work(case, 0)  # a case that cannot be filled is refused before anything is measured
@@ -149,11 +150,17 @@ class Referee:
 
     def _control(self, work: Work, plain: Run) -> Identity:
         """What batching alone changes: some rows of the plain run against each alone. Rounding may turn a tie in 16 bit."""
-        rows = sorted({row: i for i, row in reversed(list(enumerate(work.rows)))}.values())[:CONTROL_ROWS]
-        alone = [
-            shoal_way(self.pair, PLAIN, self.job.rule).run(replace(work, prompts=(work.rows[i],), n=1)).ids[0] for i in rows
-        ]
-        return compared([[ids] for ids in alone], [[plain.ids[i]] for i in rows], drafted=0)
+        first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
+        rows = sorted(first.values())[:CONTROL_ROWS]
+        alone = [self._alone(replace(work, prompts=(work.rows[row],), n=1)) for row in rows]
+        return compared([[ids] for ids in alone], [[plain.ids[row]] for row in rows], drafted=0)
+
+    def _alone(self, work: Work) -> Ids:
+        """One prompt decoded greedily by itself, once."""
+        (prompt,) = work.prompts
+        if prompt not in self._single:
+            (self._single[prompt],) = shoal_way(self.pair, PLAIN, self.job.rule).run(work).ids
+        return self._single[prompt]
 
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,28 +171,30 @@ class Referee:
             self.step(f"warming up, {_name(case)}: {way.name}")
             work = self._work(case, 0)
             try:
-                with timed(self.pair.target.device) as watch:
-                    way.run(work)
-                self._note_peak(case, way, work)
+                spent = self._first_run(case, way, work)
             except Exception as error:
                 if not way.baseline:
                     raise
                 self._refuse(case, way, error)
                 continue
-            seconds += watch.seconds * self.job.repeats
+            seconds += spent * self.job.repeats
         return seconds
 
-    def _note_peak(self, case: Case, way: Way, work: Work) -> None:
-        """Weights and most tensors alive in a run of its own, once per layout; `auto` learns nothing from its slow motion."""
-        key = case.layout, case.batch, way.name
-        if key in self._peaks or not (way.countable or self.pair.target.device.type != "cpu"):
-            return
-        knowledge = self._measured.knowledge
-        self._measured.knowledge = copy.deepcopy(knowledge)
-        try:
-            self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, work))
-        finally:
-            self._measured.knowledge = knowledge
+    def _first_run(self, case: Case, way: Way, work: Work) -> float:
+        """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
+        device, key = self.pair.target.device, (case.layout, case.batch, way.name)
+        with timed(device) as watch:
+            if device.type == "cuda":
+                self._peaks[key] = peak_device_bytes(partial(way.run, work), device)
+            else:
+                way.run(work)
+        if device.type == "cpu" and way.countable and key not in self._peaks:
+            knowledge, self._measured.knowledge = self._measured.knowledge, copy.deepcopy(self._measured.knowledge)
+            try:
+                self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, work))
+            finally:
+                self._measured.knowledge = knowledge
+        return watch.seconds
 
     def _weights(self) -> int:
         models = [self.pair.target] + ([self.pair.draft_model] if self.pair.draft_model else [])

@@ -23,6 +23,7 @@ from shoal.cli.options import (
     SAMPLING,
     SPEED,
     AttentionOption,
+    CompileOption,
     DeviceOption,
     DraftOption,
     DraftRevisionOption,
@@ -30,8 +31,10 @@ from shoal.cli.options import (
     LocalOption,
     ModelOption,
     NewTokensOption,
+    QuantizeOption,
     RevisionOption,
     Source,
+    StrictOption,
     TrustOption,
     parse_lookahead,
     read_prompts,
@@ -57,7 +60,7 @@ def bench(
         typer.Option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.", rich_help_panel=MODELS),
     ] = None,
     hopeless: Annotated[
-        bool, typer.Option("--hopeless", help="Give the drafter random weights.", rich_help_panel=MODELS)
+        bool, typer.Option("--hopeless", help="Shuffle the drafter's weights.", rich_help_panel=MODELS)
     ] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -118,6 +121,9 @@ def bench(
         typer.Option("--regret", help="Sweep draft lengths and compare the rules with the best.", rich_help_panel=SPEED),
     ] = False,
     attention: AttentionOption = "auto",
+    compile_passes: CompileOption = "auto",
+    quantize: QuantizeOption = "auto",
+    strict: StrictOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all, every repeat.", rich_help_panel=OUTPUT)] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write two plots (.png, .svg).", rich_help_panel=OUTPUT)] = None,
@@ -139,7 +145,11 @@ def bench(
     if replay is not None:
         target.deliver(_read(replay))
         return 0
-    source = Source(model, draft, dtype, device, revision, draft_revision, attention, 1, trust_remote_code, local_files_only)
+    source = Source(
+        model, draft, dtype, device, revision, draft_revision, attention, trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only, compile=compile_passes, quantize=quantize, strict=strict,
+    )  # fmt: skip
+    source.quieten_transformers()
     return _measure(
         source, target, shape, hopeless,
         texts=_texts(prompts or []), prompt_tokens=prompt_tokens, stop_at_eos=stop_at_eos,
@@ -236,27 +246,21 @@ def _measure(
 
 
 def _pair(source: Source, shape: str | None, hopeless: bool, seed: int) -> Shoal:
+    from shoal.bench.shapes import make_hopeless, shaped_pair
+
     if shape is None:
         pair = source.load()
+    elif source.model is not None:
+        raise RequestError("--shape makes its own models: leave out --model and --draft")
     else:
-        if source.model is not None:
-            raise RequestError("--shape makes its own models: leave out --model and --draft")
-        from shoal.bench.shapes import shaped_pair
-
-        pair = shaped_pair(
-            shape,
-            dtype=source.dtype,
-            device=source.device,
-            max_batch=source.max_batch,
-            seed=seed,
-            attention=source.attention,
-        )
+        placed = {
+            name: getattr(source, name) for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
+        }
+        pair = shaped_pair(shape, seed=seed, **placed)
     if hopeless:
-        from shoal.bench.shapes import hopeless as random_drafter
-
         if pair.draft_model is None:
             raise RequestError("--hopeless needs a drafter: give --draft")
-        pair.draft_model = random_drafter(pair.draft_model, seed)
+        make_hopeless(pair.draft_model, seed)
     return pair
 
 

@@ -14,6 +14,7 @@ from shoal import models
 from shoal.cache import Plan, SlotCache
 from shoal.errors import InternalError
 from shoal.runner import Runner
+from shoal.sharing import Prefix
 from shoal.testing import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ LAYERS = 2
 
 def write(cache: SlotCache, slots: list[int], counts: list[int], stamp: float) -> list[tuple[Tensor, Tensor]]:
     """One pass in which every key is `stamp` + row + column / 100 and every value its negative; what each layer got back."""
-    plan = Plan(slots, [cache.lengths[s] for s in slots], counts, CPU)
+    plan = Plan(slots, [cache.lengths[s] for s in slots], counts, CPU, prefixes=[cache.prefixes[s] for s in slots])
     cells = stamp + torch.arange(plan.rows)[:, None] + torch.arange(plan.q) / 100
     keys = cells[:, None, :, None].expand(-1, HEADS, -1, KEY_DIM)
     values = -cells[:, None, :, None].expand(-1, HEADS, -1, VALUE_DIM)
@@ -85,6 +86,67 @@ def test_a_copy_is_independent(cache: SlotCache) -> None:
     assert held(cache, 1) == [11, 11.01]
 
 
+# ── shared prompts ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def store(cache: SlotCache, prefix: Prefix, start: int, count: int, stamp: float) -> list[tuple[Tensor, Tensor]]:
+    """One pass that writes tokens of a prompt; keys are `stamp` + column / 100; what each layer got back."""
+    cache.begin(Plan([], [start], [count], CPU, into=prefix))
+    keys = (stamp + torch.arange(count) / 100)[None, None, :, None].expand(-1, HEADS, -1, KEY_DIM)
+    seen = [cache.update(keys, -keys[..., :VALUE_DIM], layer) for layer in range(LAYERS)]
+    cache.end()
+    return seen
+
+
+def stamps(keys: Tensor) -> list[float]:
+    """Of keys [..., tokens, dim]."""
+    return [round(float(stamp), 2) for stamp in keys[..., 0].flatten()]
+
+
+def test_a_prompt_is_written_in_pieces_and_seen_whole(cache: SlotCache) -> None:
+    before = [held(cache, slot) for slot in range(3)]
+    cache.reserve(3, 12, 9)
+    prefix = Prefix(2, 5)
+    store(cache, prefix, 0, 3, 50)
+    ((keys, values), _) = store(cache, prefix, 3, 2, 60)
+    assert stamps(keys[0, 0]) == [50, 50.01, 50.02, 60, 60.01]
+    assert torch.equal(values, -keys[..., :VALUE_DIM])
+    shared = cache._layers[0].shared_keys
+    assert shared.shape == (9, HEADS, KEY_DIM)
+    assert stamps(shared[:, 0]) == [0, 0, 50, 50.01, 50.02, 60, 60.01, 0, 0]
+    assert [held(cache, slot) for slot in range(3)] == before
+
+
+def test_a_slot_holds_what_follows_its_prefix(cache: SlotCache) -> None:
+    cache.reserve(3, 12, 20)
+    cache.enter(0, Prefix(2, 15))  # longer than a slot
+    assert (cache.lengths[0], cache.lengths[1]) == (15, 4)
+    write(cache, [0, 1], [2, 1], 20)
+    assert (cache.lengths[0], cache.lengths[1]) == (17, 5)
+    assert stamps(cache._layers[0].keys[0, :2, 0]) == [20, 20.01]
+    cache.rollback(0, 16)
+    write(cache, [0], [1], 30)
+    assert stamps(cache._layers[0].keys[0, :2, 0]) == [20, 30]
+    cache.copy(0, 2, 17)
+    assert (cache.prefixes[2], cache.lengths[2]) == (Prefix(2, 15), 17)
+    assert stamps(cache._layers[0].keys[2, :2, 0]) == [20, 30]
+    cache.copy(1, 0, 3)
+    assert cache.prefixes[0] is None
+    assert held(cache, 0) == [11, 11.01, 11.02]
+    cache.clear()
+    assert (cache.prefixes, cache.lengths) == ([None] * 3, [0] * 3)
+
+
+def test_the_shared_store_grows_alone(cache: SlotCache) -> None:
+    cache.reserve(3, 12, 4)
+    store(cache, Prefix(1, 3), 0, 3, 50)
+    slots = cache._layers[0].keys
+    cache.reserve(1, 1, 10)
+    assert cache._layers[0].keys is slots
+    assert stamps(cache._layers[0].shared_keys[:5, 0]) == [0, 50, 50.01, 50.02, 0]
+    assert cache.nbytes() == (3 * 12 + 10) * cache.bytes_per_token()
+
+
 def test_growth_keeps_what_is_there(cache: SlotCache) -> None:
     before = [held(cache, slot) for slot in range(3)]
     cache.reserve(5, 40)
@@ -125,6 +187,31 @@ def test_what_transformers_asks_between_and_during_passes(cache: SlotCache) -> N
     )
     cache.begin(Plan([0, 1], [2, 4], [3, 1], CPU))
     assert (cache.get_seq_length(), cache.get_mask_sizes(3)) == (4, (7, 0))
+
+
+# ── packed passes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packing_and_back() -> None:
+    plan = Plan([0, 1, 2], [4, 0, 2], [1, 4, 2], CPU, packed=True)
+    block = torch.tensor([[10, 0, 0, 0], [20, 21, 22, 23], [30, 31, 0, 0]])
+    assert plan.pack(block).tolist() == [[10, 20, 21, 22, 23, 30, 31]]
+    assert plan.pack(plan.positions).tolist() == [[4, 0, 1, 2, 3, 2, 3]]
+    assert plan.unpack(plan.pack(block)).tolist() == [[10, 10, 10, 10], [20, 21, 22, 23], [30, 31, 31, 31]]
+    assert plan.cells(100).tolist() == [4, 100, 101, 102, 103, 202, 203]
+    assert plan.kv == max(plan.lengths) == 5  # unused columns ask for no room
+
+
+@pytest.mark.parametrize(
+    ("counts", "packed"),
+    [([4, 4], False), ([4, 3], True), ([1, 1, 1], False), ([8] * 7 + [2], False), ([8] * 6 + [4, 4], True)],
+)
+def test_packed_where_an_eighth_is_unused(counts: list[int], packed: bool) -> None:
+    plan = Plan(range(len(counts)), [0] * len(counts), counts, CPU, packed=True)
+    assert plan.packed is packed
+    block = torch.zeros(plan.rows, plan.q)
+    assert plan.pack(block).shape == ((1, sum(counts)) if packed else (plan.rows, plan.q))
+    assert packed or plan.unpack(block) is block
 
 
 # ── misuse is a bug of ours ─────────────────────────────────────────────────────────────────────────────────────────

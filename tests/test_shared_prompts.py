@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal import models
+from shoal.bench import prompts as bench
 from shoal.cache import SlotCache
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
@@ -334,6 +335,21 @@ def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
     shared, copied = (run(target, None, [(prompt(length), n, new)], prompts=p)[0].target.cache for p in ("shared", "copied"))
     assert tensor_bytes(shared) == shared.nbytes() == (length - 1 + n * (new + 2)) * shared.bytes_per_token()
     assert tensor_bytes(copied) == copied.nbytes() == n * (length + new + 1) * copied.bytes_per_token()
+
+
+def test_the_measured_cases_are_what_they_say() -> None:
+    """The benchmark of shared against copied prompts: the same logits from caches of the sizes told, and none too large."""
+    model = bench.random_llama(2, 32, 4, 2, "float32", "cpu")
+    size = model.cache.bytes_per_token()
+    line = bench.measure(model, bench.Case(length=30, rows=3, tail=4, q=2), repeats=2, most_bytes=1 << 30)
+    assert (line.shared_bytes, line.copied_bytes) == ((30 + 3 * 6) * size, 3 * 36 * size)
+    assert line.difference is not None
+    assert line.difference < ERROR
+    assert line.copied_ms is not None
+    tight = bench.measure(model, bench.Case(30, 3, 4, 2), repeats=2, most_bytes=48 * size)
+    assert (tight.copied_bytes, tight.copied_ms, tight.speedup) == (line.copied_bytes, None, None)
+    with pytest.raises(RequestError, match="does not fit into"):
+        bench.measure(model, bench.Case(30, 3, 4, 2), repeats=2, most_bytes=47 * size)
 
 
 def test_the_store_is_no_larger_than_what_was_needed_at_once() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -211,13 +211,17 @@ def test_sampled_ids_do_not_depend_on_the_batch(dtype: torch.dtype, k: int) -> N
 
 
 def test_load_makes_both_models_strict(tmp_path: Any) -> None:
-    loaded = shoal.load(*save_pair(tmp_path), dtype="bfloat16", strict=True)
+    loaded = shoal.load(*save_pair(tmp_path), dtype="bfloat16", strict=True, prompts="shared")  # which strict does not do
     assert loaded.draft_model is not None
     assert "strict" in loaded.target.notes
     assert "strict" in loaded.draft_model.notes
-    same = [loaded.generate("def f(x):", n, temperature=0.8, seed=5, lookahead=3, eos=()) for n in (1, 5)]
-    assert same[0][0].samples[0].token_ids == same[1][0].samples[0].token_ids
-    assert same[1].stats.accepted > 0
+    run = partial(loaded.generate, "def f(x):", temperature=0.8, seed=5, max_new_tokens=48, eos=())
+    alone, among = (run(n, lookahead=3, rule="rejection") for n in (1, 5))
+    assert alone[0].samples[0].token_ids == among[0].samples[0].token_ids
+    assert among.stats.accepted > 0
+    plain, coupled = run(1, lookahead="off"), run(5, lookahead=3, rule="coupled")
+    assert plain[0].samples[0].token_ids == coupled[0].samples[0].token_ids
+    assert coupled.stats.accepted > 0
 
 
 @pytest.mark.limit(300)

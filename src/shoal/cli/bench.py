@@ -141,15 +141,15 @@ def bench(
     nothing is shown. Then runs all ways in turns on the same prompts and shows medians.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which counts memory, talks; read at its import
-    target = Destination(json_file, plot_file, results, as_markdown, regret)
-    if replay is not None:
-        target.deliver(_read(replay))
-        return 0
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, trust_remote_code=trust_remote_code,
         local_files_only=local_files_only, compile=compile_passes, quantize=quantize, strict=strict,
     )  # fmt: skip
     source.quieten_transformers()
+    target = Destination(json_file, plot_file, results, as_markdown, regret)
+    if replay is not None:
+        target.deliver(_read(replay))
+        return 0
     return _measure(
         source, target, shape, hopeless,
         texts=_texts(prompts or []), prompt_tokens=prompt_tokens, stop_at_eos=stop_at_eos,

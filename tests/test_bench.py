@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from shoal import stats
-from shoal.api import Shoal
+from shoal.api import Shoal, load
 from shoal.bench import referee as referees
 from shoal.bench import regret, shapes, stages, tables, ways
 from shoal.bench.imposed import Imposed, imposing
@@ -424,6 +424,7 @@ def test_plots_without_matplotlib_are_refused_at_once(
     ("arguments", "words"),
     [
         (["--batch-sizes", "2,x"], "--batch-sizes must be values separated by commas"),
+        (["--batch-sizes", ""], "nothing to measure"),
         (["--layout", "odd"], "layout must be one of"),
         (["--layout", "grouped", "-n", "2", "--batch-sizes", "3"], "3 rows cannot be filled with groups of 2"),
         (["--baselines", "vllm"], "baseline must be one of"),
@@ -519,6 +520,16 @@ def test_peak_counts_what_is_alive_at_once() -> None:
         torch.zeros(2_000_000)
 
     assert 8_000_000 <= peak_tensor_bytes(work) < 9_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the profiler reports memory on Linux")
+def test_peak_memory_is_what_weights_and_caches_come_to() -> None:
+    bundled = load(max_batch=2, quantize="off")
+    runners = [bundled.target, bundled.draft_model]
+    ids, weights = POOL[0], sum(runner.parameter_bytes for runner in runners if runner)
+    predicted = weights + sum(runner.cache_bytes(2, len(ids) + 32) for runner in runners if runner)
+    peak = weights + peak_tensor_bytes(lambda: bundled.generate([ids], 2, lookahead=4, max_new_tokens=32, eos=(), seed=0))
+    assert weights < peak < 1.25 * predicted
 
 
 def test_stages_counts_every_watched_function(capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,8 @@ def _measure(
 
     from shoal.bench.referee import Job, Referee
 
-    Job(**job)
+    if not Job(**job).cases:  # and whatever else is wrong with it is said before a model is loaded
+        raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
     with _progress() as bar:
         bar.say("loading ...")
         pair = _pair(replace(source, max_batch=max(job["batches"])), shape, hopeless, job["seed"])

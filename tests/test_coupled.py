@@ -138,7 +138,8 @@ def test_a_seed_asks_for_the_coupled_rule() -> None:
     bundled = shoal.load()
     options = {"n": 3, "max_new_tokens": 24, "temperature": 0.9}
     plain, fixed, auto = (
-        bundled.generate("def first_even(numbers):\n", lookahead=lookahead, seed=4, **options) for lookahead in ("off", 5, "auto")
+        bundled.generate("def first_even(numbers):\n", lookahead=lookahead, seed=4, **options)
+        for lookahead in ("off", 5, "auto")
     )
     texts = [[sample.token_ids for sample in result[0].samples] for result in (plain, fixed, auto)]
     assert texts[0] == texts[1] == texts[2]

@@ -27,7 +27,8 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models selfcheck strict quantize linears tensor_parallel runner distributions history truncation attention cache static",
+    "base": "round outputs models selfcheck strict quantize linears tensor_parallel runner distributions history truncation "
+    "attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",
 }
 

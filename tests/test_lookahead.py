@@ -130,7 +130,7 @@ def test_an_object_is_its_own_name() -> None:
     "name", ["", "fast", "fixed:", "fixed:x", "fixed:-1", "-1", "BASS", "4.0", 1.5, None, True, [4], object()]
 )
 def test_bad_names(name: object) -> None:
-    with pytest.raises(RequestError, match=r"lookahead must be 'auto', a draft length, 'fixed:K', 'bass', 'heuristic' or 'off', got"):
+    with pytest.raises(RequestError, match=r"lookahead must be 'auto', a draft length, .* or 'off', got"):
         by_name(name)
 
 

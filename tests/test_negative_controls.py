@@ -150,7 +150,7 @@ def test_a_greedy_draft_with_a_soft_q(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn at one temperature, reported at another."""
     real = shoal.accept.Rejection.draw
-    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda self, q, luck: real(self, q**2, luck))
+    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda _, q, luck: real(q**2, luck))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 

@@ -120,7 +120,8 @@ class Coupled:
     """Draws what plain decoding would draw by the same luck, and accepts the drafts that are just that.
 
     Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
-    price is a slightly lower acceptance (Daliri et al. 2024, arXiv 2408.07978: at least (1 - d) / (1 + d) for distributions of total variation d, where rejection sampling accepts 1 - d).
+    price is a slightly lower acceptance: at least (1 - d) / (1 + d) for distributions of total variation d, where rejection
+    sampling accepts 1 - d (Daliri et al. 2024, arXiv 2408.07978).
     """
 
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:

@@ -64,7 +64,9 @@ def load(
     tokenizer = models.load_tokenizer(target, revision=revision, **common)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     formats = parse_formats(quantize)
-    runner = models.load_runner(target, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel, **placed)
+    runner = models.load_runner(
+        target, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel, **placed
+    )
     draft_runner = None
     if draft is not None:
         draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)

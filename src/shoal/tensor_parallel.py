@@ -134,12 +134,12 @@ class Ranks:
 
 
 class _Leading(Runner):
-    """A checked runner whose passes are told to the other ranks. `compile` is for others: what is told cannot be captured."""
+    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows what a token takes.
+    `compile` is for others: what is told cannot be captured."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
         self._ranks = ranks
-        self.cache = _LedCache(ranks)
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own."""

@@ -46,7 +46,8 @@ class Case:
 
     def run(self, lookahead: str | int, prompts: list[str], **options: Any) -> Result:
         """Samples with a fixed seed."""
-        defaults = {"max_new_tokens": self.max_new_tokens, "temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
+        defaults: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
+        defaults["max_new_tokens"] = self.max_new_tokens
         return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
 
     @cached_property

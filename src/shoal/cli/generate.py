@@ -87,7 +87,8 @@ def generate(
         bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING)
+        int | None,
+        typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING)

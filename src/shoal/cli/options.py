@@ -84,7 +84,7 @@ LookaheadOption = Annotated[
 RuleOption = Annotated[
     Rule,
     typer.Option(
-        "--rule", help="How drafts are accepted. coupled: a seed's tokens do not depend on draft lengths; auto: coupled with a seed.",
+        "--rule", help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
         rich_help_panel=SPEED,
     ),
 ]  # fmt: skip

@@ -45,10 +45,17 @@ class Controller(Protocol):
         hopeful: False if a run that starts now may do without the drafter altogether, prompts included.
     """
 
-    limit: int
-    adaptive: bool
-    hopeful: bool
-    goes_on: Callable[[Sequence[float]], Sequence[bool]] | None
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def adaptive(self) -> bool: ...
+
+    @property
+    def hopeful(self) -> bool: ...
+
+    @property
+    def goes_on(self) -> Callable[[Sequence[float]], Sequence[bool]] | None: ...
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Longest draft of each row in the coming round, 0..row.remaining - 1."""

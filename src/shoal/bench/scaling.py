@@ -243,13 +243,19 @@ def plot(sweeps: Sequence[Sweep], path: Path) -> None:
     """One panel per sweep: medians as a line over the curve's size, predictions as crosses. Raises RequestError without
     matplotlib."""
     pyplot = require_matplotlib()
-    figure, panels = pyplot.subplots(1, len(sweeps), figsize=(5 * len(sweeps), 4.2), squeeze=False, layout="constrained")
-    for panel, sweep in zip(panels[0], sweeps, strict=True):
+    rows, columns = -(-len(sweeps) // 3), min(3, len(sweeps))
+    figure, panels = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained")
+    for panel in panels.flat[len(sweeps) :]:
+        panel.remove()
+    for panel, sweep in zip(panels.flat, sweeps, strict=False):
         points = sorted(sweep.points, key=lambda point: point.size)
         guesses = [(point.size, 1000 * point.predicted) for point in points if point.predicted is not None]
         panel.plot([p.size for p in points], [1000 * p.measured for p in points], "o", color=COLOURS[0], label="measured")
         panel.plot(*zip(*guesses, strict=True), "x", color=COLOURS[1], label="predicted")
-        panel.set(xscale="log", yscale="log", ylabel="ms", xlabel=" x ".join(sweep.points[0].at).replace("k", "(k + 1)"))
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_ylim(bottom=0)
+        panel.set(ylabel="ms", xlabel=" x ".join(sweep.points[0].at).replace("k", "(k + 1)"))
         panel.set_title(sweep.name.replace(", ", "\n"), fontsize=9, loc="left")
         panel.legend(frameon=False)
         panel.grid(True, alpha=0.25)

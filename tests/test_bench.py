@@ -23,7 +23,7 @@ from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.bench.referee import Job, Referee
 from shoal.bench.report import Line, Report, Spread, line
-from shoal.bench.roofline import Ceilings, Load, shares
+from shoal.bench.roofline import Ceilings, Load, rates
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.cli.bench import _texts
@@ -106,15 +106,15 @@ def test_figures_follow_from_the_runs(report: Report) -> None:
         assert (one.rounds == TOKENS) is not drafts or one.accepted == 0
 
 
-def test_shares_and_memory_are_counted(report: Report, pair: Shoal) -> None:
+def test_work_and_memory_are_counted(report: Report, pair: Shoal) -> None:
     weights = pair.target.parameter_bytes + pair.draft_model.parameter_bytes if pair.draft_model else 0
     for one in report.lines:
-        assert (one.flop_share or 0) > 0
-        assert (one.byte_share or 0) > 0
+        assert (one.flops or 0) > 0
+        assert (one.bytes or 0) > 0
         assert (one.peak_bytes or 0) > weights
 
 
-def test_shares_of_plain_decoding_by_hand(pair: Shoal) -> None:
+def test_rates_of_plain_decoding_by_hand(pair: Shoal) -> None:
     work = Work(((1, 2, 3, 4),), 2, 0.8, 6, seed=0)
     counts = stats.Stats(target_passes=6, prefills=1, prefill_tokens=4, row_rounds=12, committed=12)
     load = Load.of(pair.target)
@@ -128,7 +128,14 @@ def test_shares_of_plain_decoding_by_hand(pair: Shoal) -> None:
     context = 4 + 3
     flops = (12 * (load.flops + load.attention_flops * context) + 4 * load.flops) / 2.0
     moved = (7 * 4 * matrices + 12 * context * load.kv) / 2.0
-    assert shares(pair, work, run, Ceilings(1e3, 1e4)) == pytest.approx((flops / 1e3, moved / 1e4))
+    assert rates(pair, work, run) == pytest.approx((flops, moved))
+
+
+def test_shares_are_of_the_higher_ceiling(report: Report) -> None:
+    one = replace(report.lines[0], flops=50.0, bytes=3.0)
+    machine = report.machine | {"ceilings_before": {"flops": 100, "bytes": 9}, "ceilings_after": {"flops": 200, "bytes": 6}}
+    shown = _printed(replace(report, lines=[one], machine=machine))
+    assert any("25.0%  33.3%" in row for row in shown)
 
 
 def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:

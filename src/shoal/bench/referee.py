@@ -24,7 +24,7 @@ from shoal.bench.machine import machine
 from shoal.bench.measure import Identity, compared, first_difference, in_turns
 from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
 from shoal.bench.report import Checked, Line, Report, line
-from shoal.bench.roofline import Ceilings, ceilings, shares
+from shoal.bench.roofline import ceilings, rates
 from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
@@ -221,14 +221,13 @@ class Referee:
             InternalError: if greedy timed runs of an exact format differ.
         """
         device, dtype = self.pair.target.device, self.pair.target.dtype
-        limit = ceilings(device, dtype)
-        self.report.machine["ceilings_before"] = vars(limit)
+        self.report.machine["ceilings_before"] = vars(ceilings(device, dtype))
         for case in self.job.cases:
             runs: dict[str, list[Run]] = defaultdict(list)
             try:
                 self._repeat(case, runs)
             finally:
-                found = self._lines(case, runs, limit)
+                found = self._lines(case, runs)
                 self.report.lines += found
             yield from found
         self.report.machine["ceilings_after"] = vars(ceilings(device, dtype))
@@ -253,18 +252,18 @@ class Referee:
                         self._difference(case, name, f"repeat {repeat + 1}, row {row + 1}, token {position + 1}")
                     )
 
-    def _lines(self, case: Case, runs: dict[str, list[Run]], limit: Ceilings) -> list[Line]:
+    def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[Line]:
         """Of the repeats that a way and plain decoding both completed."""
         lines = []
         for way in self.ways:
             whole = min(len(runs[way.name]), len(runs[PLAIN]))
             if not whole:
                 continue
-            used = [shares(self.pair, self._work(case, i), run, limit) for i, run in enumerate(runs[way.name][:whole])]
+            used = [rates(self.pair, self._work(case, i), run) for i, run in enumerate(runs[way.name][:whole])]
             lines.append(
                 line(
                     case, way.name, way.baseline, runs[way.name][:whole], runs[PLAIN][:whole],
-                    shares=[share for share in used if share is not None],
+                    rates=[rate for rate in used if rate is not None],
                     imposed=None if way.baseline or way.name == PLAIN else self.job.acceptance,
                     peak_bytes=self._peaks.get((case.layout, case.batch, way.name)),
                     identity=self._checked.get((case.layout, case.batch, way.name)),

@@ -57,7 +57,8 @@ class Line:
             end of a row, per token of it, for the row that ended first, the mean and the last.
         committed, drafted, accepted, rounds: tokens and rounds of one run.
         stages: milliseconds per round in draft, verify, accept, commit, other. prefill: milliseconds of a run.
-        flop_share, byte_share: of the measured ceilings, 0..1. peak_bytes: weights and all tensors alive at once.
+        flops, bytes: per second, what the models must do (see `shoal.bench.roofline`).
+        peak_bytes: weights and all tensors alive at once.
         runs: every repeat.
     """
 
@@ -80,8 +81,8 @@ class Line:
     rounds: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
     prefill: float | None = None
-    flop_share: float | None = None
-    byte_share: float | None = None
+    flops: float | None = None
+    bytes: float | None = None
     peak_bytes: int | None = None
     identity: Checked | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -99,18 +100,18 @@ class Line:
 
 def line(
     case: Case, setting: str, baseline: bool, runs: Sequence[Run], plain: Sequence[Run],
-    shares: Sequence[tuple[float, float]] = (), **more: Any,
+    rates: Sequence[tuple[float, float]] = (), **more: Any,
 ) -> Line:  # fmt: skip
     """The medians. `plain`: the runs of plain decoding in the same repeats; `more`: fields that are known already."""
     first, mean, last = (median(times) for times in zip(*(run.row_ms for run in runs), strict=True))
     counts = {} if baseline else _counts([run.stats for run in runs if run.stats is not None])
-    flops, moved = (median(values) for values in zip(*shares, strict=True)) if shares else (None, None)
+    flops, moved = (median(values) for values in zip(*rates, strict=True)) if rates else (None, None)
     return Line(
         case.layout, case.temperature, case.batch, case.samples, setting, baseline,
         tokens_per_second=Spread.of([run.tokens_per_second for run in runs]),
         speedup=Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, plain, strict=True)]),
         ms_first=first, ms_mean=mean, ms_last=last, committed=median(run.committed for run in runs),
-        flop_share=flops, byte_share=moved, runs=[run.to_dict() for run in runs], **counts, **more,
+        flops=flops, bytes=moved, runs=[run.to_dict() for run in runs], **counts, **more,
     )  # fmt: skip
 
 
@@ -152,6 +153,11 @@ class Report:
         for one in self.lines:
             tables.setdefault(one.case, []).append(one)
         return tables
+
+    def ceiling(self, what: str) -> float | None:
+        """ "flops" or "bytes" per second that the machine can do: the higher of what was measured before and after."""
+        measured = [self.machine[when][what] for when in ("ceilings_before", "ceilings_after") if when in self.machine]
+        return max(measured, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

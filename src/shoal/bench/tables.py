@@ -44,17 +44,26 @@ SPEED: tuple[Column, ...] = (
     ("accept. length", lambda one: _figure(one.acceptance_length, ".2f")),
     ("greedy same", _identity),
 )
-WORK: tuple[Column, ...] = (
-    ("batch", lambda one: str(one.batch)),
-    ("setting", lambda one: one.label),
-    ("drafted", lambda one: _figure(one.drafted, ".0f")),
-    ("accepted", lambda one: _figure(one.accepted, ".0f")),
-    *((name, lambda one, name=name: _figure(one.stages.get(name), ".2f")) for name in
-      ("draft", "verify", "accept", "commit", "other")),
-    ("FLOPs", lambda one: _figure(one.flop_share, ".1%")),
-    ("bytes", lambda one: _figure(one.byte_share, ".1%")),
-    ("peak MiB", lambda one: _figure(one.peak_bytes and one.peak_bytes / 2**20, ".0f")),
-)  # fmt: skip
+
+
+def _work(report: Report) -> tuple[Column, ...]:
+    """The columns on what was done, and how much of what the machine can do."""
+
+    def share(one: Line, what: str) -> str:
+        done, limit = getattr(one, what), report.ceiling(what)
+        return _figure(done / limit, ".1%") if done is not None and limit else ""
+
+    stages = ("draft", "verify", "accept", "commit", "other")
+    return (
+        ("batch", lambda one: str(one.batch)),
+        ("setting", lambda one: one.label),
+        ("drafted", lambda one: _figure(one.drafted, ".0f")),
+        ("accepted", lambda one: _figure(one.accepted, ".0f")),
+        *((name, lambda one, name=name: _figure(one.stages.get(name), ".2f")) for name in stages),
+        ("FLOPs", lambda one: share(one, "flops")),
+        ("bytes", lambda one: share(one, "bytes")),
+        ("peak MiB", lambda one: _figure(one.peak_bytes and one.peak_bytes / 2**20, ".0f")),
+    )
 
 
 def heading(report: Report, lines: Sequence[Line]) -> str:
@@ -74,7 +83,7 @@ def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[Line]]]
     for lines in report.tables().values():
         title = heading(report, lines)
         yield f"Speed: {title}", SPEED, lines
-        yield f"Work: {title}; ms per round by stage, share of measured ceilings", WORK, lines
+        yield f"Work: {title}; ms per round by stage, share of measured ceilings", _work(report), lines
 
 
 def show(report: Report, console: Console) -> None:

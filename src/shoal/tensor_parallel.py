@@ -96,9 +96,10 @@ class Ranks:
             self._out_of_step = False
 
     def stop(self) -> None:
-        """Lets the other ranks end."""
-        self._say(STOP, -1)
-        dist.destroy_process_group()
+        """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
+        if not self._out_of_step:
+            self._say(STOP, -1)
+            dist.destroy_process_group()
 
     def _say(self, what: str, key: int, *arguments: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]

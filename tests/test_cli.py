@@ -28,7 +28,8 @@ SAMPLE_KEYS = {
 }  # fmt: skip
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "row_rounds", "drafted", "accepted",
-    "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds", "acceptance_length",
+    "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds_propose", "seconds_verify",
+    "seconds_accept", "seconds_commit", "seconds", "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip
 
@@ -249,7 +250,21 @@ def test_interrupt_cancels_and_keeps_what_finished(shoal: Command, tiny: Models,
         return follow(stream, press)
 
     monkeypatch.setattr("shoal.cli.generate.follow", press_after_ten)
-    ask = ["generate", "--model", tiny.target, "-p", "x", "-n", 3, "--seed", 0, "--max-new-tokens", 60]
+    ask = [
+        "generate",
+        "--model",
+        tiny.target,
+        "-p",
+        "x",
+        "-n",
+        3,
+        "--seed",
+        0,
+        "--rule",
+        "rejection",
+        "--max-new-tokens",
+        60,
+    ]
     answer = shoal(*ask, "--json")
     assert answer.code == 130
     samples = answer.json["prompts"][0]["samples"]
@@ -276,7 +291,7 @@ def test_an_interrupted_run_writes_no_file(
 
 
 def test_demo_json_finds_greedy_decoding_identical(shoal: Command, tiny: Models) -> None:
-    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 3, "--max-new-tokens", 12, "--repeats", 2, "--json")
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 3, "--max-new-tokens", 12, "--repeats", 2, "--json", "--k", 4)
     assert answer.code == 0
     found = answer.json
     assert found["greedy_identical"] is True
@@ -309,7 +324,7 @@ def test_demo_sees_a_difference(shoal: Command, tiny: Models, monkeypatch: pytes
         return generate(self, prompts, n, **{**options, "max_new_tokens": options["max_new_tokens"] - cut})
 
     monkeypatch.setattr(Shoal, "generate", shortened)
-    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1)
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1, "--k", 3)
     assert answer.code == 1
     assert "greedy identical: no (first difference: prompt 1, row 1, token 8)" in answer.out
 

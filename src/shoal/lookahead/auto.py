@@ -20,8 +20,8 @@ from shoal.round import Outcome
 
 LIMIT = 16
 """Longest draft: the survival of even a good drafter's next token is small beyond."""
-OPENING = 4
-"""Draft length of the very first round, when no price is known."""
+OPENING = (4, 0, 4, 0)
+"""Draft lengths of the very first rounds, when no price is known: each kind twice, as first passes are slow."""
 HOPELESS = 0.1
 """Acceptance below which not even the prompts are fed to the drafter."""
 TRIAL_ROWS = 16
@@ -36,14 +36,14 @@ class Knowledge:
     Attributes:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
         draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
-        idle_seconds: spent without drafting since the last draft.
+        idle_seconds: spent without drafting since the last draft. rounds: heard of so far.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
         self.verify, self.draft = Curve(), Curve()
-        self.idle_seconds = 0.0
+        self.idle_seconds, self.rounds = 0.0, 0
 
 
 class Auto:
@@ -68,7 +68,7 @@ class Auto:
     def hopeful(self) -> bool:
         """False for a pair known to be hopeless, until it is time to ask again."""
         known = self.known
-        return not known.verify.known or known.acceptance.mean >= HOPELESS or self._trial_is_due(TRIAL_ROWS)
+        return known.rounds < len(OPENING) or known.acceptance.mean >= HOPELESS or self._trial_is_due(TRIAL_ROWS)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,9 +76,9 @@ class Auto:
         """Longest draft of each row; drafting may stop earlier."""
         self._rows, self._confidence, self._survival = [id(row) for row in rows], [], np.ones(len(rows))
         room = np.minimum([row.remaining - 1 for row in rows], self.limit)
-        if not self.known.verify.known:
+        if self.known.rounds < len(OPENING):
             self._rate = 0.0
-            return np.minimum(room, OPENING).tolist()
+            return np.minimum(room, OPENING[self.known.rounds]).tolist()
         if self._plan(room):
             return room.tolist()
         if self._trial_is_due(len(rows)):
@@ -139,6 +139,7 @@ class Auto:
     def learn(self, outcome: Outcome) -> None:
         """Hears what the round cost and brought."""
         known = self.known
+        known.rounds += 1
         fed = [1 + drafted for drafted in outcome.drafted]
         positions = sum(fed) if known.packed else len(fed) * max(fed)
         known.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
@@ -146,8 +147,9 @@ class Auto:
             known.idle_seconds += outcome.seconds
             self._idle_rounds += 1
             return
-        if self._idle_rounds <= 1:  # otherwise much of the first step was catching up
-            known.draft.observe(len(self._rows), outcome.seconds_drafting / outcome.steps)
+        step = outcome.seconds_drafting / outcome.steps
+        if self._idle_rounds <= 1 or step < self._seconds_of_step(len(self._rows)):  # else much of it was catching up
+            known.draft.observe(len(self._rows), step)
         known.idle_seconds, self._idle_rounds = 0.0, 0
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(self._rows)))
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)

@@ -14,11 +14,15 @@ class Curve:
     What was never tried is judged by its neighbours, and kindly beyond them, so that it gets tried: below the smallest size seen
     the cost falls in proportion, above the largest it stays. A pass never counts as dearer than a larger one. What was seen long
     ago is forgotten, so one disturbed measurement cannot rule a size out for good.
+
+    Whatever disturbs a pass makes it slower: the first of its kind, a neighbour on the machine. So a quicker one is believed at
+    once, a slower one little by little.
     """
 
-    FADE, FORGOTTEN, TRUST, SLOWEST = 0.997, 0.3, 8.0, 0.15
-    """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have; least share
-    that a new observation gets."""
+    FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
+    """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
+    QUICKER, SLOWER = 0.5, 0.15
+    """Share that a new observation gets."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
@@ -29,9 +33,12 @@ class Curve:
             point[1] *= self.FADE
         self._points = {key: point for key, point in self._points.items() if point[1] >= self.FORGOTTEN}
         value, weight = self._points.setdefault(_rounded(size), [seconds, 0.0])
-        step = max(1 / (weight + 1), self.SLOWEST)
-        # A neighbour of the machine may make one pass many times as slow; let no single one count for more than double.
-        value += step * (min(max(seconds, value / 2), value * 2) - value)
+        if weight < 2:
+            value = min(value, seconds)
+        elif seconds < value:
+            value += self.QUICKER * (seconds - value)
+        else:
+            value += self.SLOWER * (min(seconds, 2 * value) - value)
         self._points[_rounded(size)] = [value, min(weight + 1, self.TRUST)]
 
     @property

@@ -1,1 +1,1 @@
-"""Measuring: interleaved timing, greedy identity, costs, and the figures of docs/measurements.md (`python -m shoal.bench`)."""
+"""Measuring: interleaved timing, greedy identity, costs, and the figures of docs/performance.md (`shoal bench`)."""

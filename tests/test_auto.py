@@ -40,15 +40,13 @@ def test_a_smaller_pass_is_never_dearer() -> None:
     assert curve.table(8)[4] == pytest.approx(3.0)
 
 
-def test_one_disturbed_pass_counts_little_and_a_quick_one_much() -> None:
+def test_one_disturbed_pass_counts_little() -> None:
     curve = Curve()
     for seconds in (50.0, 1.0, 1.0, 1.0):  # the very first pass is slow
         curve.observe(4, seconds)
     assert curve.table(4)[4] == pytest.approx(1.0)
     curve.observe(4, 100.0)
     assert 1.0 < curve.table(4)[4] < 1.25
-    curve.observe(4, 0.5)
-    assert curve.table(4)[4] < 0.9
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
@@ -75,7 +73,7 @@ def test_acceptance_is_learned_by_position_row_and_confidence() -> None:
     assert by_position.shape == (2, 4)
     assert (by_position[0] > by_position[1]).all()
     assert 0.4 < by_position.mean() < 0.65
-    sure, unsure = (acceptance.by_confidence(rows, np.full(2, c)) for c in (0.99, 0.35))
+    sure, unsure = (acceptance.by_confidence(rows)(np.full(2, c)) for c in (0.99, 0.35))
     assert (sure - unsure > 0.3).all()
     assert sure[0] > sure[1]
 
@@ -143,6 +141,20 @@ def test_without_prices_every_kind_of_round_is_tried_twice() -> None:
         seen.append(controller.lengths([row(), row(3)]))
         controller.learn(Outcome(seen[-1], [0, 0], max(seen[-1]), 1.0, 0.1))
     assert seen == [[4, 2], [0, 0], [4, 2], [0, 0]]
+
+
+def test_plans_are_corrected_by_what_comes_of_them() -> None:
+    """Rounds that bring half of what was promised, whatever the reason, end in plain decoding."""
+    controller, rows = auto({1: 1.0, 600: 1.2}, 0.3, 0.5), [row() for _ in range(8)]
+    assert max(controller.lengths(rows)) > 0
+    for _ in range(60):
+        lengths = controller.lengths(rows)
+        if not max(lengths):
+            break
+        controller.goes_on([0.99] * 8)
+        controller.learn(Outcome([1] * 8, [1] * 8, 1, 40.0, 0.3))
+    assert controller.known.truth < 0.8
+    assert max(controller.lengths(rows)) == 0
 
 
 def test_a_first_slow_step_does_not_end_speculation() -> None:

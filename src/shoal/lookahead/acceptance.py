@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +70,11 @@ class Acceptance:
         """[rows, limit]: conditional acceptance at each draft position of each row."""
         return _shifted(self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None])
 
-    def by_confidence(self, rows: Sequence[Hashable], confidence: Array) -> Array:
-        """[rows]: acceptance of a draft that the drafter draws with this confidence (its highest probability)."""
-        return _shifted(self._confidences.rates()[self._bins(confidence)], self._offsets(rows))
+    def by_confidence(self, rows: Sequence[Hashable]) -> Callable[[Array], Array]:
+        """confidence [rows] -> acceptance [rows] of drafts that the drafter draws with it (its highest probability)."""
+        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a round, asked at every step
+        every = np.arange(len(rows))
+        return lambda confidence: table[every, self._bins(confidence)]
 
     def learn(self, rows: Sequence[Hashable], drafted: Array, accepted: Array, confidence: Array) -> None:
         """Hears a round's outcome.

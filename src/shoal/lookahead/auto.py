@@ -26,6 +26,8 @@ HOPELESS = 0.1
 """Acceptance below which not even the prompts are fed to the drafter."""
 TRIAL_ROWS = 16
 """Rows to reckon with before a run is known."""
+TRUTH_SHARE = 0.05
+"""What one round's result counts for when plans are compared with what came of them."""
 TRIAL_SHARE = 0.005
 """Share of the time that goes into asking again whether a hopeless drafter has become useful."""
 
@@ -37,13 +39,14 @@ class Knowledge:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
         draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
         idle_seconds: spent without drafting since the last draft. rounds: heard of so far.
+        truth: what rounds with drafts bring per second, over what their plans promised; plans are corrected by it.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
         self.verify, self.draft = Curve(), Curve()
-        self.idle_seconds, self.rounds = 0.0, 0
+        self.idle_seconds, self.rounds, self.truth = 0.0, 0, 1.0
 
 
 class Auto:
@@ -63,6 +66,7 @@ class Auto:
         self._rate = self._position_price = self._step_price = 0.0
         self._survival = np.ones(0)
         self._rows: Sequence[int] = ()
+        self._accepting = knowledge.acceptance.by_confidence(self._rows)
 
     @property
     def hopeful(self) -> bool:
@@ -75,6 +79,7 @@ class Auto:
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """Longest draft of each row; drafting may stop earlier."""
         self._rows, self._confidence, self._survival = [id(row) for row in rows], [], np.ones(len(rows))
+        self._accepting = self.known.acceptance.by_confidence(self._rows)
         room = np.minimum([row.remaining - 1 for row in rows], self.limit)
         if self.known.rounds < len(OPENING):
             self._rate = 0.0
@@ -97,16 +102,17 @@ class Auto:
         tokens = rows + np.where(inside, survival.ravel()[order], 0.0).cumsum(axis=1)
         drafts = inside.cumsum(axis=1)
         positions = rows + (drafts if self.known.packed else np.broadcast_to(rows * steps[:, None], drafts.shape))
-        verify = self.known.verify.table(rows * (self.limit + 2))
+        verify = self.known.verify.table(2 * rows * (self.limit + 1))
         self._step_price = self._seconds_of_step(rows)
         rate = tokens / (verify[positions] + steps[:, None] * self._step_price)
         plain = rows / verify[rows]
         best = np.unravel_index(rate.argmax(), rate.shape)
-        if rate[best] <= plain:
+        if self.known.truth * rate[best] <= plain:
             return False
         size = int(positions[best])
-        self._rate = float(rate[best])
-        self._position_price = self._rate * float(verify[size + rows] - verify[max(size - rows, rows)]) / (2 * rows)
+        self._rate = float(self.known.truth * rate[best])
+        low, high = max(size // 2, rows), 2 * size  # wide, as the difference of two neighbours is mostly noise
+        self._position_price = self._rate * float(verify[high] - verify[low]) / (high - low)
         return True
 
     def _seconds_of_step(self, rows: int) -> float:
@@ -126,12 +132,12 @@ class Auto:
         self._confidence.append(now)
         if not self._rate:
             return [True] * len(now)
-        self._survival = self._survival * self.known.acceptance.by_confidence(self._rows, now)
+        self._survival *= self._accepting(now)
         gain = self._survival - self._position_price
         worth = gain > 0
         if gain[worth].sum() <= self._rate * self._step_price:
             worth[:] = False
-        self._survival = np.where(worth, self._survival, 0.0)
+        self._survival[~worth] = 0.0
         return worth.tolist()
 
     # ── after a round ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,5 +157,8 @@ class Auto:
         if self._idle_rounds <= 1 or step < self._seconds_of_step(len(self._rows)):  # else much of it was catching up
             known.draft.observe(len(self._rows), step)
         known.idle_seconds, self._idle_rounds = 0.0, 0
+        if self._rate:
+            brought = (sum(outcome.accepted) + len(fed)) / outcome.seconds / self._rate
+            known.truth *= 1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1)
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(self._rows)))
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)

@@ -15,14 +15,14 @@ class Curve:
     the cost falls in proportion, above the largest it stays. A pass never counts as dearer than a larger one. What was seen long
     ago is forgotten, so one disturbed measurement cannot rule a size out for good.
 
-    Whatever disturbs a pass makes it slower: the first of its kind, a neighbour on the machine. So a quicker one is believed at
-    once, a slower one little by little.
+    Whatever disturbs a pass makes it slower: the first of its kind, a neighbour on the machine. So of the first two of a size the
+    quicker one counts, and later none counts for more than double.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
     """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
-    QUICKER, SLOWER = 0.5, 0.15
-    """Share that a new observation gets."""
+    SHARE = 0.2
+    """What a new observation counts for."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
@@ -35,10 +35,8 @@ class Curve:
         value, weight = self._points.setdefault(_rounded(size), [seconds, 0.0])
         if weight < 2:
             value = min(value, seconds)
-        elif seconds < value:
-            value += self.QUICKER * (seconds - value)
         else:
-            value += self.SLOWER * (min(seconds, 2 * value) - value)
+            value += self.SHARE * (min(seconds, 2 * value) - value)
         self._points[_rounded(size)] = [value, min(weight + 1, self.TRUST)]
 
     @property

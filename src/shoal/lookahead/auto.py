@@ -28,6 +28,8 @@ TRIAL_ROWS = 16
 """Rows to reckon with before a run is known."""
 TRUTH_SHARE = 0.05
 """What one round's result counts for when plans are compared with what came of them."""
+LEAST_TRUTH, MOST_TRUTH = 0.5, 1.2
+"""Prices that are off by more say nothing about plans."""
 TRIAL_SHARE = 0.005
 """Share of the time that goes into asking again whether a hopeless drafter has become useful."""
 
@@ -159,6 +161,7 @@ class Auto:
         known.idle_seconds, self._idle_rounds = 0.0, 0
         if self._rate:
             brought = (sum(outcome.accepted) + len(fed)) / outcome.seconds / self._rate
-            known.truth *= 1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1)
+            corrected = known.truth * (1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1))
+            known.truth = min(max(corrected, LEAST_TRUTH), MOST_TRUTH)
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(self._rows)))
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)

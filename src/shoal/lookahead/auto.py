@@ -104,7 +104,7 @@ class Auto:
         tokens = rows + np.where(inside, survival.ravel()[order], 0.0).cumsum(axis=1)
         drafts = inside.cumsum(axis=1)
         positions = rows + (drafts if self.known.packed else np.broadcast_to(rows * steps[:, None], drafts.shape))
-        verify = self.known.verify.table(2 * rows * (self.limit + 1))
+        verify = self.known.verify.table(rows * (self.limit + 1))
         self._step_price = self._seconds_of_step(rows)
         rate = tokens / (verify[positions] + steps[:, None] * self._step_price)
         plain = rows / verify[rows]
@@ -113,8 +113,8 @@ class Auto:
             return False
         size = int(positions[best])
         self._rate = float(self.known.truth * rate[best])
-        low, high = max(size // 2, rows), 2 * size  # wide, as the difference of two neighbours is mostly noise
-        self._position_price = self._rate * float(verify[high] - verify[low]) / (high - low)
+        # Over all of the way from plain decoding: between neighbours most of the difference is noise, and beyond lies guesswork.
+        self._position_price = self._rate * float(verify[size] - verify[rows]) / max(size - rows, 1)
         return True
 
     def _seconds_of_step(self, rows: int) -> float:

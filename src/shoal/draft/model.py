@@ -93,8 +93,10 @@ class ModelDrafter:
 
     def _static_steps(self, rows: Sequence[Row], most: int, luck: Tensor, draw: Draw) -> Step | None:
         """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
+        if self.runner.static is None:
+            return None
         style = style_of([row.request.sampling for row in rows], self.vocab_size, draw)
-        if self.runner.static is None or style is None:
+        if style is None:
             return None
         temperatures = [row.request.sampling.temperature for row in rows]
         step = self.runner.static_steps(
@@ -140,9 +142,8 @@ class _OrdinarySteps:
             return logits[:, -1] if min(counts) == max(counts) else logits[torch.arange(rows, device=logits.device), last]
         if self._reads_history:
             for history, drawn, length in zip(self._histories, self._drawn[-1].tolist(), lengths, strict=True):
-                if (
-                    len(self._drawn) < length
-                ):  # what a row drafts beyond its own length is ignored, so no control may fail on it
+                # What a row drafts beyond its own length is ignored, so no control may fail on it.
+                if len(self._drawn) < length:
                     history.append(drawn)
         return runner.feed(slots, self._drawn[-1][:, None], [1] * rows)[:, -1]
 

@@ -66,7 +66,7 @@ class Auto:
         self._confidence: list[Array] = []
         self._idle_rounds = 0
         self._rate = self._position_price = self._step_price = 0.0
-        self._survival = np.ones(0)
+        self._survival = self._room = np.ones(0)
         self._rows: Sequence[int] = ()
         self._accepting = knowledge.acceptance.by_confidence(self._rows)
 
@@ -82,7 +82,7 @@ class Auto:
         """Longest draft of each row; drafting may stop earlier."""
         self._rows, self._confidence, self._survival = [id(row) for row in rows], [], np.ones(len(rows))
         self._accepting = self.known.acceptance.by_confidence(self._rows)
-        room = np.minimum([row.remaining - 1 for row in rows], self.limit)
+        room = self._room = np.minimum([row.remaining - 1 for row in rows], self.limit)
         if self.known.rounds < len(OPENING):
             self._rate = 0.0
             return np.minimum(room, OPENING[self.known.rounds]).tolist()
@@ -134,7 +134,7 @@ class Auto:
         self._confidence.append(now)
         if not self._rate:
             return [True] * len(now)
-        self._survival *= self._accepting(now)
+        self._survival *= self._accepting(now) * (self._room >= len(self._confidence))
         gain = self._survival - self._position_price
         worth = gain > 0
         if gain[worth].sum() <= self._rate * self._step_price:

@@ -56,7 +56,7 @@ def result_of(text: str | Sequence[int], kind: str, k: int = 4, n: int = 1, **op
 def assert_consistent(sample: Sample) -> None:
     """Text, ids and log-probabilities cover the same tokens."""
     assert sample.finish_reason in FINISH_REASONS
-    assert len(sample.logprobs) == len(sample.processed_logprobs) == len(sample.token_ids)
+    assert len(sample.logprobs) == len(sample.processed_logprobs) == len(sample.from_draft) == len(sample.token_ids)
     assert sample.text == TOKENIZER.decode(sample.token_ids, skip_special_tokens=True)
     assert sample.finished == (sample.finish_reason in ("eos", "stop", "length"))
 
@@ -72,6 +72,18 @@ def only(text: str | Sequence[int], kind: str, k: int = 4, **options: Any) -> Sa
     assert increments[-1].result is sample
     assert_consistent(sample)
     return sample
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [("oracle", [True, True, True, False] * 2), ("adversarial", [False] * 8), ("plain", [False] * 8)],
+)
+def test_a_sample_knows_which_tokens_were_drafts(kind: str, pattern: list[bool]) -> None:
+    sample = only("abcdefghij", kind, k=3, max_new_tokens=8)
+    assert list(sample.from_draft) == pattern
+    assert sample.accepted == sum(pattern)
+    cut = only("abcdefghij", kind, k=3, stop=("e",))
+    assert list(cut.from_draft) == pattern[:4]
 
 
 # ── EOS ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,7 @@ def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Ver
         taken = _append(row, block)
         kept = min(accepted[b], taken)
         row.accepted += kept
+        row.from_draft += [True] * kept + [False] * (taken - kept)
         row.logprobs += raw[b][:taken]
         row.processed_logprobs += processed[b][:taken]
         if row.request.top_logprobs:

@@ -117,5 +117,6 @@ def finish(row: Row, now: float) -> Sample:
         drafted=row.drafted,
         accepted=row.accepted,
         target_passes=row.target_passes,
+        from_draft=tuple(row.from_draft[:kept]),
         top_logprobs=tuple(row.top_logprobs[:kept]),
     )

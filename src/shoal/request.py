@@ -67,6 +67,7 @@ class Row:
     processed_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
     detokenizer: Any = None
     watched: bool = False
     rounds: int = 0
@@ -112,6 +113,7 @@ class Sample:
         finish_reason: one of `FINISH_REASONS`.
         finished_at: seconds from submission to the round that ended the row.
         rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
+        from_draft: per token, True for an accepted draft, False for a replacement or bonus.
         top_logprobs: per token, when asked for.
     """
 
@@ -126,6 +128,7 @@ class Sample:
     drafted: int
     accepted: int
     target_passes: int
+    from_draft: tuple[bool, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property

@@ -99,7 +99,12 @@ class Ranks:
         """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
         if not self._out_of_step:
             self._say(STOP, -1)
-            dist.destroy_process_group()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Ends the threads of the group while Python is still there: one that wants to let go of a tensor later aborts the process."""
+        dist.destroy_process_group()
+        del self._group  # the last reference: its threads are joined here
 
     def _say(self, what: str, key: int, *arguments: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
@@ -120,7 +125,7 @@ class Ranks:
             for old in dropped:
                 caches.pop(old, None)
             if what == STOP:
-                dist.destroy_process_group()
+                self._leave()
                 raise SystemExit(0)
             cache = caches.setdefault(key, SlotCache())
             if what == PASS:

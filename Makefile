@@ -30,8 +30,8 @@ demo: $(CORE) ## n samples from the bundled pair, and what speculation did
 bench: $(CORE) ## speculative against plain decoding and Hugging Face generate, measured here
 	@$(BIN)/shoal bench $(BENCH_ARGS)
 
-test: $(DEV) ## all tests
-	@$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+test: $(DEV) ## all tests, a process per core
+	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 $(PYTEST_ARGS)
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .

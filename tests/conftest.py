@@ -14,6 +14,8 @@ os.environ.update(
     TRANSFORMERS_VERBOSITY="error",
     TOKENIZERS_PARALLELISM="false",
 )
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ipaddress
 import signal

@@ -97,7 +97,7 @@ def test_an_unknown_pair_is_given_a_chance() -> None:
 
 def row(remaining: int = 100) -> Any:
     """As much of a row as a controller sees."""
-    return SimpleNamespace(remaining=remaining)
+    return SimpleNamespace(remaining=remaining, room=remaining - 1)
 
 
 def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:

@@ -28,6 +28,7 @@ class Request:
         prompt: the prompt's text, if it was given as text.
         top_logprobs: how many of the most probable tokens to report per committed token, before and after processing.
         keep_logits: keep the target's raw logits [vocab] of every committed token.
+        max_draft: longest draft of its rows, whatever the controller would like; 0 = they are decoded plainly; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
     """
 
@@ -38,6 +39,7 @@ class Request:
     prompt: str | None = None
     top_logprobs: int = 0
     keep_logits: bool = False
+    max_draft: int | None = None
     criteria: Sequence[Any] = ()
     submitted_at: float = field(default_factory=time.perf_counter)
 
@@ -89,6 +91,12 @@ class Row:
     def remaining(self) -> int:
         """Tokens this row may still commit."""
         return min(self.request.limits.max_new_tokens - self.new_tokens, self.max_length - len(self.tokens))
+
+    @property
+    def room(self) -> int:
+        """The longest draft that it may be given: one token less than it may still commit, and no more than was asked for."""
+        most = self.request.max_draft
+        return self.remaining - 1 if most is None else min(self.remaining - 1, most)
 
 
 @dataclass(frozen=True)

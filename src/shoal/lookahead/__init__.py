@@ -58,7 +58,7 @@ class Controller(Protocol):
     def goes_on(self) -> Callable[[Sequence[float]], Sequence[bool]] | None: ...
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Longest draft of each row in the coming round, 0..row.remaining - 1."""
+        """Longest draft of each row in the coming round, 0..row.room."""
         ...
 
     def learn(self, outcome: Outcome) -> None:

@@ -82,7 +82,7 @@ class Auto:
         """Longest draft of each row; drafting may stop earlier."""
         self._rows, self._confidence, self._survival = [id(row) for row in rows], [], np.ones(len(rows))
         self._accepting = self.known.acceptance.by_confidence(self._rows)
-        room = self._room = np.minimum([row.remaining - 1 for row in rows], self.limit)
+        room = self._room = np.minimum([row.room for row in rows], self.limit)
         if self.known.rounds < len(OPENING):
             self._rate = 0.0
             return np.minimum(room, OPENING[self.known.rounds]).tolist()

@@ -11,7 +11,7 @@ from shoal.round import Outcome
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """Decides the draft length of the whole batch; a row never gets more than it may still commit, minus one."""
+    """Decides the draft length of the whole batch; a row never gets more than it has room for."""
 
     limit: int
     """The longest draft it will ever ask for; caches are sized by it."""
@@ -37,9 +37,9 @@ class Uniform:
         self.limit = lookahead.limit
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """The next length, but no more than a row may still commit, minus one."""
+        """The next length, but no more than a row has room for."""
         k = min(max(self.lookahead.next_length(), 0), self.limit)
-        return [min(k, row.remaining - 1) for row in rows]
+        return [min(k, row.room) for row in rows]
 
     def learn(self, outcome: Outcome) -> None:
         """Passes the counts on."""

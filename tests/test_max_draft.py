@@ -1,0 +1,46 @@
+"""A request may bound the drafts of its own rows: the others draft on, and nobody's tokens change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.accept import Coupled
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import Fixed, by_name
+from shoal.request import Request, Sample
+from shoal.testing.scripted import hashed, scripted
+
+V, NEW = 23, 24
+
+
+def run(bounds: list[int | None], lookahead: Any, **sampling: Any) -> list[Sample]:
+    """One row per bound, all in one batch, with a drafter that is always right."""
+    engine = Engine(scripted(hashed(V), V), scripted(hashed(V), V), lookahead, rule=Coupled())
+    limits = Limits(max_new_tokens=NEW)
+    rows = [
+        engine.submit(Request((1, i + 2), 1, Sampling(seed=i, **sampling), limits, max_draft=bound))[0]
+        for i, bound in enumerate(bounds)
+    ]
+    samples: dict[int, Sample] = {}
+    while commits := engine.step():
+        samples |= {id(c.row): c.sample for c in commits if c.sample is not None}
+    return [samples[id(row)] for row in rows]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_row_drafts_as_far_as_it_may(temperature: float) -> None:
+    bounds = [None, 0, 1, 2, 9]
+    samples = run(bounds, Fixed(3), temperature=temperature)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in run([0] * 5, Fixed(3), temperature=temperature)]
+    for sample, length in zip(samples, [3, 0, 1, 2, 3], strict=True):
+        rounds = NEW // (length + 1)  # all is accepted: a round commits its drafts and a bonus
+        assert (sample.rounds, sample.drafted, sample.accepted) == (rounds, rounds * length, rounds * length)
+
+
+def test_auto_keeps_to_it() -> None:
+    free, plain = run([None, 0], by_name("auto"))
+    assert free.drafted > 0
+    assert (plain.rounds, plain.drafted, plain.accepted) == (NEW, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ class Detokenizer:
 
     `text` is the new text so far, without a character still in pieces. With `stops`, `stopped` becomes true at the first token
     whose text completes a stop string, and `text` is cut before it; `kept` is then the number of tokens that cover the cut text.
+    `ends`: how long the text was after each token pushed.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._ids = list(prompt[-CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
-        self._ends: list[int] = []
+        self.ends: list[int] = []
         self.text = ""
         self.shown = 0
         self.stopped = False
@@ -34,7 +36,7 @@ class Detokenizer:
         before = len(self.text)
         self._ids.append(token)
         held_back = self._extend(final=False)
-        self._ends.append(len(self.text))
+        self.ends.append(len(self.text))
         if self._stops and not self.stopped:
             self._look_for_stop(before, held_back)
 
@@ -69,9 +71,18 @@ class Detokenizer:
         found = [at for at in (text.find(stop, start) for stop in self._stops) if at >= 0]
         if found:
             cut = min(found)
-            self.text, self._ends[-1] = text[:cut], len(text)
-            self.kept = next(i for i, end in enumerate([0, *self._ends]) if end >= cut)
+            self.text, self.ends[-1] = text[:cut], len(text)
+            self.kept = self.covering(cut)
             self.stopped = True
+
+    def covering(self, characters: int) -> int:
+        """How many of the tokens pushed it takes to write the first `characters` of the text."""
+        return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
+
+    def piece(self, index: int) -> str:
+        """What a token that was pushed adds to the text; all pieces together are the text, once the row is over."""
+        start = self.ends[index - 1] if index else 0
+        return self.text[start:] if index == len(self.ends) - 1 else self.text[start : self.ends[index]]
 
     def take(self, *, final: bool) -> str:
         """Text not taken before; what may yet become a stop string is held back until it cannot."""

@@ -125,12 +125,20 @@ class Shoal:
 
     def _stream(self, prompts: Prompts, n: int, top_logprobs: int, options: Mapping[str, Any], *, text: bool) -> Stream:
         sampling, limits, speculation = split_options(self._encoded(options))
-        controller = lookahead.by_name(speculation.lookahead, self.knowledge)
-        engine = Engine(
-            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
-            rule=self.rule or _rule(speculation, sampling), prompts=self.prompts,
-        )  # fmt: skip
+        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
         return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
+
+    def engine(self, lookahead_name: object, rule: Rule) -> Engine:
+        """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
+
+        Raises:
+            RequestError: for an unknown lookahead.
+        """
+        controller = lookahead.by_name(lookahead_name, self.knowledge)
+        return Engine(
+            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
+            rule=rule, prompts=self.prompts,
+        )  # fmt: skip
 
     def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:
         items: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts

@@ -1,0 +1,150 @@
+"""The inner of the sandbox's two programs: confines itself, then becomes what is to be confined.
+
+    python -I -S confine.py '{"command": [...], "environment": {...}, "room": "...", "readable": [...], "uid": ..., ...}'
+
+It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock and nothing
+stronger is around it, every file and signal outside. On descriptor 3 it reports: "go" just before the program starts.
+
+Run by path without the package around it, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+REPORT = 3  # the descriptor to report on
+HIDDEN = ("home", "media", "mnt", "root", "run", "srv", "tmp")  # directories of "/" that programs have no business in
+WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
+
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
+_FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # kinds of file access known to a version of Landlock
+TCP_SINCE, SIGNALS_SINCE = 4, 6  # versions of Landlock
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+class _BeneathPath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+
+
+def landlock_version() -> int:
+    """The version of the kernel's Landlock: 1 guards files, 4 also TCP, 6 also signals. 0: there is none."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def hidden_directories() -> list[str]:
+    """Directories of other people's files: what a program may read leaves these out."""
+    return [f"/{name}" for name in HIDDEN if os.path.isdir(f"/{name}")]
+
+
+def main() -> None:
+    """Confines this process as told by the first argument, and becomes the command."""
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    fcntl.fcntl(REPORT, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    try:
+        os.chdir(spec["room"])
+        os.umask(0o077)
+        _limit(spec["bounds"], os.getuid() if spec["uid"] is None else spec["uid"])
+        if spec["uid"] is not None:
+            _become(spec["uid"])
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone the warden's
+        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        if spec["landlock"]:
+            _guard_files(spec["room"], spec["readable"])
+        for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored_by_python, signal.SIG_DFL)
+        os.write(REPORT, b"go")
+        os.execve(spec["command"][0], spec["command"], spec["environment"])
+    except OSError as error:
+        os.write(REPORT, f"cannot start {spec['command'][0]}: {error}".encode())
+        os._exit(127)
+
+
+def _limit(bounds: dict[str, Any], uid: int) -> None:
+    tasks = _tasks(uid) + bounds["processes"]
+    limits = {
+        resource.RLIMIT_CPU: (bounds["cpu_seconds"], bounds["cpu_seconds"] + 1),
+        resource.RLIMIT_DATA: (bounds["memory_bytes"],) * 2,  # not AS: Java and Node reserve what they never use
+        resource.RLIMIT_FSIZE: (bounds["file_bytes"],) * 2,
+        resource.RLIMIT_NPROC: (tasks, tasks),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    for limit, (soft, hard) in limits.items():
+        allowed = resource.getrlimit(limit)[1]
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(limit, (soft, hard))
+
+
+def _tasks(uid: int) -> int:
+    """Threads that the kernel already counts towards a user's limit, as far as they can be seen: in a namespace its own."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # ended meanwhile
+            continue
+    return count
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _guard_files(room: str, readable: list[str]) -> None:
+    """Landlock: all in the room, reading elsewhere but in hidden directories; no TCP, no signals to others."""
+    version = landlock_version()
+    if not version:
+        return
+    everything = (1 << _FILE_BITS.get(version, 16)) - 1
+    rules = _Ruleset(everything, 0b11 if version >= TCP_SINCE else 0, 0b11 if version >= SIGNALS_SINCE else 0)
+    ruleset = _checked(_libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(ctypes.sizeof(rules)), 0))
+    shown = [entry.path for entry in os.scandir("/") if entry.path not in hidden_directories()]
+    for path in [*shown, *readable]:
+        _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
+    for path in WRITABLE:
+        _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+    _allow(ruleset, room, everything)
+    _checked(_libc.syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)))
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # not there, or not for this user: nothing to allow
+        return
+    if not os.path.isdir(path):
+        access &= ~_READ_DIR
+    rule = _BeneathPath(access, parent)
+    _checked(_libc.syscall(_ADD_RULE, ruleset, 1, ctypes.byref(rule), ctypes.c_uint32(0)))
+    os.close(parent)
+
+
+def _checked(returned: int) -> int:
+    if returned < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
+    return returned
+
+
+if __name__ == "__main__":
+    main()

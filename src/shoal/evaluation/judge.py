@@ -1,0 +1,146 @@
+"""Completions -> verdicts: the program of each is executed in a sandbox."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import RequestError
+from shoal.evaluation.languages import LANGUAGES, Language
+from shoal.evaluation.problems import Problem, known_language, records, text_field
+from shoal.evaluation.sandbox import Ended, Sandbox
+from shoal.evaluation.toolchains import require, steps
+
+Outcome = Literal["passed", "failed", "syntax", "time", "memory", "output", "crash"]
+Pair = tuple[Problem, str]
+"""A problem and a completion."""
+
+DETAIL = 2000  # characters of what a program wrote that are kept
+OUTCOMES: dict[str, Outcome] = {"time": "time", "memory": "memory", "output": "output"}  # of bounds; the rest are crashes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a completion.
+
+    Attributes:
+        outcome: "passed"; "failed": a test, or it ended before them; "syntax": it does not compile or parse; "time", "memory",
+            "output": it passed that bound; "crash": ended by a signal, or with too many processes or files.
+        detail: the end of what it wrote to standard error, or why it did not pass; "" if it passed.
+        seconds: wall time of its last step.
+    """
+
+    outcome: Outcome
+    detail: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if the program ended well with its tests behind it."""
+        return self.outcome == "passed"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many completions of a language passed, of how many."""
+
+    passed: int
+    total: int
+
+
+def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
+    """Runs one completion's program.
+
+    Raises: RequestError if the language cannot be run here, naming what to install.
+    """
+    language, word = LANGUAGES[problem.language], uuid.uuid4().hex
+    source = f"{problem.program(completion)}\n{language.last_words.format(word)}\n"
+    run = steps(problem.language, sandbox)
+    ended = sandbox.run({language.file: source}, *run)
+    compiled = ended.step == len(run) - 1
+    outcome = _outcome(ended, language, compiled)
+    if outcome == "passed" and language.last_words and word not in ended.stdout:
+        return Verdict("failed", "it ended before its tests did", ended.seconds)
+    return Verdict(outcome, "" if outcome == "passed" else _detail(ended, outcome), ended.seconds)
+
+
+def judge_all(pairs: Iterable[Pair], sandbox: Sandbox, workers: int | None = None) -> Iterator[Verdict]:
+    """Verdicts in the order of `pairs`, `workers` programs at a time (None: one per processor).
+
+    What is left is cancelled, and what runs is killed, when the iterator is closed or interrupted; the sandbox is then closed.
+
+    Raises: RequestError before the first program if anything is missing here.
+    """
+    pairs = list(pairs)
+    require((problem for problem, _ in pairs), sandbox)
+    pool = ThreadPoolExecutor(workers or _processors(), thread_name_prefix="judge")
+    try:
+        yield from pool.map(lambda pair: judge(pair[0], pair[1], sandbox), pairs)
+    except BaseException:
+        sandbox.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Pair]:
+    """The problems' canonical completions, of those that have one, or completions from a file of JSON lines.
+
+    Args:
+        source: "canonical", or a path; a record has `task_id` and `completion`, and may name its `language` (mxeval's format).
+
+    Raises:
+        RequestError: the file is malformed, or a record is of no problem or another language; with file and line.
+    """
+    if source == "canonical":
+        pairs = [(problem, problem.canonical) for problem in problems if problem.canonical is not None]
+        if not pairs:
+            raise RequestError("none of these problems has a canonical solution")
+        return pairs
+    known = {problem.task_id: problem for problem in problems}
+    return [_solution(record, known, where) for where, record in records(Path(source))]
+
+
+def tallies(pairs: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[str, Tally]:
+    """Passed and total per language, in the order in which the languages come."""
+    found: dict[str, Tally] = {}
+    for (problem, _), verdict in zip(pairs, verdicts, strict=True):
+        before = found.get(problem.language, Tally(0, 0))
+        found[problem.language] = Tally(before.passed + verdict.passed, before.total + 1)
+    return found
+
+
+def _outcome(ended: Ended, language: Language, compiled: bool) -> Outcome:
+    if ended.well:
+        return "passed"
+    if ended.reason != "exit":
+        return OUTCOMES.get(ended.reason, "crash")
+    if any(word in ended.stderr for word in language.memory):
+        return "memory"
+    if not compiled or any(word in f"\n{ended.stderr}" for word in language.syntax):
+        return "syntax"
+    return "crash" if ended.returncode is None or ended.returncode < 0 else "failed"
+
+
+def _detail(ended: Ended, outcome: Outcome) -> str:
+    why = f"signal {-ended.returncode}" if ended.returncode and ended.returncode < 0 else f"ended by: {ended.reason}"
+    said = (ended.stderr.strip() or ended.stdout.strip())[-DETAIL:]
+    return said if outcome in ("failed", "syntax") else f"{why}\n{said}".strip()
+
+
+def _solution(record: dict[str, object], known: dict[str, Problem], where: str) -> Pair:
+    problem = known.get(text_field(record, "task_id", where))
+    if problem is None:
+        raise RequestError(f"{where}: no problem has the task id {record['task_id']!r}")
+    if "language" in record and known_language(text_field(record, "language", where), where) != problem.language:
+        raise RequestError(f"{where}: {problem.task_id!r} is a problem in {problem.language}, not in {record['language']}")
+    return problem, text_field(record, "completion", where)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))

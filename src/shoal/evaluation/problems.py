@@ -1,0 +1,124 @@
+"""Problems to write a program for, read from the files in which HumanEval and MBXP are published.
+
+HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 2023, arXiv 2210.14868) are JSON lines, plain
+or gzipped. A model sees `prompt` (and `suffix`, where a middle is to be filled in); its completion passes if the program
+made of both and the tests ends well. Nothing is downloaded and nothing is bundled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RequestError
+from shoal.evaluation.languages import LANGUAGES
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One program to complete, and what it must then do.
+
+    `prompt` + completion + `suffix` + `tests` is a whole program. `canonical` is the completion published with the problem,
+    None if there is none. `entry_point` is the function that the tests call.
+    """
+
+    task_id: str
+    language: str
+    prompt: str
+    tests: str
+    entry_point: str
+    canonical: str | None = None
+    suffix: str = ""
+
+    def program(self, completion: str) -> str:
+        """The source text that is run: it passes if it ends with exit code 0, its last statement reached."""
+        return f"{self.prompt}{completion}{self.suffix}\n{self.tests}"
+
+
+def read_humaneval(path: str | Path) -> list[Problem]:
+    """The problems of a file in HumanEval's format; the language is Python where a record names none.
+
+    Raises: RequestError naming file and line: not JSON, a field missing or of the wrong type, a task id met before.
+    """
+    return _read(Path(path), language="python")
+
+
+def read_mbxp(path: str | Path) -> list[Problem]:
+    """The problems of a file in MBXP's format, whose records name their language.
+
+    Raises: RequestError as `read_humaneval`, and for an unknown language.
+    """
+    return _read(Path(path), language=None)
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects in a file of JSON lines (`.gz`: gzipped), each with "file, line n" for messages; empty lines are skipped.
+
+    Raises: RequestError if the file cannot be read, or for the first line that holds no JSON object.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = content.decode("utf-8").split("\n")  # not splitlines: U+2028 may stand in a string
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
+
+
+def text_field(record: Mapping[str, Any], name: str, where: str) -> str:
+    """A field that must be there and be text."""
+    value = record.get(name)
+    if not isinstance(value, str):
+        has = f"has {value!r:.60} there" if name in record else f"has only {', '.join(record) or 'nothing'}"
+        raise RequestError(f"{where}: expected text in the field {name!r}; the record {has}")
+    return value
+
+
+def known_language(name: str, where: str) -> str:
+    """`name`, if it is a language that can be run."""
+    if name not in LANGUAGES:
+        raise RequestError(f"{where}: unknown language {name!r}; known are {', '.join(LANGUAGES)}")
+    return name
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise RequestError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _read(path: Path, language: str | None) -> list[Problem]:
+    problems: dict[str, Problem] = {}
+    for where, record in records(path):
+        problem = _problem(record, language, where)
+        if problem.task_id in problems:
+            raise RequestError(f"{where}: the task id {problem.task_id!r} was used before")
+        problems[problem.task_id] = problem
+    if not problems:
+        raise RequestError(f"{path} holds no problems")
+    return list(problems.values())
+
+
+def _problem(record: dict[str, Any], language: str | None, where: str) -> Problem:
+    if language is None or "language" in record:
+        language = known_language(text_field(record, "language", where), where)
+    entry_point = text_field(record, "entry_point", where)
+    call = f"\ncheck({entry_point})\n" if language == "python" else ""  # elsewhere the tests run as they are loaded
+    return Problem(
+        task_id=text_field(record, "task_id", where),
+        language=language,
+        prompt=text_field(record, "prompt", where),
+        tests=text_field(record, "test", where) + call,
+        entry_point=entry_point,
+        canonical=None if record.get("canonical_solution") is None else text_field(record, "canonical_solution", where),
+        suffix="" if record.get("suffix") is None else text_field(record, "suffix", where),
+    )

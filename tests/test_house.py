@@ -23,11 +23,11 @@ PACKAGE = ROOT / "src" / "shoal"
 # Import directions
 
 PLACES = {
-    "edges": "__init__ __main__ cli train bench testing reference transformers_door",
+    "edges": "__init__ __main__ cli train bench evaluation testing reference transformers_door",
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs models selfcheck strict quantize linears tensor_parallel runner distributions history truncation "
+    "base": "round outputs fim models selfcheck strict quantize linears tensor_parallel runner distributions history truncation "
     "attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",
 }
@@ -67,12 +67,13 @@ RESERVED = {
     "transformers": "models cache attention static transformers_door testing train bench",
     "typer": "cli train bench",
     "rich": "cli train bench",
-    "matplotlib": "bench",
+    "matplotlib": "bench evaluation",
+    "rouge_score": "evaluation",
     "triton": "attention",
     "torchao": "quantize",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
-DEFERRED = ("matplotlib", "triton", "torchao", "shoal.attention.kernels")
+DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "shoal.attention.kernels")
 TORCH_FREE = f"{PLACES['words']} scheduler"  # pure Python: tested and reasoned about without a tensor
 
 

@@ -1,0 +1,11 @@
+"""`shoal serve`: an OpenAI-compatible server for many samples at once (docs/serving.md). Needs the extra `shoal[serve]`.
+
+settings.py     what a server allows
+schema.py       what clients may ask, field by field; answers.py: what they get
+translate.py    what they ask -> requests of the engine
+worker.py       the one thread that owns the models; tickets.py: what of a request crosses threads
+forms.py        rows -> choices of the two APIs; replies.py: whole or as a stream
+faults.py       every error in OpenAI's shape
+keys.py  bodies.py  metrics.py      who may ask, how much, and what is counted
+app.py          the routes; run.py: uvicorn, signals, draining
+"""

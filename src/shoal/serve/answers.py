@@ -1,0 +1,170 @@
+"""What clients get, for the API's own description and those who generate clients from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+Ending = Literal["stop", "length", "error"]
+
+
+class Error(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer with a status of 400 or more."""
+
+    error: Error
+
+
+class ChoiceUsage(BaseModel):
+    """What one choice took."""
+
+    index: int
+    completion_tokens: int
+    drafted: int
+    accepted: int
+    rounds: int
+    mean_logprob: float | None
+    ended_by: str = Field(description="eos, stop, length, time, cancelled or error.")
+    error: str | None = None
+
+
+class Usage(BaseModel):
+    """What a request took; tokens are those of all samples drawn, `choices` are those returned."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    choices: list[ChoiceUsage]
+
+
+class Token(BaseModel):
+    """One token of a choice."""
+
+    id: int
+    text: str
+    logprob: float | None
+    from_draft: bool
+
+
+class Details(BaseModel):
+    """How a choice fares so far, and the tokens that this answer or chunk brings."""
+
+    tokens: list[Token]
+    mean_logprob: float | None
+    committed: int
+    drafted: int
+    accepted: int
+    rounds: int
+
+
+class Choice(BaseModel):
+    """What both kinds of choices have."""
+
+    index: int
+    finish_reason: Ending | None
+    shoal: Details | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Choice):
+    """A sample."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Alternative(BaseModel):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class ContentLogprob(Alternative):
+    """One token of a message."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities by token."""
+
+    content: list[ContentLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    """A sample."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class Answer(BaseModel):
+    """What both kinds of answers have."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class Completion(Answer):
+    """Answer of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(Answer):
+    """Answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Model(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    shoal: dict[str, Any]
+
+
+class ModelList(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """Answer of /health and /ready."""
+
+    status: str

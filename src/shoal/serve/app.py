@@ -1,0 +1,222 @@
+"""The routes. Handlers translate, ask the worker, and write down what comes; nothing here touches a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal import __version__
+from shoal.api import Shoal
+from shoal.engine import Engine
+from shoal.serve import answers, faults, forms
+from shoal.serve.bodies import BodyLimit
+from shoal.serve.faults import Fault
+from shoal.serve.keys import opens
+from shoal.serve.metrics import Metrics
+from shoal.serve.replies import EventStream, Reply
+from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
+from shoal.serve.settings import Settings
+from shoal.serve.translate import Order, Translator
+from shoal.serve.worker import Worker
+
+T = TypeVar("T", bound=Asked)
+BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
+GONE = 499
+"""Status under which answers are counted that nobody waited for."""
+BROKEN: dict[int | str, dict[str, Any]] = {503: {"model": answers.Health, "description": "The engine has stopped."}}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": answers.ErrorAnswer, "description": what}
+    for status, what in {
+        400: "The request cannot be served; the message says why.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        413: "The body is too large.",
+        429: "Too much is waiting; Retry-After says when to come again.",
+        500: "The model failed.",
+        503: "The engine has stopped or lost this request.",
+    }.items()
+}
+
+
+def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> FastAPI:
+    """The server's application; its engine's thread lives as long as its lifespan.
+
+    Args:
+        make_engine: engines of `shoal`, see `Worker`.
+    """
+    metrics = Metrics()
+    worker = Worker(make_engine, settings.queue, metrics)
+    metrics.watch(worker)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        worker.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            await run_in_threadpool(worker.stop)
+
+    app = FastAPI(
+        title="shoal", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        summary="Many samples at once, by exact batched speculative sampling.",
+    )  # fmt: skip
+    app.state.worker = worker
+    faults.install(app)
+    app.include_router(_api(shoal, worker, settings))
+    app.include_router(_house(worker, metrics))
+    app.add_middleware(BodyLimit, most=settings.max_body)
+    app.add_middleware(Counted, metrics=metrics)
+    if settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+    _describe(app)
+    return app
+
+
+def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
+    """What clients use, behind the key if there is one."""
+    async def authorised(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
+        if settings.keys and not opens(settings.keys, given.credentials if given else ""):
+            message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
+            raise Fault(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)])
+    translator = Translator(shoal.tokenizer, shoal.eos, worker.engine.context, settings)
+    model = _model(shoal, worker, settings)
+
+    async def answer(request: Request, asked: T, form: forms.Form, translate: Callable[[T], Order]) -> Response:
+        _require_model(asked.model or settings.model, settings)
+        order = await run_in_threadpool(translate, asked)  # long texts take their time
+        reply = Reply(worker, shoal.tokenizer, settings.model, form, order)
+        if order.stream:
+            events = reply.events()
+            return EventStream(await anext(events), events)
+        return await _unless_gone(request, reply.whole())
+
+    @router.post("/completions", responses=REFUSALS | {200: _answer(answers.Completion)}, response_model=None)
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        """Continues texts."""
+        return await answer(request, asked, forms.Completions(), translator.completion)
+
+    @router.post("/chat/completions", responses=REFUSALS | {200: _answer(answers.ChatCompletion)}, response_model=None)
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+        """Continues a conversation."""
+        return await answer(request, asked, forms.Chat(), translator.chat)
+
+    @router.get("/models", responses={401: REFUSALS[401]})
+    async def models() -> answers.ModelList:
+        """The model that is served."""
+        return answers.ModelList(object="list", data=[model])
+
+    @router.get("/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
+    async def one_model(name: str) -> answers.Model:
+        """The same by its name."""
+        _require_model(name, settings)
+        return model
+
+    return router
+
+
+def _house(worker: Worker, metrics: Metrics) -> APIRouter:
+    """What those who run the server use."""
+    router = APIRouter()
+
+    @router.get("/health", response_model=answers.Health, responses=BROKEN)
+    @router.get("/ready", response_model=answers.Health, responses=BROKEN)
+    async def health() -> Response:
+        """Whether there is an engine to decode."""
+        return JSONResponse({"status": "ok"}) if worker.alive else JSONResponse({"status": "the engine has stopped"}, 503)
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def prometheus() -> Response:
+        """What is counted, in Prometheus' text format."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
+    about = {
+        "context": worker.engine.context, "rows": worker.engine.scheduler.capacity, "max_n": settings.max_n,
+        "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None,
+    }  # fmt: skip
+    return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
+
+
+def _require_model(name: str, settings: Settings) -> None:
+    if name != settings.model:
+        message = f"there is no model {name!r} here; this server has {settings.model!r}"
+        raise Fault(404, message, param="model", code="model_not_found")
+
+
+async def _unless_gone(request: Request, answer: Awaitable[forms.Json]) -> Response:
+    """The answer, or nothing at all if its client goes before it is there."""
+    wanted = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(wanted.result()) if wanted.done() else Response(status_code=GONE)
+    finally:
+        gone.cancel()
+        wanted.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(model: Any) -> dict[str, Any]:
+    """How a route's answer is described: one object, or events that each hold a part of one."""
+    return {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+def _describe(app: FastAPI) -> None:
+    """The description tells what is so: requests that do not fit are answered with 400."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description = made()
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+class Counted:
+    """ASGI middleware that counts answers by route and status, and times them to their last byte."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", "other")  # not what was asked for: anybody could invent labels
+            self.metrics.answered(path, status, time.perf_counter() - started)

@@ -1,0 +1,76 @@
+"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from shoal.errors import RequestError
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+"""Types of errors by status; others are "invalid_request_error", or "server_error" from 500 on."""
+
+
+class Fault(HTTPException):
+    """A request that is answered with an error.
+
+    Attributes:
+        param: the field at fault. code: a short name that programs can compare.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        kind = KINDS.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def fault_of(error: Exception) -> Fault:
+    """Any exception as the fault that clients are told of."""
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, RequestError):
+        return Fault(400, str(error), code="invalid_value")
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        return Fault(error.status_code, str(error.detail), headers=error.headers)
+    return Fault(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> Fault:
+    """What pydantic found, told by the first field at fault; unknown ones first, as they may be why another is missing."""
+    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    kind, param = first["type"], ".".join(str(part) for part in first["loc"] if part != "body") or None
+    if kind == "extra_forbidden":
+        return Fault(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
+    if kind == "json_invalid":
+        return Fault(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    if param is None:
+        return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    return Fault(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of an app one of ours."""
+
+    async def answer(_request: Request, error: Exception) -> JSONResponse:
+        return fault_of(error).response()
+
+    for kind in (HTTPException, RequestError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)

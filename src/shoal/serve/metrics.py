@@ -1,0 +1,99 @@
+"""What is counted, for Prometheus: the engine's own figures, read when asked for, and histograms of rows and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shoal.request import Sample
+from shoal.serve.worker import Worker
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+
+COUNTED = {
+    "rounds": "Draft, verify, accept, commit cycles of the batch",
+    "target_passes": "Passes of the target, prompts not counted",
+    "draft_passes": "Passes of the drafter, prompts not counted",
+    "prefill_tokens": "Prompt tokens computed",
+    "row_rounds": "Rounds times their rows",
+    "drafted": "Tokens drafted",
+    "accepted": "Drafted tokens accepted",
+    "committed": "Tokens committed, replacement and bonus included",
+}
+"""Counts of `shoal.Stats`."""
+STAGES = ("prefill", "propose", "verify", "accept", "commit")
+
+
+class Metrics:
+    """A server's metrics; a `shoal.serve.worker.Observer`."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self._registry, "namespace": "shoal"}
+        self._first = Histogram(
+            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
+        )
+        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS, **own)
+        self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKENS, **own)
+        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTHS, **own)
+        self._rows = Counter("rows", "Rows ended", ["reason"], **own)
+        self._answers = Counter("requests", "Requests answered", ["path", "status"], **own)
+        self._duration = Histogram(
+            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS, **own
+        )
+
+    def watch(self, worker: Worker) -> None:
+        """The engine's own figures are told as well."""
+        self._registry.register(_Engine(worker))
+
+    def began(self, seconds: float) -> None:
+        """A row committed its first tokens."""
+        self._first.observe(seconds)
+
+    def ended(self, sample: Sample) -> None:
+        """A row ended."""
+        self._rows.labels(sample.finish_reason).inc()
+        self._seconds.observe(sample.finished_at)
+        self._tokens.observe(len(sample.token_ids))
+        if sample.target_passes:
+            self._length.observe(len(sample.token_ids) / sample.target_passes)
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """A request was answered."""
+        self._answers.labels(path, str(status)).inc()
+        self._duration.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Engine(Collector):
+    """Figures of the engine, as they are when asked for."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per figure."""
+        engine = self._worker.engine
+        stats, scheduler = engine.stats, engine.scheduler
+        for name, what in COUNTED.items():
+            yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
+        seconds = CounterMetricFamily("shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"])
+        for stage in STAGES:
+            seconds.add_metric([stage], getattr(stats, f"seconds_{stage}"))
+        yield seconds
+        yield GaugeMetricFamily("shoal_acceptance_length", "Tokens per row and target pass so far", stats.acceptance_length)
+        yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(scheduler.running))
+        yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(scheduler.waiting))
+        yield GaugeMetricFamily("shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity)
+        held = sum(model.cache.nbytes() for model in engine.models)
+        yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", held)
+        yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.alive))

@@ -1,0 +1,177 @@
+"""Answers to an order, whole or as a stream of server-sent events: the same rows, followed in two ways."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from shoal.ranking import ranked
+from shoal.request import Sample
+from shoal.serve.faults import Fault, fault_of
+from shoal.serve.forms import Choice, Form, Json, usage
+from shoal.serve.scoring import prompt_tokens
+from shoal.serve.tickets import News, Ticket, Token
+from shoal.serve.translate import Order
+from shoal.serve.worker import Worker
+
+NOTHING = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
+"""The sample of a row that was to have no tokens."""
+
+
+@dataclass
+class Reply:
+    """One order being answered.
+
+    Attributes:
+        model: the name to answer under.
+    """
+
+    worker: Worker
+    tokenizer: Any
+    model: str
+    form: Form
+    order: Order
+    created: int = field(default_factory=lambda: int(time.time()))
+    key: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    async def whole(self) -> Json:
+        """The answer, once all rows have ended.
+
+        Raises:
+            Fault, RequestError: see `Worker.serving`; a Fault of 500 if every row failed.
+        """
+        order, ticket = self.order, self._ticket()
+        async with self.worker.serving(ticket):
+            prompts = await self._prompts()
+            ends = sorted([news async for news in self._news(ticket)], key=lambda news: news.place)
+        samples = [news.sample for news in ends if news.sample is not None]
+        if all(sample.finish_reason == "error" for sample in samples):
+            raise Fault(500, samples[0].error or "the model failed", code="row_failed")
+        kept = [ends[place] for place in _kept(samples, order)]
+        choices = [self._choice(index).whole(news, *self._echoed(news, prompts)) for index, news in enumerate(kept)]
+        took = usage(self._prompt_length, samples, [news.sample for news in kept if news.sample is not None])
+        return self._body(self.form.whole, choices) | {"usage": took}
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The same as server-sent events; the first item comes when the engine has taken the order, and may be empty.
+
+        Raises:
+            Fault, RequestError: before the first item, as `whole` does; later errors are events.
+        """
+        order, ticket = self.order, self._ticket()
+        choices = [self._choice(place) for place in range(order.drawn * len(order.prompts))]
+        async with self.worker.serving(ticket):
+            yield await self._opening(choices)
+            samples: dict[int, Sample] = {}
+            try:
+                async for news in self._news(ticket):
+                    yield self._event([choices[news.place].piece(news)])
+                    if news.sample is not None:
+                        samples[news.place] = news.sample
+            except Exception as error:  # the status has been sent
+                yield _event(fault_of(error).body())
+                return
+        if order.usage:
+            ended = [samples[place] for place in sorted(samples)]
+            yield _event(self._body(self.form.chunk, []) | {"usage": usage(self._prompt_length, ended, ended)})
+        yield b"data: [DONE]\n\n"
+
+    # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ticket(self) -> Ticket:
+        order = self.order
+        return Ticket(order.requests, stream=order.stream, detailed=order.details or order.logprobs is not None)
+
+    async def _news(self, ticket: Ticket) -> AsyncIterator[News]:
+        """Of the ticket; where nothing was to be generated, of rows that ended at once."""
+        async for news in ticket.news():
+            yield news
+        if not self.order.requests:
+            for place in range(self.order.drawn * len(self.order.prompts)):
+                yield News(place, "", (), 0, 0, 0, 0, NOTHING)
+
+    def _choice(self, index: int) -> Choice:
+        name = lambda token: str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))  # noqa: E731
+        return Choice(self.form, name, index, self.order.logprobs, self.order.details)
+
+    async def _prompts(self) -> list[tuple[Token, ...]]:
+        """The prompts' own tokens, where they come back with log-probabilities."""
+        order, target = self.order, self.worker.engine.target
+        if order.echo is None or order.logprobs is None:
+            return [()] * len(order.prompts)
+        jobs = [partial(prompt_tokens, self.tokenizer, target, ids, order.logprobs) for ids in order.prompts]
+        return [await self.worker.call(job) for job in jobs]
+
+    def _echoed(self, news: News, prompts: Sequence[Sequence[Token]]) -> tuple[str, Sequence[Token]]:
+        prompt = news.place // self.order.drawn
+        return (self.order.echo[prompt] if self.order.echo else ""), prompts[prompt]
+
+    async def _opening(self, choices: Sequence[Choice]) -> bytes:
+        prompts = await self._prompts()
+        echo: Sequence[str | None] = self.order.echo or [None] * len(prompts)
+        opened = [
+            choice.opening(echo[place // self.order.drawn], prompts[place // self.order.drawn])
+            for place, choice in enumerate(choices)
+        ]
+        pieces = [piece for piece in opened if piece is not None]
+        return self._event(pieces) if pieces else b""
+
+    def _event(self, choices: Sequence[Json]) -> bytes:
+        return _event(self._body(self.form.chunk, choices) | ({"usage": None} if self.order.usage else {}))
+
+    def _body(self, kind: str, choices: Sequence[Json]) -> Json:
+        key = self.form.prefix + self.key
+        return {"id": key, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
+
+    @property
+    def _prompt_length(self) -> int:
+        return sum(map(len, self.order.prompts))
+
+
+def _kept(samples: Sequence[Sample], order: Order) -> list[int]:
+    """Places of the samples that come back: all in order, or each prompt's best."""
+    if order.kept == order.drawn:
+        return list(range(len(samples)))
+    places = {id(sample): place for place, sample in enumerate(samples)}
+    groups = [samples[start : start + order.drawn] for start in range(0, len(samples), order.drawn)]
+    return [places[id(sample)] for group in groups for sample in ranked(group)[: order.kept]]
+
+
+def _event(body: Json) -> bytes:
+    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+
+
+class EventStream(StreamingResponse):
+    """Sends the events of a reply, and closes them whatever happens: rows end when their client goes.
+
+    Args:
+        first: of the events, taken before there is a response: what the engine refuses still has a status to be told by.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        self._events = events
+        super().__init__(_chained(first, events), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the last event or until the client goes."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def _chained(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in events:
+        yield event

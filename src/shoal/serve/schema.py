@@ -1,0 +1,155 @@
+"""What clients may ask, field by field. A field that is not here is refused by name; null means the default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Stops = str | Annotated[list[str], Field(max_length=64)]
+Ids = Annotated[list[NonNegative], Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """A JSON object without unknown fields; a string is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(None, description="End with a chunk that has no choices but the usage.")
+
+
+class Extension(Strict):
+    """What only shoal has."""
+
+    details: bool | None = Field(
+        None, description="Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
+    )
+
+
+class Grammar(Strict):
+    """What a sample must match as a whole."""
+
+    type: Literal["regex", "lark"] = Field(description="A regular expression, or a grammar in EBNF as Lark writes it.")
+    text: str = Field(min_length=1)
+
+
+class JsonSchema(Strict):
+    """A named JSON schema."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+
+
+class TextFormat(Strict):
+    """Any text: the default."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Strict):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Strict):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class Asked(Strict):
+    """The fields that both APIs share."""
+
+    model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
+    n: Annotated[int, Field(ge=1)] | None = Field(None, description="Samples per prompt; 1.")
+    max_tokens: NonNegative | None = Field(None, description="Most new tokens of a sample.")
+    min_tokens: NonNegative | None = Field(None, description="No end-of-text token before that many tokens; 0.")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 = greedy; 1.")
+    top_p: Share | None = Field(None, description="Smallest set of tokens with this mass; 1 = off.")
+    top_k: NonNegative | None = Field(None, description="The k most probable tokens; 0 = off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Tokens at least so probable as the best one times this; 0 = off."
+    )
+    typical_p: Share | None = Field(None, description="Locally typical sampling with this mass; 1 = off.")
+    presence_penalty: float | None = Field(None, description="Subtracted once from every token in the output so far; 0.")
+    frequency_penalty: float | None = Field(None, description="Subtracted once per occurrence in the output so far; 0.")
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
+    )
+    logit_bias: dict[str, float] | None = Field(None, description="Token id, as a string -> value added to its score.")
+    stop: Stops | None = Field(None, description="Strings that end a sample; the text is cut before them.")
+    stop_token_ids: list[NonNegative] | None = Field(
+        None, description="Token ids that end a sample, beside the model's own."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
+        None, description="The same seed gives the same tokens, whoever else is served."
+    )
+    stream: bool | None = Field(None, description="Send what there is as it comes, as server-sent events.")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="Text, some JSON object, or JSON that fits a schema.")
+    grammar: Grammar | None = Field(None, description="What a sample must match as a whole.")
+    time_budget: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds; samples unfinished then are returned as they are."
+    )
+    speculation: Literal["auto", "off"] | NonNegative | None = Field(
+        None, description="Drafts per round: as the server decides (auto), none (off), or at most so many."
+    )
+    shoal: Extension | None = None
+
+
+class CompletionRequest(Asked):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
+        Field(description="A text, texts, token ids, or lists of token ids."),
+    ]
+    suffix: str | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
+    echo: bool | None = Field(None, description="The prompt comes back before each sample's text.")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Draw so many samples; the n of the highest mean log-probability come back, best first."
+    )
+    logprobs: NonNegative | None = Field(None, description="Log-probabilities, and of that many most probable tokens.")
+
+
+class TextPart(Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+
+
+class ChatRequest(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: NonNegative | None = Field(None, description="Another name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
+    top_logprobs: NonNegative | None = Field(None, description="And of that many most probable tokens; with logprobs.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")

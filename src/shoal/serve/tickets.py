@@ -1,0 +1,98 @@
+"""What of a request crosses between the event loop and the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.request import Request, Row, Sample, TopLogprobs
+from shoal.round import Commit
+
+
+class Token(NamedTuple):
+    """One token of a sample: `text` is what it adds, `top` the most probable ones there, if they were asked for."""
+
+    id: int
+    text: str
+    logprob: float | None
+    from_draft: bool
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """What became of one row since the last news of it.
+
+    Attributes:
+        place: which row of the ticket, prompt by prompt.
+        text, tokens: new ones; tokens only if details were asked for, each as soon as all its text may be shown.
+        committed, drafted, accepted, rounds: so far. sample: set when the row ended.
+    """
+
+    place: int
+    text: str
+    tokens: tuple[Token, ...]
+    committed: int
+    drafted: int
+    accepted: int
+    rounds: int
+    sample: Sample | None
+
+
+class Ticket:
+    """One HTTP request: what the engine is asked, and the news of it.
+
+    Attributes:
+        requests: one per prompt. rows: of all of them. open: rows not known to have ended.
+        stream: news of every round, not only of each row's end. detailed: news tell their tokens.
+        inbox: where the event loop finds news, or what ended them all.
+    """
+
+    def __init__(self, requests: Sequence[Request], *, stream: bool, detailed: bool) -> None:
+        self.requests, self.stream, self.detailed = list(requests), stream, detailed
+        self.rows = self.open = sum(request.n for request in requests)
+        self.inbox: asyncio.Queue[list[News] | Exception] = asyncio.Queue()
+
+    async def news(self) -> AsyncIterator[News]:
+        """All news, until the last row has ended.
+
+        Raises:
+            Exception: whatever ended all rows at once.
+        """
+        while self.open:
+            got = await self.inbox.get()
+            if isinstance(got, Exception):
+                raise got
+            for news in got:
+                self.open -= news.sample is not None
+                yield news
+
+
+@dataclass(eq=False)
+class Follower:
+    """The engine thread's side of one row: makes news of commits, and remembers what was told."""
+
+    ticket: Ticket
+    place: int
+    told: int = 0
+
+    def news(self, commit: Commit) -> News | None:
+        """None when there is nothing to tell yet."""
+        row, sample = commit.row, commit.sample
+        if sample is None and not self.ticket.stream:
+            return None
+        tokens = self._tokens(row, sample) if self.ticket.detailed else ()
+        text = commit.text if self.ticket.stream or sample is None else sample.text
+        return News(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample)
+
+    def _tokens(self, row: Row, sample: Sample | None) -> tuple[Token, ...]:
+        """Those whose text is out, and that no stop string can take back."""
+        text = row.detokenizer
+        start, self.told = self.told, len(sample.token_ids) if sample else text.covering(text.shown)
+        tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
+        return tuple(
+            Token(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.from_draft[i], tops[i])
+            for i in range(start, self.told)
+        )

@@ -1,0 +1,177 @@
+"""What clients ask -> requests of the engine. Both APIs take one way: they differ in how a prompt is written down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.config import Limits, Sampling
+from shoal.errors import RequestError
+from shoal.fim import fill_in_middle
+from shoal.request import Request
+from shoal.serve.faults import Fault
+from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
+from shoal.serve.settings import Settings
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+)  # fmt: skip
+"""Fields that go to `shoal.Sampling` under their own names."""
+COMPLETION_TOKENS = 16
+"""max_tokens of a completion that does not say; a chat answer is then as long as the server allows."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request, translated.
+
+    Attributes:
+        prompts: their token ids. requests: one per prompt, of `drawn` rows each; none if nothing is to be generated.
+        kept: how many rows of each prompt come back, the best if not all.
+        logprobs: None, or how many most probable tokens to tell beside each token's own log-probability.
+        echo: texts of the prompts, if they are to come back. usage: a stream ends with what it took.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    requests: Sequence[Request]
+    drawn: int
+    kept: int
+    logprobs: int | None
+    echo: Sequence[str] | None
+    stream: bool
+    usage: bool
+    details: bool
+
+
+class Translator:
+    """Knows the model's tokenizer and the server's limits; may be used by several threads."""
+
+    def __init__(self, tokenizer: Any, eos: Sequence[int], context: int, settings: Settings) -> None:
+        self.tokenizer, self.eos, self.context, self.settings = tokenizer, tuple(eos), context, settings
+
+    # ── the two APIs ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def completion(self, asked: CompletionRequest) -> Order:
+        """Of /v1/completions. Raises Fault or RequestError for what cannot be done."""
+        n = asked.n or 1
+        drawn = n if asked.best_of is None else asked.best_of
+        if drawn < n:
+            raise Fault(400, f"best_of must be at least n = {n}, got {drawn}", param="best_of")
+        if drawn > n and asked.stream:
+            raise Fault(400, "best_of cannot be streamed: which samples are best is known at the end", param="best_of")
+        if asked.echo and asked.suffix is not None:
+            raise Fault(400, "echo does not go with suffix", param="echo")
+        prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
+        wanted = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
+        return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo)
+
+    def chat(self, asked: ChatRequest) -> Order:
+        """Of /v1/chat/completions. Raises Fault or RequestError for what cannot be done."""
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise Fault(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise Fault(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+        ids = self._conversation(asked)
+        wanted = next(iter(limits), None)
+        if wanted is None:
+            wanted = max(min(self.settings.max_tokens, self.context - len(ids)), 1)
+        n, logprobs = asked.n or 1, (asked.top_logprobs or 0) if asked.logprobs else None
+        return self._order(asked, [ids], wanted, n, n, logprobs, None)
+
+    def _order(
+        self, asked: Asked, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, kept: int, logprobs: int | None,
+        echo: Sequence[str] | None,
+    ) -> Order:  # fmt: skip
+        self._require("max_tokens", max_tokens, 0 if echo else 1, self.settings.max_tokens)
+        self._require("n" if drawn == kept else "best_of", drawn, 1, self.settings.max_n)
+        self._require("logprobs", logprobs or 0, 0, self.settings.max_logprobs)
+        requests = [
+            self._request(asked, ids, drawn, max_tokens, logprobs or 0, place)
+            for place, ids in enumerate(prompts)
+            if max_tokens
+        ]
+        usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        if asked.stream_options is not None and not asked.stream:
+            raise Fault(400, "stream_options needs stream: true", param="stream_options")
+        details = bool(asked.shoal and asked.shoal.details)
+        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details)
+
+    # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prompt(self, prompt: str | Sequence[int], suffix: str | None) -> tuple[int, ...]:
+        if suffix is not None:
+            if not isinstance(prompt, str):
+                raise Fault(400, "suffix needs a prompt that is a text", param="suffix")
+            return tuple(fill_in_middle(self.tokenizer, prompt, suffix))
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+
+    def _conversation(self, asked: ChatRequest) -> tuple[int, ...]:
+        template = self.settings.chat_template or self.tokenizer.chat_template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+            )
+        messages = [message.plain() for message in asked.messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(asked.chat_template_kwargs or {}),
+            )
+        except Exception as error:  # templates are programs of others, and raise what they like
+            raise Fault(400, f"the chat template refused the messages: {error}", param="messages") from error
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _request(self, asked: Asked, ids: tuple[int, ...], n: int, max_tokens: int, logprobs: int, place: int) -> Request:
+        sampling = self._sampling(asked)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + place)  # as `Shoal.generate` does with several prompts
+        draft = asked.speculation
+        return Request(
+            ids, n, sampling, self._limits(asked, max_tokens), top_logprobs=logprobs,
+            max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None, submitted_at=time.perf_counter(),
+        )  # fmt: skip
+
+    def _require(self, name: str, value: int, least: int, most: int) -> None:
+        if not least <= value <= most:
+            raise Fault(
+                400, f"{name} must be in {least}..{most} on this server, got {value}", param=name, code="invalid_value"
+            )
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
+        if "seed" in given and not self.settings.seeds and asked.temperature != 0:
+            raise Fault(
+                400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"
+            )
+        bias = {_token_id(token): value for token, value in (asked.logit_bias or {}).items()}
+        return Sampling(**given, logit_bias=bias, min_new_tokens=asked.min_tokens or 0)
+
+    def _limits(self, asked: Asked, max_tokens: int) -> Limits:
+        timeout = self.settings.timeout
+        return Limits(
+            max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *(asked.stop_token_ids or ())),
+            time_budget=min(asked.time_budget or timeout, timeout),
+        )  # fmt: skip
+
+
+def _prompts(prompt: str | Sequence[Any]) -> Sequence[Any]:
+    """One prompt or several, as several."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+def _token_id(text: str) -> int:
+    if not text.isdecimal():
+        raise Fault(400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value")
+    return int(text)

@@ -1,0 +1,244 @@
+"""The one thread that owns the models. Between rounds it does what it is asked; the event loop hears of everything by itself.
+
+Whatever happens there, nobody waits for ever: a failed pass fails all rows and leaves a new engine; anything unforeseen ends the
+thread, and then whatever is open fails and whatever comes is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from shoal.engine import Engine
+from shoal.errors import InternalError, ShoalError
+from shoal.request import Row, Sample
+from shoal.round import Commit
+from shoal.serve.faults import Fault
+from shoal.serve.tickets import Follower, News, Ticket
+
+T = TypeVar("T")
+LONGEST_WAIT = 60
+"""Seconds; the most that a refused client is told to wait."""
+
+
+class Observer(Protocol):
+    """Who counts what happens on the engine's thread."""
+
+    def began(self, seconds: float) -> None:
+        """A row committed its first tokens, `seconds` after it was asked for."""
+        ...
+
+    def ended(self, sample: Sample) -> None:
+        """A row ended."""
+        ...
+
+
+class Worker:
+    """Runs an engine on a thread of its own.
+
+    Args:
+        make_engine: called now, and again after a failed pass. queue: rows that may wait beyond those that run.
+
+    Attributes:
+        engine: of the thread; others may look at its figures. capacity: most rows in it, running and waiting.
+        rows: in it now, as the event loop knows. failure: what ended the thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], queue: int, observer: Observer) -> None:
+        self._make_engine, self._observer = make_engine, observer
+        self.engine = make_engine()
+        self.capacity = self.engine.scheduler.capacity + queue
+        self.rows = 0
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tickets: set[Ticket] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._followers: dict[Row, Follower] = {}
+        self._finished = 0
+
+    # ── on the event loop ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on rows are decoded, and `loop` hears of them."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the round it is in; rows still open fail."""
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is anybody to decode."""
+        return self._thread.is_alive()
+
+    @asynccontextmanager
+    async def serving(self, ticket: Ticket) -> AsyncIterator[None]:
+        """The ticket's rows are in the engine for as long as this lasts; those unfinished at its end are cancelled.
+
+        Raises:
+            Fault: too many rows (400, or 429 for now), or no engine (503). RequestError: what the engine will not take.
+        """
+        self._admit(ticket)
+        self.rows += ticket.rows
+        self._tickets.add(ticket)
+        try:
+            await self.call(lambda: self._submit(ticket))
+            yield
+        finally:
+            self.rows -= ticket.rows
+            self._tickets.discard(ticket)
+            if ticket.open:
+                self._jobs.put(lambda: self._cancel(ticket))
+
+    def _admit(self, ticket: Ticket) -> None:
+        if ticket.rows > self.capacity:
+            raise Fault(400, f"{ticket.rows} samples were asked for at once; this server takes {self.capacity}", param="n")
+        excess = self.rows + ticket.rows - self.capacity
+        if excess > 0:
+            stats = self.engine.stats
+            pace = (stats.seconds_rounds + stats.seconds_prefill) / max(self._finished, 1)
+            seconds = min(max(math.ceil(excess * pace), 1), LONGEST_WAIT)
+            message = f"{self.rows} samples run or wait already, and {self.capacity} may; try again in {seconds} s"
+            raise Fault(429, message, code="queue_full", headers={"retry-after": str(seconds)})
+
+    async def call(self, job: Callable[[], T]) -> T:
+        """Has the engine's thread do something between two rounds, and waits for the result.
+
+        Raises:
+            Fault: 503, if there is no such thread (any more). Exception: what the job raised.
+        """
+        if not self.alive:
+            raise self._gone()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                self._tell(_settle, future, error, None)
+            else:
+                self._tell(_settle, future, None, result)
+
+        self._jobs.put(run)
+        return await future
+
+    def _gone(self) -> Fault:
+        return Fault(503, "the engine has stopped; this server must be restarted", code="engine_stopped")
+
+    def _hand_out(self, news: dict[Ticket, list[News]]) -> None:
+        for ticket, items in news.items():
+            ticket.inbox.put_nowait(items)
+
+    def _fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
+        for ticket in tickets:
+            ticket.inbox.put_nowait(error)
+
+    def _ended(self) -> None:
+        """The thread is over: whoever waits is told."""
+        for future in list(self._calls):
+            _settle(future, self._gone(), None)
+        self._fail(self._tickets, self._gone())
+
+    # ── on the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._do_jobs():
+                self._round()
+        except BaseException as error:  # also what is raised in a thread to kill it
+            self.failure = error
+        finally:
+            self._tell(self._ended)
+
+    def _do_jobs(self) -> bool:
+        """Does what was asked; waits while there is nothing to decode. False: stop."""
+        while self.engine.scheduler.idle or not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                return False
+            job()
+        return True
+
+    def _submit(self, ticket: Ticket) -> None:
+        watched = ticket.stream or ticket.detailed
+        rows: list[Row] = []
+        try:
+            for request in ticket.requests:
+                rows += self.engine.submit(request, stream=watched)
+        except ShoalError:
+            self.engine.cancel(rows)
+            raise
+        self._followers |= {row: Follower(ticket, place) for place, row in enumerate(rows)}
+
+    def _cancel(self, ticket: Ticket) -> None:
+        rows = [row for row, follower in self._followers.items() if follower.ticket is ticket]
+        self.engine.cancel(rows)
+        for row in rows:
+            del self._followers[row]
+
+    def _round(self) -> None:
+        try:
+            commits = self.engine.step()
+        except InternalError:
+            raise
+        except ShoalError as error:
+            self._renew(error)
+        else:
+            self._deliver(commits)
+
+    def _deliver(self, commits: Iterable[Commit]) -> None:
+        out: dict[Ticket, list[News]] = {}
+        for commit in commits:
+            follower = self._followers[commit.row]
+            self._observe(commit)
+            news = follower.news(commit)
+            if news is not None:
+                out.setdefault(follower.ticket, []).append(news)
+            if commit.sample is not None:
+                del self._followers[commit.row]
+        if out:
+            self._tell(self._hand_out, out)
+
+    def _observe(self, commit: Commit) -> None:
+        row = commit.row
+        if commit.tokens and row.rounds == 1:
+            self._observer.began(time.perf_counter() - row.request.submitted_at)
+        if commit.sample is not None:
+            self._observer.ended(commit.sample)
+            self._finished += 1
+
+    def _renew(self, error: ShoalError) -> None:
+        """A pass failed, and what the caches hold is unknown: the rows fail, the next ones get a new engine."""
+        tickets = {follower.ticket for follower in self._followers.values()}
+        self._followers.clear()
+        stats = self.engine.stats
+        self.engine = self._make_engine()
+        self.engine.stats = stats
+        self._tell(self._fail, tickets, Fault(503, str(error), code="pass_failed"))
+
+    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Has the event loop do something; nothing if it is over."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+
+def _settle(future: asyncio.Future[T], error: Exception | None, result: T) -> None:
+    """Whoever waited may be gone."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

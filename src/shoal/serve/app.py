@@ -85,6 +85,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
 
 def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     """What clients use, behind the key if there is one."""
+
     async def authorised(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
         if settings.keys and not opens(settings.keys, given.credentials if given else ""):
             message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from shoal.errors import RequestError
 
-BACKLOG = 2048
-
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free.
+    """A socket on which `run` may listen; port 0 takes any that is free.
 
     Raises:
         RequestError: the address is taken, or not one of this machine.
@@ -28,7 +28,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise RequestError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    listening.listen(BACKLOG)
     return listening
 
 
@@ -41,7 +40,10 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     Raises:
         KeyboardInterrupt: after draining, if it was Ctrl-C. A second signal cuts the draining short.
     """
-    server = _Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=max(round(drain), 1)))
+    config = uvicorn.Config(
+        app, log_level=log_level, log_config=_logging(), timeout_graceful_shutdown=max(round(drain), 1), lifespan="on"
+    )
+    server = _Server(config)
     server.ready = ready
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -50,6 +52,13 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     finally:
         signal.signal(signal.SIGTERM, previous)
         app.state.worker.stop()
+
+
+def _logging() -> dict[str, Any]:
+    """uvicorn's own, but for requests, which it would log on stdout."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,113 @@
+"""The BASS figure: quality over the time budget, a curve per way of decoding."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.errors import RequestError
+from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
+
+COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
+"""Of Okabe and Ito's palette: told apart with any colour vision, on light and on dark."""
+LABELS = {PLAIN: "no drafter, all samples at once", SINGLE: "speculative, one by one", BATCHED: "speculative, all at once"}
+DPI = 150
+INK = "#808080"  # of the page's figure: read on light and on dark
+
+
+def require_matplotlib() -> Any:
+    """The plotting module. Raises RequestError that says how to get it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise RequestError(
+            "the figure needs matplotlib: pip install 'shoal[eval]', or leave it out with --no-plot"
+        ) from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def draw(summaries: Sequence[Mapping[str, Any]], *, ink: str = "black") -> Any:
+    """A matplotlib figure: a row of two plots per summary, first and all, with their intervals."""
+    pyplot = require_matplotlib()
+    with pyplot.rc_context({"svg.fonttype": "none", **dict.fromkeys(INKED, ink)}):
+        figure, grid = pyplot.subplots(
+            len(summaries), 2, figsize=(11, 4.2 * len(summaries)), squeeze=False, layout="constrained", sharex=True, sharey=True
+        )  # fmt: skip
+        for axes, summary in zip(grid, summaries, strict=True):
+            for plot, metric in zip(axes, ("first", "all"), strict=True):
+                _curves(plot, summary, metric)
+            axes[0].set_title(title(summary), loc="left", fontsize=9, pad=10)
+            _legend(axes[1], summary)
+        pyplot.close(figure)
+    return figure
+
+
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+
+
+def png(summaries: Sequence[Mapping[str, Any]]) -> bytes:
+    """For documents, on white."""
+    target = io.BytesIO()
+    draw(summaries).savefig(target, format="png", dpi=DPI)
+    return target.getvalue()
+
+
+def svg(summary: Mapping[str, Any]) -> str:
+    """For a page, on whatever it lies."""
+    target = io.StringIO()
+    draw([summary], ink=INK).savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    text = target.getvalue()
+    return text[text.index("<svg") :]
+
+
+def title(summary: Mapping[str, Any]) -> str:
+    """What was measured, in one line."""
+    settings = summary["settings"]
+    return (
+        f"{settings['set']}: {summary['problems']} problems, n = {summary['samples_per_problem']}, "
+        f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
+    )
+
+
+def metric_name(score: str, which: str) -> str:
+    """Pass@First, ROUGE-L@All ..."""
+    name = {"passed": "Pass"}.get(score, score.replace("rouge", "ROUGE-"))
+    return f"{name}@{which.capitalize()}"
+
+
+def _curves(axes: Any, summary: Mapping[str, Any], metric: str) -> None:
+    budgets = summary["curves"]["budgets"]
+    for way, colour in COLOURS.items():
+        if way in summary["curves"] and budgets:
+            bands = summary["curves"][way][metric]
+            axes.plot(budgets, bands["mean"], color=colour, linewidth=1.8, drawstyle="steps-post")
+            axes.fill_between(budgets, bands["low"], bands["high"], color=colour, alpha=0.15, linewidth=0, step="post")
+    if budgets:
+        _log_scale(axes)
+    axes.set_ylim(0, 1 if summary["scores"][0] == "passed" else None)
+    axes.set(xlabel="time budget, seconds", ylabel=metric_name(summary["scores"][0], metric))
+    axes.tick_params(labelleft=True)
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _legend(axes: Any, summary: Mapping[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    ways = [way for way in COLOURS if way in summary["curves"]]
+    handles = [Line2D([], [], color=COLOURS[way], linewidth=2) for way in ways]
+    axes.legend(handles, [LABELS[way] for way in ways], loc="lower right", fontsize=8, frameon=False)
+    axes.set_title("shading: 95 % bootstrap over problems", loc="left", fontsize=8, pad=10)

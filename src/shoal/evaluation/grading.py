@@ -1,0 +1,97 @@
+"""Completions -> grades: programs that are run, summaries that are compared with those people wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.errors import RequestError
+from shoal.evaluation.judge import judge_all
+from shoal.evaluation.problems import Problem
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.tasks import Document
+from shoal.evaluation.toolchains import require
+
+PASSED = "passed"
+ROUGE = ("rougeL", "rouge1", "rouge2")
+
+Graded = Iterable[tuple[str, str]]
+"""Task ids and completions."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a completion is worth.
+
+    Attributes:
+        scores: 0..1 each. outcome: one word, "syntax" for a syntax error. detail: what a person should see, the error say.
+    """
+
+    scores: dict[str, float]
+    outcome: str
+    detail: str = ""
+
+
+Grader = Callable[[Graded], Iterator[Grade]]
+"""Grades completions in their order."""
+
+
+def code_grader(problems: Sequence[Problem], sandbox: Sandbox, workers: int | None = None) -> Grader:
+    """Executes each completion's program, `workers` at a time.
+
+    Raises:
+        RequestError: at once, if a language cannot be run here; it names what to install.
+    """
+    require(problems, sandbox)
+    known = {problem.task_id: problem for problem in problems}
+
+    def grade(completions: Graded) -> Iterator[Grade]:
+        for verdict in judge_all(((known[task_id], text) for task_id, text in completions), sandbox, workers):
+            yield Grade({PASSED: float(verdict.passed)}, verdict.outcome, verdict.detail)
+
+    return grade
+
+
+def rouge_grader(documents: Sequence[Document]) -> Grader:
+    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), words stemmed, against the documents' summaries.
+
+    Raises:
+        RequestError: without the rouge-score package.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise RequestError("summaries are compared by the rouge-score package: pip install 'shoal[eval]'") from None
+    scorer, references = RougeScorer(list(ROUGE), use_stemmer=True), {d.task_id: d.summary for d in documents}
+
+    def grade(completions: Graded) -> Iterator[Grade]:
+        for task_id, text in completions:
+            scores = scorer.score(references[task_id], text)
+            yield Grade({name: float(scores[name].fmeasure) for name in ROUGE}, "compared")
+
+    return grade
+
+
+def grade_entries(entries: Sequence[Mapping[str, Any]], grader: Grader) -> Generator[dict[str, Any], None, None]:
+    """An entry for the journal of grades per entry of samples, in order.
+
+    What is not finished gets no grade; the same completion of a problem is graded once, whichever ways wrote it.
+    """
+    wanted = [(entry["task_id"], text) for entry in entries for text in _completions(entry)]
+    grades = iter(grader(wanted))
+    for entry in entries:
+        found = {text: asdict(next(grades)) for text in _completions(entry)}
+        yield {
+            "task_id": entry["task_id"],
+            "grades": {
+                way: [found[sample["completion"]] if sample["finished"] else None for sample in attempt["samples"]]
+                for way, attempt in entry["attempts"].items()
+            },
+        }
+
+
+def _completions(entry: Mapping[str, Any]) -> list[str]:
+    """The different completions of a problem that finished, in order."""
+    samples = [sample for attempt in entry["attempts"].values() for sample in attempt["samples"]]
+    return list(dict.fromkeys(sample["completion"] for sample in samples if sample["finished"]))

@@ -1,0 +1,76 @@
+"""Results that survive a kill: one JSON line per problem, on the disk before the next problem begins."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RequestError
+
+
+class Journal:
+    """An append-only JSON Lines file of objects with a "task_id".
+
+    Opening it mends what a kill may have left: a last line without its end is dropped, and that problem is done again.
+
+    Raises:
+        RequestError: for a line in the middle that is no such object, with its number; for a file that cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, dict[str, Any]] = {}
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:
+                os.truncate(path, len(whole))
+        except OSError as error:
+            raise RequestError(f"cannot use {str(path)!r}: {error.strerror}") from error
+        for number, line in enumerate(whole.splitlines(), 1):
+            entry = _entry(line, f"{path}:{number}")
+            self.entries[entry["task_id"]] = entry
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Writes one problem's results and waits until they are on the disk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.entries[entry["task_id"]] = entry
+
+
+def _entry(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise RequestError(
+            f"{where} is not JSON ({error}): the file was changed by something else; remove the line"
+        ) from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("task_id"), str):
+        raise RequestError(f'{where} must be an object with a text "task_id"')
+    return entry
+
+
+def settle(path: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of a new run, or holds those of an old one against them.
+
+    Raises:
+        RequestError: if the directory holds results of other settings; it names the first that differs.
+    """
+    settings = json.loads(json.dumps(settings))
+    if not path.exists():
+        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{str(path)!r} is not JSON: {error}") from error
+    for name in [*settings, *(set(before) - set(settings))]:
+        if before.get(name) != settings.get(name):
+            raise RequestError(
+                f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked for is {settings.get(name)!r}: "
+                "give another --out, or the same settings to go on"
+            )

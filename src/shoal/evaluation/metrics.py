@@ -1,0 +1,109 @@
+"""What samples with a moment and a score come to within a budget. Pure functions on arrays.
+
+Shapes: P problems, n samples of each, in row order; B budgets. Every figure is a mean over problems, and its interval the middle
+95 % of the means of resampled problems (percentile bootstrap, Efron 1979).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+RESAMPLES, SHUFFLES = 2000, 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Table:
+    """All samples of one way.
+
+    Attributes:
+        finished_at: seconds from submission, [P, n]; inf for a sample that never finished.
+        mean_logprob: [P, n]; -inf where there is none. score: 0..1, [P, n]. tokens, syntax_error: [P, n].
+        seconds: until the last sample of a problem was there, [P].
+    """
+
+    finished_at: Floats
+    mean_logprob: Floats
+    score: Floats
+    tokens: Floats
+    syntax_error: Floats
+    seconds: Floats
+
+    @property
+    def n(self) -> int:
+        return self.finished_at.shape[1]
+
+    def finished(self, budget: float) -> npt.NDArray[np.bool_]:
+        """Which samples were ready in time, [P, n]."""
+        return (self.finished_at <= budget) & np.isfinite(self.finished_at)
+
+    def first(self, budget: float) -> Floats:
+        """Pass@First: the score of the sample with the best mean log-probability among those finished, [P]; 0 without any.
+
+        Ties go to the first row.
+        """
+        done = self.finished(budget)
+        lowest = np.finfo(np.float64).min
+        rank = np.where(done, np.maximum(self.mean_logprob, lowest), -np.inf)
+        best = rank.argmax(axis=1)[:, None]
+        return np.take_along_axis(self.score * done, best, axis=1)[:, 0]
+
+    def best(self, budget: float) -> Floats:
+        """Pass@All: the best score among the finished, [P]."""
+        return (self.score * self.finished(budget)).max(axis=1)
+
+    def at(self, k: int, budget: float) -> Floats:
+        """The unbiased estimate of pass@k of each problem (Chen et al. 2021, arXiv 2107.03374, section 2.1), [P].
+
+        A sample that is not finished in time has not passed; only scores of 1 pass.
+        """
+        return pass_at(self.passed(budget).sum(axis=1), self.n, k)
+
+    def passed(self, budget: float) -> npt.NDArray[np.bool_]:
+        """Which samples passed in time, [P, n]."""
+        return self.finished(budget) & (self.score == 1)
+
+
+def pass_at(passed: npt.NDArray[np.int64], n: int, k: int) -> Floats:
+    """1 - C(n - passed, k) / C(n, k): the chance that k of n samples, drawn without putting back, hold one that passed."""
+    factors = [1 - k / np.arange(n - c + 1, n + 1) for c in range(n + 1)]
+    table = np.array([1 - np.prod(f) if n - c >= k else 1.0 for c, f in enumerate(factors)])
+    return table[passed]
+
+
+class Bootstrap:
+    """Resamples of P problems, the same for every figure, so that figures of two ways can be subtracted.
+
+    Attributes:
+        weights: how often each problem is in each resample, as a share, [resamples, P]. ends: of an interval, percent.
+    """
+
+    def __init__(self, problems: int, seed: int = 0) -> None:
+        dice = np.random.default_rng(seed)
+        self.weights = dice.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES) / problems
+        tail = 50 * (1 - CONFIDENCE)
+        self.ends = (tail, 100 - tail)
+
+    def interval(self, values: Floats) -> tuple[Floats, Floats]:
+        """Lower and upper ends for the mean over problems. values: [P] or [P, B]; ends: [] or [B]."""
+        low, high = np.percentile(self.weights @ values, self.ends, axis=0)
+        return low, high
+
+
+def share_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
+    """Two-sided p-value of "pass@k is the same by both ways", whatever the budget: a permutation test within problems.
+
+    If samples of both ways have the same law, any n of a problem's 2n outcomes may be called the first way's: exact.
+    """
+    ours, theirs = table.passed(np.inf), other.passed(np.inf)
+    problems, n = ours.shape
+    total = ours.sum(axis=1) + theirs.sum(axis=1)
+    draws = np.random.default_rng(seed).hypergeometric(total, 2 * n - total, n, size=(SHUFFLES, problems))
+    null = (pass_at(draws, n, k) - pass_at(total - draws, n, k)).mean(axis=1)
+    seen = (table.at(k, np.inf) - other.at(k, np.inf)).mean()
+    return float((1 + (np.abs(null) >= abs(seen) - 1e-12).sum()) / (1 + SHUFFLES))

@@ -1,0 +1,136 @@
+"""n samples of every problem by every way of decoding, with the moment at which each was ready."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.api import Shoal
+from shoal.config import split_options
+from shoal.errors import RequestError
+from shoal.evaluation.tasks import Task
+from shoal.outputs import Detokenizer
+from shoal.request import Sample
+
+COUNTS = (
+    "rounds", "target_passes", "draft_passes", "prefills", "row_rounds", "drafted", "accepted", "committed", "acceptance_length",
+)  # fmt: skip
+PLAIN, SINGLE, BATCHED = "plain", "single", "batched"
+WAYS = (PLAIN, SINGLE, BATCHED)
+"""Plain decoding of n rows at once; speculation on one row, sample after sample; speculation on n rows at once."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for each problem.
+
+    Attributes:
+        n: samples. options: of `Shoal.generate`, without stop strings, seed and lookahead.
+        lookahead: of the speculative ways. seed: of the run; each problem has its own from it and its name. None = fresh entropy.
+        ways: some of `WAYS`.
+    """
+
+    n: int
+    options: Mapping[str, Any]
+    lookahead: str | int = "auto"
+    seed: int | None = None
+    ways: tuple[str, ...] = WAYS
+
+    def __post_init__(self) -> None:
+        if unknown := [way for way in self.ways if way not in WAYS]:
+            raise RequestError(f"ways must be some of {', '.join(WAYS)}, got {unknown[0]!r}")
+        if not self.ways:
+            raise RequestError(f"no way of decoding is left: give some of {', '.join(WAYS)}")
+        split_options(self.options)
+
+    def seed_of(self, task_id: str) -> int | None:
+        """The problem's own seed: the same whatever else is evaluated, by every way."""
+        if self.seed is None:
+            return None
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {task_id}".encode()).digest()[:7], "big")
+
+
+class Sampler:
+    """Draws attempts. Each way has a `Shoal` of its own, so that each learns its own prices."""
+
+    def __init__(self, pair: Shoal, plan: Plan) -> None:
+        if pair.tokenizer is None:
+            raise RequestError("an evaluation needs a tokenizer, and this model has none")
+        self.plan, self.tokenizer = plan, pair.tokenizer
+        if pair.draft_model is None and (missing := [way for way in plan.ways if way != PLAIN]):
+            raise RequestError(f"the way {missing[0]!r} needs a drafter: give one, or --ways plain")
+        self.shoals = {
+            way: Shoal(
+                pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if way == SINGLE else pair.max_batch,
+                prompts=pair.prompts,
+            )
+            for way in plan.ways
+        }  # fmt: skip
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
+        """An entry for the journal per problem, ways in turns; the first one that can be asked is run twice, to warm up.
+
+        A problem that cannot be asked (a prompt too long, say) becomes an entry with an "error" and no attempts.
+        """
+        warm = False
+        for place, task in enumerate(tasks):
+            turn = place % len(self.plan.ways)
+            ways = self.plan.ways[turn:] + self.plan.ways[:turn]
+            try:
+                for way in () if warm else ways:
+                    self.attempt(way, task)
+                warm, attempts = True, {way: self.attempt(way, task) for way in ways}
+            except RequestError as error:
+                yield {"task_id": task.task_id, "error": str(error), "attempts": {}}
+                continue
+            yield {"task_id": task.task_id, "error": None, "attempts": {way: attempts[way] for way in self.plan.ways}}
+
+    def attempt(self, way: str, task: Task) -> dict[str, Any]:
+        """One problem by one way; times are seconds from its submission, the prompt's pass included."""
+        plan = self.plan
+        lookahead = "off" if way == PLAIN else plan.lookahead
+        prompt = task.read(self.tokenizer)
+        asked = prompt if isinstance(prompt, str) else [prompt]
+        result = self.shoals[way].generate(
+            asked, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id), lookahead=lookahead, **plan.options
+        )
+        (output,) = result
+        return {
+            "seconds": result.stats.seconds,
+            "prompt_tokens": len(output.prompt_ids),
+            "stats": {name: getattr(result.stats, name) for name in COUNTS},
+            "samples": [self._entry(task, output.prompt_ids, sample) for sample in output.samples],
+        }
+
+    def _entry(self, task: Task, prompt_ids: Sequence[int], sample: Sample) -> dict[str, Any]:
+        return {
+            "text": sample.text,
+            "completion": task.complete(sample.text, sample.finish_reason == "stop"),
+            "token_ids": list(sample.token_ids),
+            "spans": spans(self.tokenizer, prompt_ids, sample),
+            "mean_logprob": None if math.isnan(sample.mean_logprob) else sample.mean_logprob,
+            "finish_reason": sample.finish_reason,
+            "finished": sample.finished,
+            "finished_at": sample.finished_at,
+            "rounds": sample.rounds,
+            "drafted": sample.drafted,
+            "accepted": sample.accepted,
+        }
+
+
+def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
+    """A sample's text in pieces that were accepted drafts (True) or drawn from the target (False); joined, they are the text."""
+    detokenizer, found, start = Detokenizer(tokenizer, prompt_ids), [], 0
+    for place, (token, drafted) in enumerate(zip(sample.token_ids, sample.from_draft, strict=True)):
+        detokenizer.push(token)
+        last = place == len(sample.token_ids) - 1
+        end = len(sample.text) if last else min(len(detokenizer.text), len(sample.text))
+        piece, start = sample.text[start:end], max(start, end)
+        if piece and found and found[-1][1] == drafted:
+            found[-1] = (found[-1][0] + piece, drafted)
+        elif piece:
+            found.append((piece, drafted))
+    return found

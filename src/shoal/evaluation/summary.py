@@ -1,0 +1,189 @@
+"""Journals of samples and grades -> figures with intervals: at the budgets asked for, over all budgets, and way against way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from shoal.evaluation.grading import PASSED
+from shoal.evaluation.metrics import Bootstrap, Floats, Table, share_test
+
+Entries = Mapping[str, Mapping[str, Any]]
+Figure = dict[str, float | None]
+"""mean, low, high; null where nothing can be counted, as the syntax errors of no sample."""
+
+CURVE = 96  # budgets of a curve
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that was sampled and graded.
+
+    Attributes:
+        names: of the problems, in order. ways, n, scores: what was asked, the first score the most important.
+        attempts, grades: of the journals, by problem.
+    """
+
+    names: Sequence[str]
+    ways: Sequence[str]
+    n: int
+    scores: Sequence[str]
+    attempts: Entries
+    grades: Entries
+
+    def table(self, way: str, score: str) -> Table:
+        """One way's samples as arrays; a problem that could not be asked has none that finished."""
+        shape = len(self.names), self.n
+        table = Table(
+            finished_at=np.full(shape, np.inf), mean_logprob=np.full(shape, -np.inf), score=np.zeros(shape),
+            tokens=np.zeros(shape), syntax_error=np.zeros(shape), seconds=np.zeros(len(self.names)),
+        )  # fmt: skip
+        for i, name in enumerate(self.names):
+            attempt = self.attempts[name]["attempts"].get(way)
+            if attempt is None:
+                continue
+            table.seconds[i] = attempt["seconds"]
+            for j, (sample, grade) in enumerate(zip(attempt["samples"], self.grades[name]["grades"][way], strict=True)):
+                table.tokens[i, j] = len(sample["token_ids"])
+                if sample["mean_logprob"] is not None:
+                    table.mean_logprob[i, j] = sample["mean_logprob"]
+                if grade is not None:
+                    table.finished_at[i, j] = sample["finished_at"]
+                    table.score[i, j] = grade["scores"][score]
+                    table.syntax_error[i, j] = grade["outcome"] == "syntax"
+        return table
+
+    def errors(self) -> dict[str, str]:
+        """Problems that could not be asked, and why."""
+        return {name: self.attempts[name]["error"] for name in self.names if self.attempts[name]["error"]}
+
+
+def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
+    """All figures, ready for JSON; an unlimited budget is null there."""
+    bootstrap = Bootstrap(len(results.names))
+    tables = {(way, score): results.table(way, score) for way in results.ways for score in results.scores}
+    main = {way: tables[way, results.scores[0]] for way in results.ways}
+    grid = _grid(list(main.values()))
+    return {
+        "problems": len(results.names),
+        "samples_per_problem": results.n,
+        "scores": list(results.scores),
+        "errors": results.errors(),
+        "lines": [
+            {"way": way, "budget": budget if math.isfinite(budget) else None}
+            | _line([tables[way, score] for score in results.scores], results.scores, budget, bootstrap)
+            for budget in budgets
+            for way in results.ways
+        ],
+        "curves": {"budgets": grid} | {way: _curves(table, grid, bootstrap) for way, table in main.items()},
+        "against": [
+            _against(results, main, way, other, grid, bootstrap) for other, way in combinations(results.ways, 2)
+        ],
+    }  # fmt: skip
+
+
+def _line(tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap) -> dict[str, Any]:
+    """One way at one budget."""
+    table = tables[0]
+    done = table.finished(budget)
+    many, ones = done.sum(axis=1).astype(float), np.ones(len(done))
+    figures = {}
+    for name, of in zip(scores, tables, strict=True):
+        figures[f"{name}_first"] = _figure(of.first(budget), ones, bootstrap)
+        figures[f"{name}_all"] = _figure(of.best(budget), ones, bootstrap)
+    if scores[0] == PASSED:
+        for k in _ks(table.n):
+            figures[f"pass@{k}"] = _figure(table.at(k, budget), ones, bootstrap)
+        figures["syntax_errors"] = _figure((table.syntax_error * done).sum(axis=1), many, bootstrap)
+    return figures | {
+        "finished": _figure(many, ones * table.n, bootstrap),
+        "tokens": _figure((table.tokens * done).sum(axis=1), many, bootstrap),
+        "seconds": _figure(np.minimum(table.seconds, budget), ones, bootstrap),
+    }
+
+
+def _ks(n: int) -> list[int]:
+    """1, 2, 4, ... and n."""
+    return sorted({2**i for i in range(n.bit_length())} | {n})
+
+
+def _figure(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Figure:
+    """The ratio of two sums over problems."""
+    if not counts.any():
+        return {"mean": None, "low": None, "high": None}
+    with np.errstate(invalid="ignore"):
+        ratios = (bootstrap.weights @ values) / (bootstrap.weights @ counts)
+    low, high = np.nanpercentile(ratios, bootstrap.ends)
+    return {"mean": float(values.sum() / counts.sum()), "low": float(low), "high": float(high)}
+
+
+def _grid(tables: Sequence[Table]) -> list[float]:
+    """Budgets from just before the first finished sample to just after the last."""
+    moments = np.concatenate([table.finished_at[np.isfinite(table.finished_at)] for table in tables])
+    if not len(moments):
+        return []
+    return [float(b) for b in np.geomspace(moments.min() * 0.9, moments.max() * 1.1, CURVE)]
+
+
+METRICS: dict[str, Callable[[Table, float], Floats]] = {"first": Table.first, "all": Table.best}
+
+
+def _curves(table: Table, grid: Sequence[float], bootstrap: Bootstrap) -> dict[str, Any]:
+    return {name: _bands(_over(table, grid, metric), bootstrap) for name, metric in METRICS.items()}
+
+
+def _over(table: Table, grid: Sequence[float], metric: Callable[[Table, float], Floats]) -> Floats:
+    """[P, B]."""
+    return np.stack([metric(table, budget) for budget in grid], axis=1) if grid else np.zeros((len(table.seconds), 0))
+
+
+def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:
+    low, high = bootstrap.interval(values)
+    return {"mean": values.mean(axis=0).tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def _against(
+    results: Results, tables: Mapping[str, Table], way: str, other: str, grid: Sequence[float], bootstrap: Bootstrap
+) -> dict[str, Any]:  # fmt: skip
+    """One way minus another: over all budgets, and without one."""
+    found: dict[str, Any] = {"way": way, "other": other, "samples": len(results.names) * results.n}
+    found["same_ids"] = sum(
+        mine["token_ids"] == theirs["token_ids"]
+        for name in results.names
+        for mine, theirs in zip(*(_samples(results, name, w) for w in (way, other)), strict=True)
+    )
+    for name, metric in METRICS.items():
+        bands = _bands(_over(tables[way], grid, metric) - _over(tables[other], grid, metric), bootstrap)
+        found[name] = _dominance(bands, grid)
+    if results.scores[0] == PASSED:
+        for k in _ks(results.n):
+            difference = tables[way].at(k, math.inf) - tables[other].at(k, math.inf)
+            low, high = bootstrap.interval(difference)
+            found[f"pass@{k}"] = {
+                "mean": float(difference.mean()), "low": float(low), "high": float(high),
+                "p": share_test(tables[way], tables[other], k),
+            }  # fmt: skip
+    return found
+
+
+def _samples(results: Results, name: str, way: str) -> Sequence[Mapping[str, Any]]:
+    return results.attempts[name]["attempts"].get(way, {"samples": ()})["samples"]
+
+
+def _dominance(bands: Mapping[str, Sequence[float]], grid: Sequence[float]) -> dict[str, Any]:
+    """Of the budgets of the curve: how many are won and lost beyond the interval, and the largest gain and loss."""
+    if not grid:
+        return {"budgets": 0}
+    most, least = (int(choose(bands["mean"])) for choose in (np.argmax, np.argmin))
+    return {
+        "budgets": len(grid),
+        "better": sum(low > 0 for low in bands["low"]),
+        "worse": sum(high < 0 for high in bands["high"]),
+        "gain": {"budget": grid[most], "difference": bands["mean"][most]},
+        "loss": {"budget": grid[least], "difference": bands["mean"][least]},
+    }

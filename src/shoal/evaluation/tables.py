@@ -1,0 +1,90 @@
+"""The figures as rows of text, for the terminal and for the page, and what they say in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.evaluation.figure import LABELS, metric_name
+from shoal.evaluation.grading import PASSED
+
+WIDTH = 124  # columns that the table takes at most
+
+
+def columns(summary: Mapping[str, Any]) -> list[str]:
+    """The heads."""
+    scores = [metric_name(score, which) for score in summary["scores"] for which in ("first", "all")]
+    return ["budget", "way", *scores, *(["pass@1", "syntax err."] if _is_code(summary) else []), "finished", "tokens", "s"]
+
+
+def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A row per budget and way; shares in per cent with their intervals."""
+    names = [f"{score}_{which}" for score in summary["scores"] for which in ("first", "all")]
+    names += ["pass@1", "syntax_errors"] if _is_code(summary) else []
+    for line in summary["lines"]:
+        budget = "none" if line["budget"] is None else f"{line['budget']:g} s"
+        shares = [share(line[name]) for name in [*names, "finished"]]
+        yield [budget, line["way"], *shares, number(line["tokens"], ".1f"), number(line["seconds"], ".3f")]
+
+
+def share(figure: Mapping[str, float | None]) -> str:
+    """Such as "61.5 [58, 65]"."""
+    mean, low, high = figure["mean"], figure["low"], figure["high"]
+    return "–" if mean is None or low is None or high is None else f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def number(figure: Mapping[str, float | None], form: str) -> str:
+    """A mean without its interval."""
+    return "–" if figure["mean"] is None else format(figure["mean"], form)
+
+
+def legend(summary: Mapping[str, Any]) -> str:
+    """What the columns are."""
+    ways = "; ".join(f"{way}: {LABELS[way]}" for way in dict.fromkeys(line["way"] for line in summary["lines"]))
+    return (
+        f"Per cent with 95 % intervals; {ways}. finished: of all samples, in time; syntax err.: of those, what does not parse or "
+        "compile; tokens: of a finished sample; s: until a problem's last sample, or the budget."
+    )
+
+
+def findings(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Way against way, in sentences."""
+    for pair in summary["against"]:
+        yield from (_over_budgets(summary, pair, which) for which in ("first", "all") if pair[which]["budgets"])
+        yield f"{_names(pair)}: the same token ids in {pair['same_ids']} of {pair['samples']} samples."
+        if pair["same_ids"] < pair["samples"]:
+            yield from _without_budget(pair)
+    for name, error in summary["errors"].items():
+        yield f"{name} could not be asked, and counts as failed: {error}"
+
+
+def _over_budgets(summary: Mapping[str, Any], pair: Mapping[str, Any], which: str) -> str:
+    found = pair[which]
+    gain, loss = (
+        f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s" for end in ("gain", "loss")
+    )
+    return (
+        f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: of {found['budgets']} budgets better at {found['better']} "
+        f"and worse at {found['worse']}, the interval of the difference without 0; largest difference {gain}, smallest {loss}."
+    )
+
+
+def _without_budget(pair: Mapping[str, Any]) -> Iterator[str]:
+    for name in _pass_at(pair):
+        one = pair[name]
+        yield (
+            f"{_names(pair)}, {name} without a budget: {100 * one['mean']:+.2f} points "
+            f"[{100 * one['low']:+.2f}, {100 * one['high']:+.2f}], p = {one['p']:.3g} (permutation within problems)."
+        )
+
+
+def _pass_at(pair: Mapping[str, Any]) -> Sequence[str]:
+    return [name for name in pair if name.startswith("pass@")]
+
+
+def _names(pair: Mapping[str, Any]) -> str:
+    return f"{pair['way']} against {pair['other']}"
+
+
+def _is_code(summary: Mapping[str, Any]) -> bool:
+    return bool(summary["scores"][0] == PASSED)

@@ -1,0 +1,149 @@
+"""What a model is asked: the text it reads, the strings that end its answer, the part of the answer that is graded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RequestError
+from shoal.evaluation.endings import FENCE, ending
+from shoal.evaluation.problems import Problem, records, text_field
+from shoal.fim import fill_in_middle
+
+CHAT = "Complete the following {language} code. Answer with the whole code and nothing else.\n\n```{language}\n{code}\n```"
+CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
+SUMMARY = "{document}\n\nTL;DR:"
+FUNCTIONS_SEED, FUNCTIONS = 404, 200
+"""Of the held-out problems that are evaluated, and how many of them unless said otherwise."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to write.
+
+    Attributes:
+        prompt: for people. stops: strings that end a sample.
+        read: tokenizer -> what the model reads, a text or ids.
+        complete: (generated text, whether a stop string ended it) -> what is graded.
+    """
+
+    task_id: str
+    prompt: str
+    stops: tuple[str, ...]
+    read: Callable[[Any], str | list[int]]
+    complete: Callable[[str, bool], str]
+
+
+def code_tasks(problems: Iterable[Problem], *, chat: bool = False) -> list[Task]:
+    """Programs to complete: continued, or as a chat whose answer already begins with the prompt."""
+    return [_code_task(problem, chat) for problem in problems]
+
+
+def _code_task(problem: Problem, chat: bool) -> Task:
+    end = ending(problem.language)
+    question = CHAT.format(language=problem.language, code=problem.prompt)
+    answer = f"```{problem.language}\n{problem.prompt}"
+    return Task(
+        problem.task_id,
+        problem.prompt,
+        stops=(*end.stops, FENCE) if chat else end.stops,
+        read=partial(chat_ids, question=question, answer=answer) if chat else lambda _: problem.prompt,
+        complete=lambda text, stopped: end.cut(problem.prompt, text, stopped),
+    )
+
+
+def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
+    """Middles to fill in between prompt and suffix; the model's EOS ends them.
+
+    Raises:
+        RequestError: for a problem without a suffix.
+    """
+    for problem in problems:
+        if not problem.suffix:
+            raise RequestError(f"problem {problem.task_id!r} has no suffix: it is not an infilling problem")
+    return [
+        Task(
+            problem.task_id, f"{problem.prompt}⟨…⟩{problem.suffix}", (),
+            partial(fill_in_middle, prefix=problem.prompt, suffix=problem.suffix), lambda text, _: text,
+        )
+        for problem in problems
+    ]  # fmt: skip
+
+
+def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
+    """The ids of a conversation: a user's question, and how the model's answer begins.
+
+    Raises:
+        RequestError: if the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise RequestError("this tokenizer has no chat template: leave out --chat")
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + answer
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def function_problems(count: int = FUNCTIONS) -> list[Problem]:
+    """Problems of the bundled pair's generator, kept out of its training: held-out templates and constants in turns, none twice."""
+    from shoal.train.problems import generate
+
+    templates, constants = (
+        list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, 2 * count, split)}.values())
+        for split in ("templates", "constants")
+    )
+    turns = [problem for both in zip(templates, constants, strict=False) for problem in both][:count]
+    return [
+        Problem(
+            task_id=f"{problem.split}/{place:04}/{problem.name}", language="python", prompt=problem.prompt,
+            tests="\n".join(problem.tests) + "\n", entry_point=problem.name, canonical=problem.solution,
+        )
+        for place, problem in enumerate(turns)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the summary that people wrote of it."""
+
+    task_id: str
+    text: str
+    summary: str
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The records of a summarisation set such as XSum: "document" or "article", "summary" or "highlights", maybe an "id".
+
+    Raises:
+        RequestError: with file and line, as `shoal.evaluation.problems.records`; for an id met twice, and for an empty set.
+    """
+    documents: dict[str, Document] = {}
+    for place, (where, record) in enumerate(records(path)):
+        text = text_field(record, "article" if "article" in record else "document", where)
+        summary = text_field(record, "highlights" if "highlights" in record else "summary", where)
+        name = str(record.get("id", place))
+        if name in documents:
+            raise RequestError(f"{where}: the id {name!r} was used before")
+        documents[name] = Document(name, text, summary)
+    if not documents:
+        raise RequestError(f"{path} holds no documents")
+    return list(documents.values())
+
+
+def summary_tasks(documents: Iterable[Document], *, chat: bool = False) -> list[Task]:
+    """Summaries to write in one line."""
+    return [
+        Task(
+            document.task_id, document.text, stops=() if chat else ("\n",),
+            read=partial(_read_document, document=document, chat=chat), complete=lambda text, _: text.strip(),
+        )
+        for document in documents
+    ]  # fmt: skip
+
+
+def _read_document(tokenizer: Any, document: Document, chat: bool) -> str | list[int]:
+    if chat:
+        return chat_ids(tokenizer, CHAT_SUMMARY.format(document=document.text))
+    return SUMMARY.format(document=document.text)

@@ -1,0 +1,34 @@
+"""Fill-in-the-middle prompts, in the special tokens that a tokenizer knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import RequestError
+
+TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, the bundled pair
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
+"""What stands before the prefix, before the suffix, and before the middle that the model writes."""
+
+
+def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
+    """The ids of a prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM order).
+
+    Raises:
+        RequestError: if the tokenizer has none of the `TOKENS`.
+    """
+    vocabulary = tokenizer.get_vocab()
+    found = next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
+    if found is None:
+        raise RequestError(
+            "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for text before a suffix"
+        )
+    before, between, after = (vocabulary[token] for token in found)
+    start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
+    return [*start, before, *texts[0], between, *texts[1], after]

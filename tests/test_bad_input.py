@@ -219,6 +219,8 @@ def decode(target: Any, drafter: Any = None, k: int = 3, **sampling: Any) -> lis
     row = engine.submit(Request((1, 2), 1, Sampling(**{"seed": 0, **sampling}), Limits(max_new_tokens=10)))[0]
     while engine.step():
         pass
+    if row.error is not None:
+        raise row.error
     return row.tokens
 
 

@@ -27,8 +27,8 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs fim models selfcheck strict quantize linears tensor_parallel runner distributions history truncation "
-    "attention cache static",
+    "base": "round outputs fim constraints models selfcheck strict quantize linears tensor_parallel runner distributions history "
+    "truncation attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",
 }
 
@@ -52,7 +52,7 @@ WITHIN = {
     "runner": "attention cache static",
     "static": "attention cache distributions truncation",
     "attention": "cache",
-    "distributions": "history truncation",
+    "distributions": "history truncation constraints round",
     "ranking": "request",
     "request": "config errors stats ranking sharing",
     "schedule": "request",
@@ -76,9 +76,10 @@ RESERVED = {
     "pydantic": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "llguidance": "constraints",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
-DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "shoal.attention.kernels", "shoal.serve")
+DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "llguidance", "shoal.attention.kernels", "shoal.serve")
 TORCH_FREE = f"{PLACES['words']} scheduler"  # pure Python: tested and reasoned about without a tensor
 
 
@@ -244,7 +245,7 @@ def test_a_misplaced_package_is_found(tmp_path: Path, file: str, source: str, al
 def test_shoal_imports_without_the_optional_packages() -> None:
     code = (
         "import sys\n"
-        "for name in ('matplotlib', 'fastapi', 'triton', 'scipy', 'pytest', 'hypothesis'):\n"
+        "for name in ('matplotlib', 'fastapi', 'triton', 'llguidance', 'scipy', 'pytest', 'hypothesis'):\n"
         "    sys.modules[name] = None\n"  # importing it fails from here on
         "import shoal, shoal.cli\n"
     )
@@ -255,7 +256,7 @@ def test_shoal_imports_without_the_optional_packages() -> None:
 # Public surface
 
 PUBLIC = """
-    Increment InternalError Limits ModelError Output RequestError Result Sample Sampling Shoal ShoalError Speculation
+    Grammar Increment InternalError Limits ModelError Output RequestError Result Sample Sampling Shoal ShoalError Speculation
     Stats TopLogprobs custom_generate load
 """.split()
 

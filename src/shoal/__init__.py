@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.api import Shoal, load
-    from shoal.config import Limits, Sampling, Speculation
+    from shoal.config import Grammar, Limits, Sampling, Speculation
     from shoal.errors import InternalError, ModelError, RequestError, ShoalError
     from shoal.request import Increment, Output, Result, Sample, TopLogprobs
     from shoal.stats import Stats
@@ -24,13 +24,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": "Shoal load",
-    "config": "Limits Sampling Speculation",
+    "config": "Grammar Limits Sampling Speculation",
     "errors": "InternalError ModelError RequestError ShoalError",
     "request": "Increment Output Result Sample TopLogprobs",
     "stats": "Stats",
     "transformers_door": "custom_generate",
 }
 __all__ = [
+    "Grammar",
     "Increment",
     "InternalError",
     "Limits",

@@ -103,6 +103,9 @@ class Shoal:
     def generate(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Result:
         """n samples of each prompt.
 
+        If a row fails (a model gave NaN, or the row's controls leave no token possible), the others are finished first; then its
+        error is raised, with all samples in its `result`. `stream` raises nothing of that kind: such rows end with "error".
+
         Args:
             prompts: one text, several texts, or several lists of token ids.
             n: samples per prompt. top_logprobs: also report that many of the most probable tokens per position.
@@ -112,12 +115,9 @@ class Shoal:
             One `Output` per prompt in order; `result[0].ranked` is best first.
 
         Raises:
-            RequestError: before anything is computed. BadLogits: the model returned NaN.
+            RequestError: before anything is computed, or for a row. BadLogits: the model returned NaN.
         """
-        stream = self._stream(prompts, n, top_logprobs, options, text=False)
-        for _ in stream:
-            pass
-        return stream.result()
+        return self._stream(prompts, n, top_logprobs, options, text=False).run()
 
     def stream(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Stream:
         """Like `generate`, but yields an `Increment` per row and round as text grows."""
@@ -204,6 +204,21 @@ class Stream(Iterator[Increment]):
                 raise StopIteration
             self._take(commits)
         return self._queue.pop(0)
+
+    def run(self) -> Result:
+        """Everything at once.
+
+        Raises:
+            ShoalError: that of the first row that failed, after all others are done; its `result` has them.
+        """
+        for _ in self:
+            pass
+        result = self.result()
+        failed = next((row.error for rows in self.rows for row in rows if row.error is not None), None)
+        if failed is not None:
+            failed.result = result
+            raise failed
+        return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
         """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""

@@ -1,4 +1,4 @@
-"""Accepted tokens -> rows: EOS, stop strings, criteria, limits. The earliest end wins, also inside a block."""
+"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults. The earliest end wins, also inside a block."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from torch import Tensor
 
 from shoal.outputs import finish, visible_text
 from shoal.request import Row, TopLogprobs
-from shoal.round import Commit, Proposal, Scores, Verdict
+from shoal.round import Commit, Fault, Faults, Proposal, Scores, Verdict
 
 
 def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Commit]:
-    """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row."""
+    """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
+
+    A row whose accepted drafts lead to a fault ends before it.
+    """
     accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
     blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
+    failing = _reached(rows, accepted, proposal.faults, scores.faults) if proposal.faults or scores.faults else {}
+    for b, fault in failing.items():
+        blocks[b] = blocks[b][: fault.position]
     raw, processed = _logprobs(scores, blocks)
     commits = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
@@ -25,6 +31,8 @@ def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Ver
         row.target_passes += 1
         row.drafted += len(proposal.drafts[b])
         taken = _append(row, block)
+        if b in failing and row.finish_reason is None:
+            row.finish_reason, row.error = "error", failing[b].error
         kept = min(accepted[b], taken)
         row.accepted += kept
         row.from_draft += [True] * kept + [False] * (taken - kept)
@@ -37,6 +45,16 @@ def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Ver
         sample = finish(row, time.perf_counter()) if row.finish_reason else None
         commits.append(Commit(row, block[:taken], kept, visible_text(row), sample))
     return commits
+
+
+def _reached(rows: Sequence[Row], accepted: Sequence[int], *kinds: Faults) -> dict[int, Fault]:
+    """The first fault that each row has come to, by its place in the batch."""
+    found = {}
+    for b, (row, drafts) in enumerate(zip(rows, accepted, strict=True)):
+        faults = [faults[row] for faults in kinds if row in faults and faults[row].position <= drafts]
+        if faults:
+            found[b] = min(faults, key=lambda fault: fault.position)
+    return found
 
 
 def _append(row: Row, block: Sequence[int]) -> int:
@@ -57,6 +75,8 @@ def _end(row: Row, token: int) -> str | None:
         return "stop"  # even if the token is an EOS as well: it is cut off with its text
     if token in row.eos:
         return "eos"
+    if row.constraint is not None and not row.eos and row.constraint.complete(row):
+        return "stop"
     if row.request.criteria and _criteria_met(row):
         return "stop"
     return "length" if row.remaining <= 0 else None
@@ -70,7 +90,8 @@ def _criteria_met(row: Row) -> bool:
 def _logprobs(scores: Scores, blocks: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
     """Natural-log probabilities of the blocks' tokens, before and after processing."""
     width = max(len(block) for block in blocks)
-    index = torch.tensor([[*block, *[0] * (width - len(block))] for block in blocks], device=scores.p.device)[..., None]
+    padded = [[*block, *[0] * (width - len(block))] for block in blocks]
+    index = torch.tensor(padded, dtype=torch.long, device=scores.p.device)[..., None]
     logits = scores.logits[:, :width].gather(-1, index).squeeze(-1)
     raw = logits.to(scores.normaliser.dtype) - scores.normaliser[:, :width]
     processed = scores.p[:, :width].gather(-1, index).squeeze(-1).log()

@@ -1,12 +1,13 @@
 """What a caller may set: frozen, checked when made, unknown names rejected.
 
-Three subjects, three classes: how a token is chosen (`Sampling`), when a row ends (`Limits`), how far ahead the
-drafter goes (`Speculation`). `split_options` sorts keyword arguments into them.
+Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row ends (`Limits`), how far
+ahead the drafter goes (`Speculation`). `split_options` sorts keyword arguments into them.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,12 +29,43 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+GRAMMARS = ("json_schema", "json_object", "regex", "lark")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The language that a row's new text is of; it needs llguidance (`pip install 'shoal[grammar]'`).
+
+    Tokens that lead out of it have probability zero, and an EOS has it anywhere but at the end of a complete text; what remains
+    is renormalised. That is the declared distribution p of the row (lossless grade L-masked), for plain decoding too. A row that
+    ends by its limits, and not by itself, may be incomplete.
+
+    Attributes:
+        kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text; Rust's syntax) or "lark" (a grammar in
+            Lark's syntax, as llguidance reads it).
+        text: the schema (a mapping is taken as well), the expression, the grammar; nothing for "json_object".
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind)
+        if isinstance(self.text, Mapping):
+            object.__setattr__(self, "text", json.dumps(self.text))
+        _require(isinstance(self.text, str), "text of a grammar", "a string", self.text)
+        if self.kind == "json_object":
+            _require(not self.text, "text of a json_object grammar", "empty", self.text)
+        else:
+            _require(bool(self.text.strip()), f"text of a {self.kind} grammar", "not empty", self.text)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a row's next token is chosen from the target's logits.
 
     The order of the steps is Transformers': logit_bias, repetition, presence and frequency penalties, no_repeat_ngram,
-    bad_words, min_new_tokens, `processors`, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the
+    bad_words, min_new_tokens, `processors`, grammar, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the
     highest score after the history-dependent steps, lowest id on a tie. The declared target distribution **p** of the
     losslessness claim is the result of all these steps.
 
@@ -51,6 +83,7 @@ class Sampling:
         min_new_tokens: EOS is impossible before this many new tokens.
         no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
         processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position.
+        grammar: the new text's language.
         seed: of the request; row i of it draws from its own stream. None = fresh entropy.
     """
 
@@ -67,6 +100,7 @@ class Sampling:
     min_new_tokens: int = 0
     no_repeat_ngram: int = 0
     processors: Sequence[Any] = ()
+    grammar: Grammar | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +128,7 @@ class Sampling:
             "bad_words", "a list of non-empty token id lists", self.bad_words,
         )  # fmt: skip
         _require(all(callable(p) for p in self.processors), "processors", "a list of callables", self.processors)
+        _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "a Grammar or None", self.grammar)
 
     @property
     def greedy(self) -> bool:
@@ -105,7 +140,7 @@ class Sampling:
         """True when some step depends on the tokens before the position, not on its scores alone."""
         return bool(
             self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_words
-            or self.min_new_tokens or self.no_repeat_ngram or self.processors
+            or self.min_new_tokens or self.no_repeat_ngram or self.processors or self.grammar
         )  # fmt: skip
 
 

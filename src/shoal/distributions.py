@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import history, truncation
+from shoal import constraints, history, truncation
 from shoal.config import Sampling
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.request import Row
+from shoal.round import Fault, Faults
 
 
-def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+def probabilities(
+    logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0, faults: Faults | None = None
+) -> Tensor:
     """The declared distribution of each (row, position), by the row's own `Sampling` in the order it documents.
 
     Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Positions past a row's own draft are
@@ -31,6 +34,7 @@ def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence
         rows: one per row of logits.
         drafts: per row, its drafted tokens so far; may differ in length.
         first: the draft position that logits[:, 0] belongs to.
+        faults: is told where there is no distribution, instead of raising; that position is then as good as padding.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
@@ -40,13 +44,15 @@ def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence
         BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
     """
     groups = _groups(rows)
+    allowed = constraints.allowed(rows, drafts, first, logits)
     if len(groups) == 1:
-        return _of_group(logits, groups[0][0], rows, drafts, first)
+        return _of_group(logits, groups[0][0], rows, drafts, first, allowed, faults)
     probs = torch.empty(logits.shape, dtype=_dtype(logits), device=logits.device)
     for sampling, members in groups:
         index = torch.tensor(members, device=logits.device)
         group_rows, group_drafts = [rows[b] for b in members], [drafts[b] for b in members]
-        probs[index] = _of_group(logits[index], sampling, group_rows, group_drafts, first)
+        mask = None if allowed is None else allowed[index]
+        probs[index] = _of_group(logits[index], sampling, group_rows, group_drafts, first, mask, faults)
     return probs
 
 
@@ -92,7 +98,7 @@ def _groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
 
 
 def _key(s: Sampling) -> tuple[Any, ...]:
-    """Equal for settings that mean the same distribution: all fields but the seed, containers by identity."""
+    """Equal for settings that are computed alike: all fields but seed and grammar, containers by identity."""
     return (
         s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repetition_penalty, s.presence_penalty,
         s.frequency_penalty, s.min_new_tokens, s.no_repeat_ngram, id(s.logit_bias) if s.logit_bias else 0,
@@ -101,17 +107,20 @@ def _key(s: Sampling) -> tuple[Any, ...]:
 
 
 def _of_group(
-    logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
-) -> Tensor:
-    """`probabilities` of rows that share one `Sampling`."""
-    own = sampling.reads_history or bool(sampling.logit_bias)
+    logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
+    allowed: Tensor | None, faults: Faults | None,
+) -> Tensor:  # fmt: skip
+    """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints`."""
+    own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
     scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
     if own:
         history.bias_and_penalise(scores, sampling, rows, drafts, first)
     if sampling.processors:
         # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
-        scores = _possible(scores, logits, sampling, rows, drafts, first)
+        scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
         scores = history.process(scores, sampling.processors, rows, drafts, first)
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
     if not sampling.greedy:
         scores = _at_temperature(scores, sampling.temperature)
     truncates = truncation.truncates(sampling)
@@ -119,7 +128,7 @@ def _of_group(
         probs = scores.softmax(-1)
         if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
             return probs
-    scores = _possible(scores, logits, sampling, rows, drafts, first)
+    scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
     if sampling.greedy:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     if truncates:
@@ -138,19 +147,24 @@ def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
 
 
 def _possible(
-    scores: Tensor, logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
-) -> Tensor:
-    """`scores`, every position of which has a finite highest score; padding that had none is made uniform.
+    scores: Tensor, logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
+    faults: Faults | None,
+) -> Tensor:  # fmt: skip
+    """`scores`, every position of which has a finite highest score; those that had none are made uniform.
 
     Raises:
-        RequestError, BadLogits: for a position that is not padding.
+        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
     """
     impossible = ~scores.amax(-1).isfinite()
     if not bool(impossible.any()):
         return scores
     for b, j in impossible.nonzero().tolist():
-        if first + j <= history.last_position(rows[b], drafts[b]):
+        if first + j > history.last_position(rows[b], drafts[b]):
+            continue
+        if faults is None:
             raise _reason(logits[b, j], sampling, rows[b], first + j)
+        if rows[b] not in faults:
+            faults[rows[b]] = Fault(first + j, _reason(logits[b, j], sampling, rows[b], first + j))
     return scores.masked_fill(impossible[..., None], 0.0)
 
 
@@ -164,6 +178,8 @@ def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> Shoa
         for f in fields(sampling)
         if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
     ]
+    if row.constraint is not None and row.constraint.error:
+        return RequestError(f"{where}: the grammar could not be followed any further: {row.constraint.error}")
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
 
 

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from shoal.accept import Rejection, Rule
 from shoal.commit import commit
+from shoal.constraints import Constraint, grammars_of
 from shoal.draft import Drafter, ModelDrafter
-from shoal.errors import RequestError
+from shoal.errors import BadLogits, RequestError
 from shoal.history import require_ids
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.noise import row_seed
 from shoal.outputs import Detokenizer, finish, visible_text
 from shoal.prefill import policy_for, prefill
 from shoal.request import Request, Row
-from shoal.round import Commit, Outcome, Proposal
+from shoal.round import Commit, Outcome, Proposal, Scores
 from shoal.runner import Runner
 from shoal.schedule import Round
 from shoal.scheduler import Scheduler
@@ -78,6 +79,7 @@ class Engine:
             RequestError: before anything is computed, if the request cannot be served.
         """
         self._check(request)
+        constraint = self._constraint(request)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         deadline = request.submitted_at + request.limits.time_budget if request.limits.time_budget else None
         eos = frozenset(self.eos if request.limits.eos is None else request.limits.eos)
@@ -86,6 +88,7 @@ class Engine:
                 request, self._groups, i, row_seed(seed, i), list(request.prompt_ids), eos, self.context, deadline,
                 detokenizer=Detokenizer(self.tokenizer, request.prompt_ids, request.limits.stop) if self.tokenizer else None,
                 watched=self.tokenizer is not None and (stream or bool(request.limits.stop)),
+                constraint=constraint and constraint.fork(),
             )
             for i in range(request.n)
         ]  # fmt: skip
@@ -113,6 +116,15 @@ class Engine:
         if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
             raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")
 
+    def _constraint(self, request: Request) -> Constraint | None:
+        """Raises RequestError: a grammar that cannot be compiled, or not here."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("a grammar needs a tokenizer, and this engine has none")
+        return grammars_of(self.tokenizer, self.target.vocab_size).begin(grammar)
+
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; what they have is returned, marked "cancelled"."""
         return self._cut(rows, "cancelled")
@@ -131,7 +143,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
-        """One round; returns what it committed, rows cut by their time budget included. Empty when all is done."""
+        """One round; returns what it committed, rows cut by their time budget included. Empty when all is done.
+
+        A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
+        marked "error"; the others do not notice.
+        """
         late = self._cut(self.scheduler.expired(time.perf_counter()), "time")
         rows = self._gather()
         if not rows:
@@ -146,6 +162,8 @@ class Engine:
         clock.append(self._now())
         commits = commit(rows, proposal, scores, verdict)
         self._settle(rows)
+        if proposal.faults or scores.faults:
+            self._scrub(proposal, scores)
         clock.append(self._now())
         self._count(proposal, commits, clock)
         drafted = [len(drafts) for drafts in proposal.drafts]
@@ -199,6 +217,15 @@ class Engine:
         if self.drafter is not None:
             self.drafter.observe(rows)
         self.scheduler.remove([row for row in rows if row.finish_reason])
+
+    def _scrub(self, proposal: Proposal, scores: Scores) -> None:
+        """Removes what a faulty pass has left beyond the ends of its rows: hidden keys count with weight 0, and 0 * NaN is NaN."""
+        faults = [*proposal.faults.items(), *scores.faults.items()]
+        for row in dict.fromkeys(row for row, fault in faults if isinstance(fault.error, BadLogits)):
+            for model in self.models:
+                model.cache.scrub(row.slot, 0 if row.finish_reason else model.cache.lengths[row.slot])
+            if row.finish_reason:
+                self.scheduler.forget(row.slot)
 
     def _count(self, proposal: Proposal, commits: Sequence[Commit], clock: Sequence[float]) -> None:
         stats = self.stats

@@ -11,9 +11,22 @@
 A message names what was expected and what was got, and where there is one, the way out.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
 
 class ShoalError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        result: when some rows of a run failed and others did not: the whole `Result`, failed samples marked "error".
+    """
+
+    result: Any = None
 
 
 class RequestError(ShoalError, ValueError):

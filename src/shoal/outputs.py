@@ -130,4 +130,5 @@ def finish(row: Row, now: float) -> Sample:
         target_passes=row.target_passes,
         from_draft=tuple(row.from_draft[:kept]),
         top_logprobs=tuple(row.top_logprobs[:kept]),
+        error=None if row.error is None else str(row.error),
     )

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Limits, Sampling
+from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.sharing import Prefix
     from shoal.stats import Stats
 
-FINISH_REASONS = ("eos", "stop", "length", "time", "cancelled")
-"""Why a row ended: an EOS token; a stop string (or a stopping criterion); max_new_tokens or a model's context; the time
-budget; a cancellation."""
+FINISH_REASONS = ("eos", "stop", "length", "time", "cancelled", "error")
+"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar where there is no
+EOS); max_new_tokens or a model's context; the time budget; a cancellation; a fault of this row alone."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Row:
         seed: of this row's noise. eos: ids that end it. max_length: most tokens it may hold. deadline: perf_counter seconds.
         slot: where its keys and values live while it runs. prefix: where those of its prompt do, if they are shared.
         detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
+        constraint: where it is in its grammar (`shoal.constraints`), if it has one. error: why it failed, if it did.
     """
 
     request: Request
@@ -72,11 +74,13 @@ class Row:
     from_draft: list[bool] = field(default_factory=list)
     detokenizer: Any = None
     watched: bool = False
+    constraint: Any = None
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     target_passes: int = 0
     finish_reason: str | None = None
+    error: ShoalError | None = None
     finished_at: float | None = None
 
     @property
@@ -118,7 +122,7 @@ class Sample:
             (temperature 1, no penalties, no truncation).
         processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
         mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
-        finish_reason: one of `FINISH_REASONS`.
+        finish_reason: one of `FINISH_REASONS`. error: what went wrong, if that is "error"; the tokens before it stand.
         finished_at: seconds from submission to the round that ended the row.
         rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
         from_draft: per token, True for an accepted draft, False for a replacement or bonus.
@@ -138,11 +142,12 @@ class Sample:
     target_passes: int
     from_draft: tuple[bool, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
-        """False when the time budget or a cancellation cut the row."""
-        return self.finish_reason not in ("time", "cancelled")
+        """False when the time budget, a cancellation or a fault cut the row."""
+        return self.finish_reason not in ("time", "cancelled", "error")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,25 @@ Shapes: `rows` active rows, `k` the longest draft of the round, `vocab` the targ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from shoal.errors import ShoalError
 from shoal.request import Row, Sample
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a row has no distribution at a draft position: if it comes that far, it ends there, as it would by plain decoding."""
+
+    position: int
+    error: ShoalError
+
+
+Faults = dict[Row, Fault]
+"""The first fault of each row that has one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,7 @@ class Proposal:
         q: the distribution each draft was really drawn from, [rows, k, vocab]; None when k = 0.
         drafts: the same tokens without padding, one list per row.
         steps: positions the drafter looked at; more than k if it looked and stopped.
+        faults: of the drafter's model; drafts end before them.
     """
 
     tokens: Tensor
@@ -30,16 +44,18 @@ class Proposal:
     q: Tensor | None
     drafts: list[list[int]]
     steps: int = 0
+    faults: Faults = field(default_factory=dict)
 
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
 
     @staticmethod
-    def empty(rows: int, device: torch.device, steps: int = 0) -> Proposal:
+    def empty(rows: int, device: torch.device, steps: int = 0, faults: Faults | None = None) -> Proposal:
         """Nothing proposed: the round is a step of plain decoding."""
         tokens = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return Proposal(tokens, torch.zeros(rows, dtype=torch.long, device=device), None, [[] for _ in range(rows)], steps)
+        lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        return Proposal(tokens, lengths, None, [[] for _ in range(rows)], steps, faults or {})
 
 
 @dataclass(frozen=True)
@@ -49,11 +65,13 @@ class Scores:
     Attributes:
         logits: raw, [rows, k + 1, vocab]. p: the declared distribution, same shape.
         normaliser: log of the sum of exp(logits), [rows, k + 1].
+        faults: rows that p does not exist for, some of it on paths that may be rejected.
     """
 
     logits: Tensor
     p: Tensor
     normaliser: Tensor
+    faults: Faults = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ class Scheduler:
         self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
         self._store.keep({row.group for row in [*self.running, *self.waiting]})
 
+    def forget(self, slot: int) -> None:
+        """The prompt that the slot held is no longer there."""
+        self._resident[slot] = NOBODY
+
     def expired(self, now: float) -> list[Row]:
         """Rows whose deadline has passed."""
         return [row for row in [*self.running, *self.waiting] if row.deadline is not None and now >= row.deadline]

@@ -181,6 +181,10 @@ class _LedCache(SlotCache):
         with self._ranks.told("copy", self.key, source, target, length):
             super().copy(source, target, length)
 
+    def scrub(self, slot: int, length: int) -> None:
+        with self._ranks.told("scrub", self.key, slot, length):
+            super().scrub(slot, length)
+
 
 def _told(plan: Plan) -> tuple[Any, ...]:
     """What makes a plan, as `_repeat` takes it."""

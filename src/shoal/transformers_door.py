@@ -63,8 +63,7 @@ def custom_generate(
     groups = _groups(input_ids, model_kwargs.get("attention_mask"))
     requests = _requests(groups, input_ids, logits_processor, stopping_criteria, generation_config)
     stream = Stream(engine, requests, text=False)
-    for _increment in stream:
-        pass
+    stream.run()
     rows: list[Row] = [row for _, row in sorted(_placed(groups, stream), key=lambda pair: pair[0])]
     return _returned(rows, input_ids, logits_processor, generation_config)
 

@@ -10,26 +10,27 @@ from torch import Tensor
 from shoal.distributions import probabilities
 from shoal.errors import BadLogits
 from shoal.request import Row
-from shoal.round import Proposal, Scores
+from shoal.round import Fault, Faults, Proposal, Scores
 from shoal.runner import Runner
 
 
 def verify(target: Runner, rows: Sequence[Row], proposal: Proposal) -> Scores:
-    """Scores all k + 1 positions of every row at once; with an empty proposal this is a step of plain decoding.
-
-    Raises:
-        BadLogits: NaN or +inf in a row's own positions.
-    """
+    """Scores all k + 1 positions of every row at once; with an empty proposal this is a step of plain decoding."""
     last = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
     block = torch.cat([last, proposal.tokens], dim=1)
     counts = [1 + len(drafts) for drafts in proposal.drafts]
     logits = target.feed([row.slot for row in rows], block, counts)
-    try:
-        p = probabilities(logits, rows, proposal.drafts)
-    except BadLogits as error:
-        advice = f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"
-        raise BadLogits(f"{target.name} returned NaN or infinite logits: {error}; {advice}") from error
-    return Scores(logits, p, _normaliser(logits))
+    faults: Faults = {}
+    p = probabilities(logits, rows, proposal.drafts, faults=faults)
+    return Scores(logits, p, _normaliser(logits), {row: _named(fault, target) for row, fault in faults.items()})
+
+
+def _named(fault: Fault, target: Runner) -> Fault:
+    """With what the user knows the model by, if it is the model's."""
+    if not isinstance(fault.error, BadLogits):
+        return fault
+    advice = f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"
+    return Fault(fault.position, BadLogits(f"{target.name} returned NaN or infinite logits: {fault.error}; {advice}"))
 
 
 def _normaliser(logits: Tensor) -> Tensor:

@@ -124,6 +124,13 @@ class SlotCache(Cache):
                     tensor[target, :tail] = tensor[source, :tail]
         self.prefixes[target], self.lengths[target] = self.prefixes[source], length
 
+    @torch.inference_mode()
+    def scrub(self, slot: int, length: int) -> None:
+        """Makes zeros of what the slot holds from position `length` on."""
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor[slot, max(0, length - self._offset(slot)) :] = 0
+
     def _offset(self, slot: int) -> int:
         """The position of the first token in the slot."""
         prefix = self.prefixes[slot]

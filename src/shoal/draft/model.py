@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.distributions import probabilities
 from shoal.errors import BadLogits
 from shoal.request import Row
-from shoal.round import Proposal
+from shoal.round import Fault, Faults, Proposal
 from shoal.runner import Runner
 from shoal.static.drafting import Draw, Drawn, style_of
 
@@ -41,20 +41,21 @@ class ModelDrafter:
         self._shorten_lags(rows)
         before = [self.runner.cache.lengths[row.slot] for row in rows]
         fixed = self._static_steps(rows, max(lengths), luck, draw)
-        proposal = fixed and self._drafted(rows, lengths, luck, fixed, goes_on)
+        proposal = fixed and self._drafted(rows, lengths, luck, fixed, goes_on, {})
         if proposal is None:  # no static steps, or they met something for the ordinary ones to name
             for row, length in zip(rows, before, strict=True):
                 self.runner.cache.rollback(row.slot, length)
-            step = _OrdinarySteps(self, rows, draw, goes_on is not None)
-            proposal = self._drafted(rows, lengths, luck, step, goes_on)
+            faults: Faults = {}
+            step = _OrdinarySteps(self, rows, draw, goes_on is not None, faults)
+            proposal = self._drafted(rows, lengths, luck, step, goes_on, faults)
         assert proposal is not None
         return proposal
 
     def _drafted(
         self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
-        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None,
+        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None, faults: Faults,
     ) -> Proposal | None:  # fmt: skip
-        """The drafts of a round, step by step; None if a step gave up."""
+        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on."""
         lengths = list(lengths)
         taken: list[Drawn] = []
         steps = 0
@@ -66,17 +67,25 @@ class ModelDrafter:
             if goes_on is not None:
                 going = goes_on(drawn.confidence.tolist())
                 lengths = [length if on else min(length, j) for length, on in zip(lengths, going, strict=True)]
-                if max(lengths) <= j:
-                    break
+            if faults:
+                lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
+            if max(lengths) <= j:
+                break
             taken.append(drawn)
+        named = {row: self._named(fault) for row, fault in faults.items() if isinstance(fault.error, BadLogits)}
         if not taken:
-            return Proposal.empty(len(rows), luck.device, steps)
+            return Proposal.empty(len(rows), luck.device, steps, named)
         drafted = torch.stack([drawn.tokens for drawn in taken], dim=1)
         drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
         if any(-1 in row for row in drafts):
             return None
         own = torch.tensor(lengths, device=drafted.device)
-        return Proposal(drafted, own, torch.stack([drawn.q for drawn in taken], dim=1), drafts, steps)
+        return Proposal(drafted, own, torch.stack([drawn.q for drawn in taken], dim=1), drafts, steps, named)
+
+    def _named(self, fault: Fault) -> Fault:
+        """Elsewhere than in the model there is no fault of the drafter's: whether the row can go on is the target's to say."""
+        error = BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits: {fault.error}")
+        return Fault(fault.position, error)
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Rolls back to what was committed."""
@@ -119,8 +128,11 @@ class ModelDrafter:
 class _OrdinarySteps:
     """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far."""
 
-    def __init__(self, drafter: ModelDrafter, rows: Sequence[Row], draw: Draw, wants_confidence: bool) -> None:
+    def __init__(
+        self, drafter: ModelDrafter, rows: Sequence[Row], draw: Draw, wants_confidence: bool, faults: Faults
+    ) -> None:
         self._drafter, self._rows, self._draw, self._wants_confidence = drafter, rows, draw, wants_confidence
+        self._faults = faults
         self._reads_history = any(row.request.sampling.reads_history for row in rows)
         self._histories: list[list[int]] = [[] for _ in rows]
         self._drawn: list[Tensor] = []
@@ -149,14 +161,12 @@ class _OrdinarySteps:
 
     def _distributions(self, logits: Tensor) -> Tensor:
         """q of every row, [rows, target vocab]; ids the drafter does not have get no probability."""
-        vocab_size, name = self._drafter.vocab_size, self._drafter.runner.name
+        vocab_size = self._drafter.vocab_size
         missing = vocab_size - logits.shape[-1]
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        try:
-            return probabilities(logits[:, None, :vocab_size], self._rows, self._histories, first=len(self._drawn))[:, 0]
-        except BadLogits as error:
-            raise BadLogits(f"the drafter {name} returned NaN or infinite logits: {error}") from error
+        block, first = logits[:, None, :vocab_size], len(self._drawn)
+        return probabilities(block, self._rows, self._histories, first, self._faults)[:, 0]
 
     def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
         """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""

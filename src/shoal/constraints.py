@@ -1,0 +1,221 @@
+"""Grammars: which tokens may follow, by llguidance (the extra `grammar`).
+
+The mask of a position is a function of the row's new tokens before it. So it is part of the declared distribution like any other
+control: the same for target, drafter and plain decoding, at every drafted position. A row's `Constraint` follows whatever history
+it is asked about: it takes back what is not of it (drafts of before) and reads what is new.
+
+The end of a text is one more symbol of llguidance's alphabet. Here it is an id that no model says, and it stands for all EOS ids
+of a row: they are allowed exactly where the text is complete.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+from shoal.config import Grammar
+from shoal.errors import RequestError
+from shoal.request import Row
+
+_END = "<|end of a text|>"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        tokenizer: a fast Transformers tokenizer. vocab_size: of the target; may be wider than the tokenizer, or narrower.
+
+    Raises:
+        RequestError: if llguidance is missing, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._library = _llguidance()
+        try:
+            backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+            backend.add_special_tokens([_END])
+            self._end = int(backend.token_to_id(_END) or 0)
+            width = max(vocab_size, self._end + 1)
+            self._alphabet = self._library.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=self._end)
+        except (AttributeError, ValueError) as error:
+            raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
+
+    def begin(self, grammar: Grammar) -> Constraint:
+        """The constraint of a text that is still empty.
+
+        Raises:
+            RequestError: for a schema, expression or grammar that is wrong or has something llguidance does not know.
+        """
+        matcher = self._library.LLMatcher
+        readers = {
+            "json_schema": matcher.grammar_from_json_schema,
+            "json_object": lambda _: matcher.grammar_from_json_schema('{"type": "object"}'),
+            "regex": matcher.grammar_from_regex,
+            "lark": matcher.grammar_from_lark,
+        }
+        limits = self._library.LLParserLimits(verbose_errors=False)
+        made = matcher(self._alphabet, readers[grammar.kind](grammar.text), log_level=0, limits=limits)
+        if made.is_error():
+            raise RequestError(f"the {grammar.kind} grammar cannot be used: {made.get_error().strip()}")
+        return Constraint(made, self._end, self._alphabet.vocab_size)
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDictionary()
+
+
+def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
+    """The `Grammars` of a tokenizer, made once, as that takes a second for a large vocabulary. Raises RequestError."""
+    made = _known.setdefault(tokenizer, {})
+    if vocab_size not in made:
+        made[vocab_size] = Grammars(tokenizer, vocab_size)
+    return made[vocab_size]
+
+
+class Constraint:
+    """Where one row is in its grammar.
+
+    Attributes:
+        end: the symbol for the end of the text. width: how many symbols there are.
+        error: what llguidance gave up with, if it did: it bounds the work it puts into one token.
+    """
+
+    def __init__(self, start: Any, end: int, width: int) -> None:
+        self.end, self.width, self.error = end, width, ""
+        self._start, self._matcher = start, start.deep_copy()
+        self._settled = 0
+        self._ahead: list[int] = []
+
+    def fork(self) -> Constraint:
+        """The same grammar before another text."""
+        return Constraint(self._start, self.end, self.width)
+
+    def at(self, row: Row, drafted: Sequence[int]) -> Any:
+        """The matcher just after the row's tokens and `drafted`; None where the grammar does not allow them."""
+        if self._matcher.is_error():  # it stays so, though it may have failed on a draft that is history
+            self._matcher, self._settled, self._ahead, self.error = self._start.deep_copy(), 0, [], ""
+        committed = row.tokens[row.prompt_length + self._settled :]
+        wanted = [*committed, *drafted]
+        same = _common(self._ahead, wanted)
+        if same < len(self._ahead):
+            self._matcher.rollback(len(self._ahead) - same)
+        read = same + self._matcher.try_consume_tokens(wanted[same:])
+        settled = min(read, len(committed))
+        self._settled, self._ahead = self._settled + settled, wanted[settled:read]
+        return self._matcher if read == len(wanted) else None
+
+    def complete(self, row: Row) -> bool:
+        """Whether the row's text is complete and nothing can follow."""
+        bits = _bits([row], [()], 0, 1)
+        symbols = _symbols(bits, self.width)
+        return bool(symbols[..., self.end]) and int(symbols.sum()) == 1
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def allowed(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, like: Tensor) -> Tensor | None:
+    """The tokens that the rows' grammars leave possible; None if no row has one.
+
+    Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Nothing is possible once a draft has left the
+    grammar, nor past a drafted EOS or a row's own draft.
+
+    Args:
+        like: [rows, q, vocab], for shape and device.
+
+    Returns:
+        [rows, q, vocab] bool; all True for rows without a grammar.
+    """
+    held = [b for b, row in enumerate(rows) if row.constraint is not None]
+    if not held:
+        return None
+    vocab, constraint = like.shape[-1], rows[held[0]].constraint
+    bits = _bits([rows[b] for b in held], [drafts[b] for b in held], first, like.shape[1])
+    symbols = _symbols(bits.to(like.device), constraint.width)
+    ends = symbols[..., constraint.end].clone()
+    symbols[..., constraint.end] = False
+    is_eos = torch.zeros(len(held) * vocab, dtype=torch.bool)
+    is_eos[[i * vocab + token for i, b in enumerate(held) for token in rows[b].eos if token < vocab]] = True
+    own = torch.where(is_eos.view(len(held), 1, vocab).to(like.device), ends[..., None], symbols[..., :vocab])
+    if len(held) == len(rows):
+        return own
+    every = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    every[held] = own
+    return every
+
+
+def _symbols(bits: Tensor, width: int) -> Tensor:
+    """[..., words] int32 -> [..., width] bool."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (bits[..., None] >> places & 1).flatten(-2)[..., :width].bool()
+
+
+def _bits(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, q: int) -> Tensor:
+    """Packed masks over the symbols, [rows, q, words] int32 on the CPU; computed by as many threads as llguidance sees fit."""
+    bits = np.zeros((len(rows) * q, -(-rows[0].constraint.width // 32)), dtype=np.int32)
+    paths = [_before_eos(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+    asked: list[tuple[Any, int, list[int]]] = []  # matcher, first mask to fill, tokens that lead to the next ones
+    for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        matcher = row.constraint.at(row, path[:first]) if len(path) >= first else None
+        if matcher is not None:
+            asked.append((matcher, i * q, path[first:][: q - 1]))
+    filling = _filling()
+    if single := [(matcher, at) for matcher, at, ahead in asked if not ahead]:
+        filling.fill_next_token_bitmask_par(_executor(), single, bits)
+    if several := [ask for ask in asked if ask[2]]:
+        filling.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, bits)
+    for matcher, at, _ in asked:
+        if matcher.is_error():  # it then claims that the text may end
+            _fill_slowly(rows[at // q], paths[at // q], first, bits[at : at + q])
+    return torch.from_numpy(bits).view(len(rows), q, -1)
+
+
+def _before_eos(row: Row, draft: Sequence[int]) -> list[int]:
+    end = next((j for j, token in enumerate(draft) if token in row.eos), len(draft))
+    return list(draft[:end])
+
+
+def _fill_slowly(row: Row, draft: Sequence[int], first: int, bits: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+    """Masks [q, words] one by one, up to the position where llguidance gives up."""
+    bits[:] = 0
+    for j in range(min(len(bits), len(draft) - first + 1)):
+        matcher = row.constraint.at(row, draft[: first + j])
+        if matcher is None:
+            return
+        _filling().fill_next_token_bitmask(matcher, bits, j)
+        if matcher.is_error():
+            bits[j] = 0
+            row.constraint.error = matcher.get_error().strip().partition("\n")[0]
+            return
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError("grammars need llguidance: pip install 'shoal[grammar]'") from error
+    return llguidance
+
+
+def _filling() -> Any:
+    """llguidance's functions that fill masks."""
+    import llguidance.numpy
+
+    return llguidance.numpy
+
+
+@cache
+def _executor() -> Any:
+    """llguidance's threads."""
+    return _llguidance().LLExecutor()

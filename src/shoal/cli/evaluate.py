@@ -224,12 +224,10 @@ def _plan(source: Source, ways: str | None, n: int, lookahead: str, seed: int | 
 
     length = parse_lookahead(lookahead)
     speculative = (source.model is None or source.draft is not None) and length not in ("off", 0)
-    if ways is None:
-        chosen = WAYS if speculative else (PLAIN,)
-    else:
-        chosen = tuple(part.strip() for part in ways.split(",") if part.strip())
-        if not speculative and set(chosen) - {PLAIN}:
-            raise RequestError("only --ways plain is left without a drafter or with --lookahead off")
+    possible = WAYS if speculative else (PLAIN,)
+    chosen = possible if ways is None else tuple(part.strip() for part in ways.split(",") if part.strip())
+    if not speculative and set(chosen) - {PLAIN}:
+        raise RequestError("only --ways plain is left without a drafter or with --lookahead off")
     return Plan(n, options, length, seed, chosen)
 
 

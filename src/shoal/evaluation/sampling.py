@@ -73,30 +73,32 @@ class Sampler:
     def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
         """An entry for the journal per problem, ways in turns; the first one that can be asked is run twice, to warm up.
 
-        A problem that cannot be asked (a prompt too long, say) becomes an entry with an "error" and no attempts.
+        A problem that is refused (its prompt is too long, say) becomes an entry with an "error" and no attempts.
+
+        Raises:
+            RequestError: if the tokenizer cannot make the tasks' prompts.
         """
         warm = False
         for place, task in enumerate(tasks):
+            prompt = task.read(self.tokenizer)
             turn = place % len(self.plan.ways)
             ways = self.plan.ways[turn:] + self.plan.ways[:turn]
             try:
                 for way in () if warm else ways:
-                    self.attempt(way, task)
-                warm, attempts = True, {way: self.attempt(way, task) for way in ways}
+                    self.attempt(way, task, prompt)
+                warm, attempts = True, {way: self.attempt(way, task, prompt) for way in ways}
             except RequestError as error:
                 yield {"task_id": task.task_id, "error": str(error), "attempts": {}}
                 continue
             yield {"task_id": task.task_id, "error": None, "attempts": {way: attempts[way] for way in self.plan.ways}}
 
-    def attempt(self, way: str, task: Task) -> dict[str, Any]:
+    def attempt(self, way: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """One problem by one way; times are seconds from its submission, the prompt's pass included."""
         plan = self.plan
-        lookahead = "off" if way == PLAIN else plan.lookahead
-        prompt = task.read(self.tokenizer)
-        asked = prompt if isinstance(prompt, str) else [prompt]
         result = self.shoals[way].generate(
-            asked, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id), lookahead=lookahead, **plan.options
-        )
+            prompt, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id),
+            lookahead="off" if way == PLAIN else plan.lookahead, **plan.options,
+        )  # fmt: skip
         (output,) = result
         return {
             "seconds": result.stats.seconds,
@@ -123,13 +125,15 @@ class Sampler:
 
 def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
     """A sample's text in pieces that were accepted drafts (True) or drawn from the target (False); joined, they are the text."""
-    detokenizer, found, start = Detokenizer(tokenizer, prompt_ids), [], 0
-    for place, (token, drafted) in enumerate(zip(sample.token_ids, sample.from_draft, strict=True)):
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    for token in sample.token_ids:
         detokenizer.push(token)
-        last = place == len(sample.token_ids) - 1
-        end = len(sample.text) if last else min(len(detokenizer.text), len(sample.text))
+    ends = [*detokenizer.ends[:-1], len(sample.text)]
+    found: list[tuple[str, bool]] = []
+    start = 0
+    for end, drafted in zip(ends, sample.from_draft, strict=False):
         piece, start = sample.text[start:end], max(start, end)
-        if piece and found and found[-1][1] == drafted:
+        if found and found[-1][1] == drafted:
             found[-1] = (found[-1][0] + piece, drafted)
         elif piece:
             found.append((piece, drafted))

@@ -21,6 +21,7 @@ from typing import Any
 
 REPORT = 3  # the descriptor to report on
 HIDDEN = ("home", "media", "mnt", "root", "run", "srv", "tmp")  # directories of "/" that programs have no business in
+NICE = 10  # the warden must not queue behind a thousand of these
 WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
@@ -58,9 +59,12 @@ def main() -> None:
     try:
         os.chdir(spec["room"])
         os.umask(0o077)
+        os.nice(NICE)
         _limit(spec["bounds"], os.getuid() if spec["uid"] is None else spec["uid"])
         if spec["uid"] is not None:
             _become(spec["uid"])
+        if os.getpid() == 1:
+            _stay_behind()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone the warden's
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if spec["landlock"]:
@@ -102,6 +106,17 @@ def _tasks(uid: int) -> int:
         except OSError:  # ended meanwhile
             continue
     return count
+
+
+def _stay_behind() -> None:
+    """Goes on in a child, and ends as it does: the first process of a namespace ignores most signals, no program may be it."""
+    child = os.fork()
+    if child:
+        ended = -1
+        while ended != child:  # the orphans of the namespace come here too
+            ended, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)
 
 
 def _become(uid: int) -> None:

@@ -34,27 +34,27 @@ def needed(programs: Iterable[str], more: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if _is_hidden(path))
 
 
-def describe(way: str) -> str:
-    """What a way enforces on this machine, and what it does not."""
+def barriers(way: str) -> dict[str, bool]:
+    """What a program may want to reach, and whether it is kept from it on this machine."""
     strongest, namespaces, landlock = way == "bubblewrap", way != "limits", confine.landlock_version()
     own_user = warden.spare_uid() is not None
-    rules = {
-        "no network": namespaces,
-        "no writing outside its directory": strongest or landlock >= 1,
-        "no reading of homes and temporary directories": strongest or landlock >= 1,
-        "no sight of other processes' environments": namespaces or own_user or landlock >= 1,
-        "no signals to other processes": namespaces or own_user or landlock >= confine.SIGNALS_SINCE,
-        "no sockets of other programs in the file system": strongest,
-        "limits on time, memory, files, processes and output": True,
-        "killed whole, daemons included": True,
+    return {
+        "the network by TCP": namespaces or landlock >= confine.TCP_SINCE,
+        "the network by other protocols": namespaces,
+        "writing outside its directory": strongest or landlock >= 1,
+        "reading homes and temporary directories": strongest or landlock >= 1,
+        "the environment of other processes": namespaces or own_user or landlock >= 1,
+        "signals to other processes": namespaces or own_user or landlock >= confine.SIGNALS_SINCE,
+        "sockets in the file system": strongest,
     }
-    if not namespaces and landlock >= confine.TCP_SINCE:
-        rules = {"no TCP": True, "no network but TCP": False, **rules}
-        del rules["no network"]
-    holds, open_ = (", ".join(rule for rule, value in rules.items() if value is wanted) for wanted in (True, False))
-    return f"{way}{' under a user id of its own' if own_user else ''}: {holds}" + (
-        f"; NOT enforced: {open_}" if open_ else ""
-    )
+
+
+def describe(way: str) -> str:
+    """What a way keeps programs from on this machine, and what not, in one line."""
+    user = " with a user id for each program" if warden.spare_uid() is not None else ""
+    always = "limits on time, memory, files, processes and output; killed whole, daemons included"
+    kept, open_ = (", ".join(name for name, holds in barriers(way).items() if holds is wanted) for wanted in (True, False))
+    return f"{way}{user}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
 
 
 def _bubblewrap(room: str, readable: list[str]) -> list[str]:

@@ -112,12 +112,16 @@ def _problem(record: dict[str, Any], language: str | None, where: str) -> Proble
     if language is None or "language" in record:
         language = known_language(text_field(record, "language", where), where)
     entry_point = text_field(record, "entry_point", where)
-    call = f"\ncheck({entry_point})\n" if language == "python" else ""  # elsewhere the tests run as they are loaded
+    tests = text_field(record, "test", where)
+    if (
+        language == "python"
+    ):  # elsewhere tests run as they are loaded; some functions to be tested are called `check` themselves
+        tests = f"_candidate = {entry_point}\n{tests}\ncheck(_candidate)\n"
     return Problem(
         task_id=text_field(record, "task_id", where),
         language=language,
         prompt=text_field(record, "prompt", where),
-        tests=text_field(record, "test", where) + call,
+        tests=tests,
         entry_point=entry_point,
         canonical=None if record.get("canonical_solution") is None else text_field(record, "canonical_solution", where),
         suffix="" if record.get("suffix") is None else text_field(record, "suffix", where),

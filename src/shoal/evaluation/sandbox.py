@@ -39,7 +39,7 @@ class Bounds:
         wall_seconds: from start to end.
         memory_bytes: private memory, of one process and of all.
         file_bytes: of one file.
-        room_bytes: of all files in its directory.
+        room_bytes, room_files: of all files in its directory, and how many.
         processes: processes and threads at a time.
         output_bytes: standard output and standard error together.
     """
@@ -49,6 +49,7 @@ class Bounds:
     memory_bytes: int = 1024 * MIB
     file_bytes: int = 64 * MIB
     room_bytes: int = 256 * MIB
+    room_files: int = 10_000
     processes: int = 128
     output_bytes: int = MIB
 
@@ -149,7 +150,7 @@ class Sandbox:
         tool = isolation.TOOLS.get(way)
         if tool and not shutil.which(tool):
             return f"there is no {tool} on PATH"
-        ended = self._run(way, {}, [Step(["/bin/sh", "-c", ": > here"])])
+        ended = self._run(way, {}, [Step(["/bin/sh", "-c", ': > "$HOME/here"'])])
         return "" if ended.well else ended.stderr.strip() or f"a first program ended by: {ended.reason}"
 
     def _run(self, way: str, files: Mapping[str, str], steps: Sequence[Step]) -> Ended:
@@ -225,8 +226,8 @@ def _as_job(step: Step, room: str) -> dict[str, Any]:
 
 def _ended(answer: dict[str, Any], way: str, room: str) -> Ended:
     code = answer["returncode"]
-    if way == "bubblewrap" and code is not None and code > 128:
-        code = 128 - code  # as bubblewrap, like a shell, tells a signal
+    if way != "limits" and code is not None and code > 128:
+        code = 128 - code  # what is first in a namespace tells of a signal like a shell
     reason = PASSED_BY_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
     texts = {name: answer[name].replace(f"{room}/", "") for name in ("stdout", "stderr")}
     return Ended(**{**answer, **texts, "returncode": code, "reason": reason})

@@ -72,11 +72,10 @@ def _programs(language: str, sandbox: Sandbox) -> Programs:
 
 
 def _candidates(name: str) -> list[str]:
-    """Paths of programs of that name: this very Python, then as on PATH, then where systems have them."""
+    """Paths of programs of that name: as on PATH, then where systems have them, then this very Python."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), *PATH.split(":")]
-    paths = [sys.executable] if name == "python3" else []
-    paths += [path for folder in folders if folder and (path := shutil.which(name, path=folder))]
-    return list(dict.fromkeys(paths))
+    paths = [path for folder in folders if folder and (path := shutil.which(name, path=folder))]
+    return list(dict.fromkeys([*paths, sys.executable] if name == "python3" else paths))
 
 
 def _step(language: Language, command: tuple[str, ...], programs: Programs, bounds: Bounds) -> Step:

@@ -22,9 +22,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-GLANCE = 0.02  # seconds between two looks at what runs, at least
+GLANCE, PAUSE = 0.02, 1.0  # seconds between two looks at what runs, at least and at most
 OWN = 4  # processes of the sandbox itself that a look may count: confine, bubblewrap or unshare and their child
-FILES = 10_000  # in a room
 REPORT = 3  # the descriptor on which confine.py reports
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,6 +99,8 @@ class _Step:
         """Watches the command until it ends or may not go on."""
         reason = self._watch()
         seconds = time.monotonic() - self.began
+        if self.status is None:
+            os.killpg(self.pid, signal.SIGKILL)  # a whole group, and a whole namespace with it, at one blow
         _kill_all()
         while self.pipes and not self._talkative():  # nobody writes any more, so each soon comes to its end
             self._listen(0.0)
@@ -131,7 +132,7 @@ class _Step:
                 return "time"
             if excess := self._excess():
                 return excess
-            pause = max(GLANCE, 10 * (time.monotonic() - began))  # looking takes a tenth of a core at most
+            pause = min(max(GLANCE, 10 * (time.monotonic() - began)), PAUSE)  # looking takes a tenth of a core
 
     def _listen(self, seconds: float) -> bool:
         """Reads what was written, waiting for it so long; False if standard input has ended, so nobody waits for an answer."""
@@ -161,7 +162,7 @@ class _Step:
             return "processes"
         if all(sum(map(size, running)) > self.bounds["memory_bytes"] for size in (_memory, _share)):
             return "memory"
-        return "files" if _overfull(self.room, self.bounds["room_bytes"]) else ""
+        return "files" if _overfull(self.room, self.bounds) else ""
 
     def _text(self, name: str) -> str:
         return self.said[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
@@ -226,7 +227,7 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _overfull(room: str, room_bytes: int) -> bool:
+def _overfull(room: str, bounds: dict[str, Any]) -> bool:
     """True if the files in a room take more, or are more, than allowed."""
     taken = count = 0
     folders = [room]
@@ -235,7 +236,7 @@ def _overfull(room: str, room_bytes: int) -> bool:
             for entry in os.scandir(folders.pop()):
                 status = entry.stat(follow_symlinks=False)
                 taken, count = taken + 512 * status.st_blocks, count + 1
-                if taken > room_bytes or count > FILES:
+                if taken > bounds["room_bytes"] or count > bounds["room_files"]:
                     return True
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)

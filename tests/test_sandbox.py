@@ -1,0 +1,487 @@
+"""Programs that attack: each is tried in every way to isolate that works here, and must leave no process and no file behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import InternalError, RequestError
+from shoal.evaluation import confine, isolation, sandbox, toolchains, warden
+from shoal.evaluation.sandbox import MIB, Bounds, Ended, Sandbox, Step
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
+
+BOUNDS = Bounds(cpu_seconds=20, wall_seconds=60.0, memory_bytes=192 * MIB, processes=24, output_bytes=50_000)
+
+
+@pytest.fixture(scope="module", params=isolation.WAYS)
+def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """A sandbox of each way."""
+    try:
+        made = Sandbox(request.param)
+    except RequestError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where rooms are made during this test; it must be empty in the end."""
+    path = Path(tempfile.mkdtemp(prefix="shoal-test-"))
+    path.chmod(0o755)  # for the user ids of programs
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    left = [str(found) for found in path.rglob("*")]
+    shutil.rmtree(path)
+    assert not left
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    """A word on the command line of all that a test starts; no process with it may live in the end."""
+    word = uuid.uuid4().hex
+    yield word
+    assert not running(word)
+
+
+def running(word: str) -> list[str]:
+    """The processes of this machine with a word on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_text(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+@pytest.fixture
+def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., Ended]:
+    """Runs the source of a Python program."""
+
+    def run(source: str, **bounds: float) -> Ended:
+        step = toolchains.steps("python", box)[-1]
+        step = replace(step, command=[step.command[0], "main.py", token], bounds=replace(BOUNDS, **bounds))  # type: ignore[arg-type]
+        return box.run({"main.py": textwrap.dedent(source)}, step)
+
+    return run
+
+
+def kept_from(box: Sandbox, what: str) -> None:
+    """Skips a test whose attack this way lets pass on this machine, and says so."""
+    if not isolation.barriers(box.way)[what]:
+        pytest.skip(f"{box.way}: programs are not kept from {what} here, and the description says so")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an honest program sees
+
+
+def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(attack: Callable[..., Ended], folder: Path) -> None:
+    ended = attack(
+        """
+        import os, sys
+        print(os.getcwd() == os.environ["HOME"] == os.environ["TMPDIR"], sorted(os.environ), os.listdir("."))
+        print("warning", file=sys.stderr)
+        open("written", "w").write("here")
+        sys.exit(3)
+        """
+    )
+    assert (ended.step, ended.reason, ended.returncode, ended.stderr) == (0, "exit", 3, "warning\n")
+    names = ["HOME", "LANG", "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "TMPDIR"]
+    assert ended.stdout.replace("'LC_CTYPE', ", "") == f"True {names} ['main.py']\n"
+    assert not ended.well
+
+
+def test_steps_follow_each_other_while_they_end_well(box: Sandbox, folder: Path) -> None:
+    def sh(line: str) -> Step:
+        return Step(["/bin/sh", "-c", line])
+
+    ended = box.run({"a": "first\n"}, sh("cat a > b"), sh("cat a b"), sh("echo lost; exit 7"), sh("echo never"))
+    assert (ended.step, ended.returncode, ended.stdout) == (2, 7, "lost\n")
+    assert box.run({"a": "first\n"}, sh("cat a > b"), sh("cat a b")).stdout == "first\nfirst\n"
+
+
+def test_a_signal_is_told(attack: Callable[..., Ended]) -> None:
+    ended = attack("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (ended.reason, ended.returncode) == ("exit", -11)
+
+
+def test_a_command_that_does_not_exist_is_no_program_that_failed(box: Sandbox, folder: Path) -> None:
+    ended = box.run({}, Step(["/nowhere/at/all"]))
+    assert (ended.reason, ended.well) == ("setup", False)
+    assert "/nowhere/at/all" in ended.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Too much of something
+
+
+def test_a_fork_bomb_is_killed(attack: Callable[..., Ended]) -> None:
+    ended = attack(
+        """
+        import os
+        while True:
+            try: os.fork()
+            except OSError: pass
+        """,
+        wall_seconds=2.0,
+    )
+    assert ended.reason in ("time", "processes")
+
+
+def test_processes_are_counted(attack: Callable[..., Ended]) -> None:
+    ended = attack(
+        """
+        import os, time
+        started = 0
+        try:
+            while True:
+                if os.fork() == 0: time.sleep(1000)
+                started += 1
+        except OSError:
+            print(started)
+        """
+    )
+    if ended.reason != "processes":  # stopped by the kernel, before the warden looked
+        assert 0 < int(ended.stdout) < BOUNDS.processes
+
+
+def test_endless_output_is_cut(attack: Callable[..., Ended]) -> None:
+    ended = attack("while True: print('x' * 1000)")
+    assert (ended.reason, ended.returncode) == ("output", None)
+    assert ended.stdout == ("x" * 1000 + "\n") * 49 + "x" * 951
+
+
+def test_ten_gigabytes_are_refused(attack: Callable[..., Ended]) -> None:
+    ended = attack("bytearray(10 * 2**30)")
+    assert ended.reason == "exit"
+    assert ended.stderr.endswith("MemoryError\n")
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_memory_is_summed_over_processes(attack: Callable[..., Ended], kind: str) -> None:
+    ended = attack(
+        f"""
+        import mmap, os, time
+        for _ in range(4):
+            if os.fork() == 0:
+                taken = bytearray(100 * 2**20) if {kind!r} == "private" else mmap.mmap(-1, 100 * 2**20)
+                for page in range(0, len(taken), 4096): taken[page] = 1
+                time.sleep(1000)
+        time.sleep(1000)
+        """
+    )
+    assert ended.reason == "memory"
+
+
+def test_memory_that_forks_share_is_counted_once(attack: Callable[..., Ended]) -> None:
+    ended = attack(
+        """
+        import os, time
+        taken = b"x" * (100 * 2**20)
+        for _ in range(4):
+            if os.fork() == 0:
+                time.sleep(0.5)
+                os._exit(0)
+        for _ in range(4): os.wait()
+        """
+    )
+    assert ended.well
+
+
+def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., Ended]) -> None:
+    ended = attack("import time; time.sleep(1000)", wall_seconds=1.0)
+    assert (ended.reason, ended.returncode) == ("time", None)
+    assert ended.seconds >= 1
+
+
+def test_a_program_that_computes_forever_is_killed(attack: Callable[..., Ended]) -> None:
+    ended = attack("while True: pass", cpu_seconds=1)
+    assert (ended.reason, ended.returncode) == ("time", -24)
+
+
+def test_a_large_file_is_refused(attack: Callable[..., Ended]) -> None:
+    ended = attack("open('large', 'wb').write(bytes(4 * 2**20))", file_bytes=MIB)
+    assert "File too large" in ended.stderr or ended.reason == "files"
+    assert not ended.well
+
+
+@pytest.mark.parametrize("kind", ["large", "many"])
+def test_a_full_room_is_cleared(attack: Callable[..., Ended], kind: str) -> None:
+    ended = attack(
+        f"""
+        import os
+        content = bytes(2**20 if {kind!r} == "large" else 0)
+        for number in range(100 if content else 1000):
+            with open(str(number), "wb") as file: file.write(content)
+        import time; time.sleep(1000)
+        """,
+        room_bytes=16 * MIB,
+        room_files=500,
+    )
+    assert ended.reason == "files"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it has no business
+
+
+def test_nothing_is_written_outside(attack: Callable[..., Ended], box: Sandbox, folder: Path, token: str) -> None:
+    kept_from(box, "writing outside its directory")
+    places = [folder, "/tmp", "/var/tmp", "/dev/shm", "/", "/run", "/etc", "/usr/local", Path.home(), Path(__file__).parent]
+    ended = attack(
+        f"""
+        import os
+        for place in {list(map(str, places))}:
+            for name in (place + "/{token}", os.path.relpath(place) + "/{token}"):
+                try: os.mkdir(name)
+                except OSError: pass
+                try: open(name, "w").close()
+                except OSError: pass
+        os.mkdir("inside")
+        """
+    )
+    assert ended.well
+    assert not [place for place in places if (Path(place) / token).exists()]
+
+
+def test_other_peoples_files_are_not_read(attack: Callable[..., Ended], box: Sandbox, folder: Path) -> None:
+    kept_from(box, "reading homes and temporary directories")
+    secret = folder / "secret"
+    secret.write_text("told")
+    secret.chmod(0o644)
+    ended = attack(f"print(open({str(secret)!r}).read())")
+    secret.unlink()
+    assert "told" not in ended.stdout
+    assert ended.stderr.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
+
+
+def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[..., Ended], folder: Path) -> None:
+    (folder / "kept").mkdir(mode=0o777)
+    (folder / "kept" / "file").touch()
+    assert attack(f"import os; os.symlink({str(folder / 'kept')!r}, 'link')").well
+    (folder / "kept" / "file").unlink()
+    (folder / "kept").rmdir()
+
+
+def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., Ended]) -> None:
+    ended = attack(
+        """
+        import os
+        os.mkdir("closed")
+        open("closed/file", "w").close()
+        os.chmod("closed", 0)
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        """
+    )
+    assert ended.well
+
+
+def test_nobody_else_is_killed(attack: Callable[..., Ended], box: Sandbox) -> None:
+    kept_from(box, "signals to other processes")
+    ended = attack(
+        """
+        import os, signal
+        def parent(pid):
+            try: return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+            except OSError: return 0
+        pid = os.getppid()
+        while pid > 1:
+            try: os.kill(pid, signal.SIGKILL)
+            except OSError: pass
+            pid = parent(pid)
+        try: os.kill(-1, signal.SIGKILL)
+        except OSError: pass
+        print("alive")
+        """
+    )
+    assert ended.well
+    assert ended.stdout == "alive\n"
+
+
+def test_the_environment_is_not_told(
+    attack: Callable[..., Ended], box: Sandbox, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    kept_from(box, "the environment of other processes")
+    monkeypatch.setenv("SHOAL_SECRET", "told")
+    # A process of ours with the secret in its environment for others to see: ours shows that of its start.
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended = attack(
+        """
+        import os
+        print(dict(os.environ))
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try: print(open(f"/proc/{name}/environ").read())
+            except OSError: pass
+        """
+    )
+    assert "told" in Path(f"/proc/{other.pid}/environ").read_text()
+    other.communicate(b"\n")
+    assert ended.well
+    assert "told" not in ended.stdout
+
+
+@pytest.mark.parametrize("protocol", ["TCP", "UDP"])
+def test_the_network_is_not_reached(attack: Callable[..., Ended], box: Sandbox, protocol: str) -> None:
+    kept_from(box, "the network by TCP" if protocol == "TCP" else "the network by other protocols")
+    kind = socket.SOCK_STREAM if protocol == "TCP" else socket.SOCK_DGRAM
+    with socket.socket(type=kind) as server, socket.socket(type=kind) as client:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(10)
+        if protocol == "TCP":
+            server.listen()
+        source = f"""
+        import socket
+        client = socket.socket(type={int(kind)})
+        client.connect({server.getsockname()})
+        client.send(b"stranger")
+        """
+        ended = attack(source)
+        client.connect(server.getsockname())
+        client.send(b"friend")
+        connection = server.accept()[0] if protocol == "TCP" else server
+        first = connection.recv(100)
+        connection.close()
+    assert first == b"friend"
+    assert (not ended.well) if protocol == "TCP" else True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Outliving
+
+DAEMON = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        while True:
+            with open("here", "w") as file: file.write("still")
+            time.sleep(0.01)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_daemon_ends_with_its_program(attack: Callable[..., Ended], token: str) -> None:
+    ended = attack(DAEMON + "print('left')")
+    assert (ended.well, ended.stdout, running(token)) == (True, "left\n", [])
+
+
+def test_a_daemon_is_killed_with_its_program(attack: Callable[..., Ended], token: str) -> None:
+    ended = attack(DAEMON + "time.sleep(1000)", wall_seconds=1.0)
+    assert (ended.reason, running(token)) == ("time", [])
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.02)
+
+
+def test_closing_the_sandbox_stops_what_runs(box: Sandbox, folder: Path, token: str) -> None:
+    with Sandbox(box.way) as other:
+        ended: list[Ended] = []
+        step = Step(["/bin/sh", "-c", "sleep 1000; : " + token])
+        threads = [threading.Thread(target=lambda: ended.append(other.run({}, step))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        _wait_for(lambda: len(list(folder.iterdir())) == 3)
+        other.close()
+        for thread in threads:
+            thread.join()
+        assert [found.reason for found in ended] == ["stopped"] * 3
+        assert other.run({}, step).reason == "stopped"
+
+
+def test_a_killed_evaluation_leaves_nothing_behind(box: Sandbox, folder: Path, token: str) -> None:
+    code = f"""
+import tempfile
+tempfile.tempdir = {str(folder)!r}
+from shoal.evaluation.sandbox import Sandbox, Step
+Sandbox({box.way!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
+"""
+    evaluation = subprocess.Popen([sys.executable, "-c", code])
+    _wait_for(lambda: len(running(token)) > 1 and bool(list(folder.iterdir())))
+    evaluation.kill()
+    evaluation.wait()
+    _wait_for(lambda: not running(token) and not list(folder.iterdir()))
+
+
+def test_a_killed_warden_is_reported(box: Sandbox, folder: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed_at_once() -> subprocess.Popen[bytes]:
+        made = new_warden()
+        made.kill()
+        return made
+
+    new_warden = sandbox._new_warden
+    monkeypatch.setattr(sandbox, "_new_warden", killed_at_once)
+    with pytest.raises(InternalError, match="warden"):
+        box.run({}, Step(["/bin/sh", "-c", ": " + token]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said of it
+
+
+def test_the_first_way_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "TOOLS", {"bubblewrap": "no-such-tool", "namespaces": "false"})
+    with Sandbox() as made:
+        assert made.way == "limits"
+        assert made.isolation.startswith("limits")
+        assert "NOT kept from: " in made.isolation
+    with pytest.raises(RequestError, match="no sandbox works here: bubblewrap: there is no no-such-tool on PATH"):
+        Sandbox("bubblewrap")
+    with pytest.raises(RequestError, match="unknown way to isolate programs 'chroot'"):
+        Sandbox("chroot")
+
+
+def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, "landlock_version", lambda: 3)
+    monkeypatch.setattr(warden, "spare_uid", lambda: None)
+    assert isolation.describe("limits").endswith(
+        "kept from: writing outside its directory, reading homes and temporary directories, the environment of other processes; "
+        "NOT kept from: the network by TCP, the network by other protocols, signals to other processes, sockets in the file system"
+    )
+    monkeypatch.setattr(confine, "landlock_version", lambda: 0)
+    assert "kept from: nothing; NOT kept from" in isolation.describe("limits")
+    assert "NOT" not in isolation.describe("bubblewrap")
+
+
+def test_a_user_id_is_spare_and_differs_between_wardens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    ids = set()
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        ids.add(warden.spare_uid())
+    assert ids == {None} or len(ids) == 2  # None: this machine maps no others
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert warden.spare_uid() is None
+
+
+def test_the_two_programs_need_the_standard_library_only() -> None:
+    for module in (warden, confine):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text()], capture_output=True
+        )
+        assert b"ImportError" not in done.stderr
+        assert b"ModuleNotFoundError" not in done.stderr

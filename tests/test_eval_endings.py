@@ -76,7 +76,9 @@ PERL = "# it's {\nsub f {\n"
         ("ruby", "def f(x)\n", "  x + 1", False, "  x + 1"),
     ],
 )
-def test_functions_with_braces_end_where_theirs_closes(language: str, prompt: str, text: str, stopped: bool, kept: str) -> None:
+def test_functions_with_braces_end_where_theirs_closes(
+    language: str, prompt: str, text: str, stopped: bool, kept: str
+) -> None:
     assert ending(language).cut(prompt, text, stopped) == kept
 
 

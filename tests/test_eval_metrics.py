@@ -149,7 +149,9 @@ def test_ways_are_held_against_each_other() -> None:
 
 def test_nothing_finished_is_a_summary_too() -> None:
     attempts = {"a": {"error": None, "attempts": {"plain": {"seconds": 1.0, "samples": [sample(1.0, False)]}}}}
-    summary = summarize(Results(["a"], ("plain",), 1, ("passed",), attempts, {"a": {"grades": {"plain": [None]}}}), [1.0, INF])
+    summary = summarize(
+        Results(["a"], ("plain",), 1, ("passed",), attempts, {"a": {"grades": {"plain": [None]}}}), [1.0, INF]
+    )
     assert [line["passed_all"]["mean"] for line in summary["lines"]] == [0, 0]
     assert summary["curves"]["budgets"] == []
     assert summary["against"] == []

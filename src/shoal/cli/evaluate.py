@@ -130,9 +130,8 @@ def evaluate(
     programs, and tells for every budget what the samples finished by then come to: Pass@First (the one ranked first by mean
     log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox.
     """
-    suite = Suite.read(set_, data, limit, chat)
     if solutions is not None:
-        return _judge(suite, solutions, workers, json_output)
+        return _judge(Suite.read(set_, data, limit, chat), solutions, workers, json_output)
     budgets = parse_budgets(time_budget)
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max(n, 1), trust_remote_code, local_files_only,
@@ -142,6 +141,7 @@ def evaluate(
         source, ways, n, lookahead or "auto", seed, rule=rule, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, time_budget=None if math.isinf(max(budgets)) else max(budgets),
     )  # fmt: skip
+    suite = Suite.read(set_, data, limit, chat)
     if plot and out is not None:
         from shoal.evaluation.figure import require_matplotlib
 

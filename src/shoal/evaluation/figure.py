@@ -1,9 +1,15 @@
-"""The BASS figure: quality over the time budget, a curve per way of decoding."""
+"""The BASS figure: quality over the time budget, a curve per way of decoding.
+
+python -m shoal.evaluation.figure PICTURE.png SUMMARY.json ...     one picture of several runs
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import RequestError
@@ -59,7 +65,8 @@ def png(summaries: Sequence[Mapping[str, Any]]) -> bytes:
 def svg(summary: Mapping[str, Any]) -> str:
     """For a page, on whatever it lies."""
     target = io.StringIO()
-    draw([summary], ink=INK).savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    draw([summary], ink=INK).savefig(target, format="svg", transparent=True, metadata=nothing)
     text = target.getvalue()
     return text[text.index("<svg") :]
 
@@ -111,3 +118,8 @@ def _legend(axes: Any, summary: Mapping[str, Any]) -> None:
     handles = [Line2D([], [], color=COLOURS[way], linewidth=2) for way in ways]
     axes.legend(handles, [LABELS[way] for way in ways], loc="lower right", fontsize=8, frameon=False)
     axes.set_title("shading: 95 % bootstrap over problems", loc="left", fontsize=8, pad=10)
+
+
+if __name__ == "__main__":
+    picture, *files = map(Path, sys.argv[1:])
+    picture.write_bytes(png([json.loads(file.read_text(encoding="utf-8")) for file in files]))

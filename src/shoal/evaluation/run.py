@@ -76,7 +76,7 @@ class Evaluation:
         """Writes summary, figure and page; returns the summary."""
         results = self.results(scores)
         summary = {"settings": self.settings, **extra, **summarize(results, budgets)}
-        text = json.dumps(summary, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(summary, allow_nan=False) + "\n"
         (self.directory / SUMMARY).write_text(text, encoding="utf-8")
         if plot:
             (self.directory / FIGURE).write_bytes(png([summary]))

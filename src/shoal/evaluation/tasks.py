@@ -91,7 +91,7 @@ def function_problems(count: int = FUNCTIONS) -> list[Problem]:
     from shoal.train.problems import generate
 
     templates, constants = (
-        list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, 2 * count, split)}.values())
+        list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values())
         for split in ("templates", "constants")
     )
     turns = [problem for both in zip(templates, constants, strict=False) for problem in both][:count]

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Quality within a time budget, of the bundled pair on 200 problems it was not trained on: docs/quality.md shows what it printed.
+#
+#   benchmarks/quality.sh [DIRECTORY]      build/quality without one; stopped, it goes on where it was
+#
+# The two runs with a seed are timed: leave the machine alone. The two without compare laws, and need not be timed.
+set -eu
+out=${1:-build/quality}
+shoal=${SHOAL:-shoal}
+budgets=0.1,0.15,0.2,0.25,0.3,0.4,0.5,0.75,1,2,inf
+
+for temperature in 0.2 0.8; do
+  common="functions -n 8 --temperature $temperature --top-p 0.95 --max-new-tokens 128"
+  $shoal eval $common --seed 1 --time-budget $budgets --out "$out/seeded-$temperature"
+  $shoal eval $common --ways plain,batched --out "$out/fresh-$temperature"
+done

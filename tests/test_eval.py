@@ -1,0 +1,561 @@
+"""`shoal eval`: one sampling run per way, cut by budgets; resumed, graded, reported; every bad input a message or an honest row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.api import Shoal
+from shoal.cli import run as command_line
+from shoal.errors import RequestError
+from shoal.evaluation import figure as figures
+from shoal.evaluation.grading import Grade, Graded, grade_entries, rouge_grader
+from shoal.evaluation.journal import Journal
+from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
+from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, WAYS, Plan, Sampler
+from shoal.evaluation.tasks import Document, Task, summary_tasks
+from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
+from shoal.testing.scripted import mixed, one_hot, scripted
+from shoal.testing.tiny import END
+
+TOKENIZER = tiny_tokenizer()
+PROMPT = "def f():\n"
+ANSWERS = ("    return 1\n", "    return 2\n", "    return (\n", "    return '<b>é&\n")
+"""One of them passes, one is wrong, one does not parse, one is for the browser."""
+N, TOKENS = 6, 40
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def writes(*answers: str, weights: Sequence[float] = (3, 2, 2, 3)) -> Any:
+    """A script that goes on with one of these answers and ends; how likely each is, as weights."""
+    paths = [(*encode(PROMPT), *encode(answer), END) for answer in answers]
+
+    def script(ids: tuple[int, ...]) -> Tensor:
+        chances = torch.full((VOCABULARY,), 1e-22, dtype=torch.float64)
+        for path, weight in zip(paths, weights, strict=False):
+            if path[: len(ids)] == ids != path:
+                chances[path[len(ids)]] += weight
+        return chances.log() if chances.max() >= 1 else one_hot(END, VOCABULARY)
+
+    return script
+
+
+@pytest.fixture
+def pair() -> Shoal:
+    target = writes(*ANSWERS)
+    drafter = mixed(target, writes(*reversed(ANSWERS)))
+    return Shoal(scripted(target, VOCABULARY), scripted(drafter, VOCABULARY), TOKENIZER, max_batch=N)
+
+
+def task(name: str, prompt: str = PROMPT, stops: tuple[str, ...] = ()) -> Task:
+    return Task(name, prompt, stops, lambda _: prompt, lambda text, _: text)
+
+
+def plan(**changes: Any) -> Plan:
+    options = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": TOKENS, "eos": END, **changes.pop("options", {})}
+    return Plan(**{"n": N, "options": options, "lookahead": 3, "seed": 5, **changes})
+
+
+def graded(completions: Graded) -> Iterator[Grade]:
+    """A judge that knows the answers."""
+    words = dict(zip(ANSWERS, ("passed", "failed", "syntax", "failed"), strict=True))
+    for _, text in completions:
+        outcome = words.get(text, "syntax")
+        yield Grade({"passed": float(outcome == "passed")}, outcome, "" if outcome == "passed" else "<i>wrong</i>\x00")
+
+
+def through(_what: str, results: Iterable[Any], _total: int) -> Iterator[Any]:
+    yield from results
+
+
+def evaluate(directory: Path, pair: Shoal, tasks: Sequence[Task], chosen: Plan) -> Evaluation:
+    evaluation = Evaluation(directory, tasks, chosen, {"set": "x", "temperature": 1, "top_p": 1, "seed": chosen.seed})
+    evaluation.sample(Sampler(pair, chosen), through)
+    evaluation.grade(graded, through)
+    return evaluation
+
+
+# ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_way_writes_the_same_and_says_what_it_took(pair: Shoal) -> None:
+    (entry,) = Sampler(pair, plan()).run([task("a")])
+    attempts = entry["attempts"]
+    assert list(attempts) == list(WAYS)
+    ids = {way: [sample["token_ids"] for sample in attempt["samples"]] for way, attempt in attempts.items()}
+    assert ids[PLAIN] == ids[SINGLE] == ids[BATCHED]
+    assert len({tuple(row) for row in ids[PLAIN]}) > 1
+    longest, total = max(map(len, ids[PLAIN])), sum(map(len, ids[PLAIN]))
+    stats = {way: attempt["stats"] for way, attempt in attempts.items()}
+    assert stats[PLAIN]["drafted"] == stats[PLAIN]["draft_passes"] == 0
+    assert stats[PLAIN]["target_passes"] == longest
+    assert longest / 4 <= stats[BATCHED]["target_passes"] < longest  # up to 4 tokens of each row in a pass
+    assert stats[SINGLE]["target_passes"] == stats[SINGLE]["row_rounds"] == stats[BATCHED]["row_rounds"]  # one row in a pass
+    assert 0 < stats[SINGLE]["accepted"] == stats[BATCHED]["accepted"] < stats[BATCHED]["drafted"]
+    assert all(stats[way]["committed"] == total for way in WAYS)
+    assert all(stats[way]["prefills"] == 1 for way in WAYS)
+    moments = [sample["finished_at"] for sample in attempts[SINGLE]["samples"]]
+    assert moments == sorted(moments)
+    assert len(set(moments)) == N  # one after another
+
+
+def test_the_pieces_of_a_text_say_who_chose_them(pair: Shoal) -> None:
+    (entry,) = Sampler(pair, plan(n=N)).run([task("a")])
+    for way, attempt in entry["attempts"].items():
+        for sample in attempt["samples"]:
+            assert "".join(piece for piece, _ in sample["spans"]) == sample["text"]
+            drafted = sum(len(piece.encode()) for piece, drafted in sample["spans"] if drafted)
+            assert drafted <= sample["accepted"] <= drafted + 2  # an EOS adds no text, "é" is two tokens
+            assert (drafted > 0) == (way != PLAIN)
+            assert all(mine[1] != other[1] for mine, other in zip(sample["spans"], sample["spans"][1:], strict=False))
+
+
+def test_a_problem_has_its_own_seed_whatever_else_is_evaluated(pair: Shoal) -> None:
+    one = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([task("a"), task("b")])]
+    other = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([task("b")])]
+    texts = lambda attempts: [sample["text"] for sample in attempts[PLAIN]["samples"]]  # noqa: E731
+    assert texts(one[1]) == texts(other[0])
+    assert texts(one[0]) != texts(one[1])
+    assert plan(seed=None).seed_of("a") is None
+
+
+def test_a_prompt_that_cannot_be_asked_is_an_honest_row(pair: Shoal, tmp_path: Path) -> None:
+    tasks = [task("long", "x" * 5000), task("fine")]
+    summary = evaluate(tmp_path, pair, tasks, plan()).report(("passed",), [float("inf")], {}, plot=False)
+    assert "5000 tokens" in summary["errors"]["long"]
+    line = next(line for line in summary["lines"] if line["way"] == BATCHED)
+    assert line["finished"]["mean"] == 0.5
+    assert line["passed_all"]["mean"] == 0.5
+    assert "long could not be asked" in " ".join(figures_text(summary))
+    assert "not asked: the prompt has 5000 tokens" in (tmp_path / PAGE).read_text()
+
+
+def figures_text(summary: dict[str, Any]) -> list[str]:
+    from shoal.evaluation.tables import findings
+
+    return list(findings(summary))
+
+
+def test_a_model_that_only_ends_has_samples_that_fail(tmp_path: Path) -> None:
+    silent = scripted(lambda ids: one_hot(END, VOCABULARY), VOCABULARY)
+    pair = Shoal(silent, scripted(writes(*ANSWERS), VOCABULARY), TOKENIZER, max_batch=N)
+    evaluation = evaluate(tmp_path, pair, [task("a")], plan())
+    for attempt in evaluation.samples.entries["a"]["attempts"].values():
+        assert [sample["text"] for sample in attempt["samples"]] == [""] * N
+        assert all(sample["finished"] and sample["token_ids"] == [END] for sample in attempt["samples"])
+    (line, *_) = evaluation.report(("passed",), [9.0], {}, plot=False)["lines"]
+    assert line["finished"]["mean"] == 1
+    assert line["passed_all"]["mean"] == line["passed_first"]["mean"] == 0
+    assert line["syntax_errors"]["mean"] == 1
+
+
+def test_a_budget_shorter_than_the_prompts_pass_has_no_sample(pair: Shoal, tmp_path: Path) -> None:
+    evaluation = evaluate(tmp_path, pair, [task("a")], plan(options={"time_budget": 1e-6}))
+    for attempt in evaluation.samples.entries["a"]["attempts"].values():
+        assert {sample["finish_reason"] for sample in attempt["samples"]} == {"time"}
+        assert attempt["stats"]["committed"] <= 4 * N  # it stopped at once
+    summary = evaluation.report(("passed",), [1e-6], {}, plot=True)
+    for line in summary["lines"]:
+        assert line["finished"]["mean"] == line["passed_all"]["mean"] == line["pass@1"]["mean"] == 0
+        assert line["tokens"]["mean"] is None
+    assert (tmp_path / FIGURE).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"ways": ("fast",)}, "fast"), ({"ways": ()}, "no way"), ({"options": {"x": 1}}, "'x'")]
+)
+def test_wrong_plans_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        plan(**changes)
+
+
+def test_speculative_ways_need_a_drafter(pair: Shoal) -> None:
+    alone = Shoal(pair.target, None, TOKENIZER)
+    with pytest.raises(RequestError, match="drafter"):
+        Sampler(alone, plan())
+    assert len(list(Sampler(alone, plan(ways=(PLAIN,))).run([task("a")]))) == 1
+
+
+# ── resuming ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stopped_run_goes_on_where_it_was(pair: Shoal, tmp_path: Path) -> None:
+    tasks = [task(name) for name in "abcd"]
+
+    def stopping(_what: str, results: Iterable[Any], _total: int) -> Iterator[Any]:
+        for count, result in enumerate(results):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield result
+
+    settings = {"set": "x", "temperature": 1, "top_p": 1}
+    first = Evaluation(tmp_path / "a", tasks, plan(), settings)
+    with pytest.raises(KeyboardInterrupt):
+        first.sample(Sampler(pair, plan()), stopping)
+    again = Evaluation(tmp_path / "a", tasks, plan(), settings)
+    assert [missing.task_id for missing in again.missing] == ["c", "d"]
+    asked: list[str] = []
+    sampler = Sampler(pair, plan())
+    attempt = sampler.attempt
+    sampler.attempt = lambda way, task, prompt: asked.append(task.task_id) or attempt(way, task, prompt)  # type: ignore[method-assign]
+    again.sample(sampler, through)
+    assert asked == ["c"] * 6 + ["d"] * 3  # the first one twice, to warm up
+    whole = evaluate(tmp_path / "b", pair, tasks, plan())
+    assert _ids(again) == _ids(whole)
+    with pytest.raises(KeyboardInterrupt):
+        again.grade(graded, stopping)
+    assert list(Journal(tmp_path / "a" / GRADES).entries) == ["a", "b"]
+    again.grade(graded, through)
+    assert again.grades.entries == whole.grades.entries
+
+
+def _ids(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        name: [[sample["token_ids"] for sample in attempt["samples"]] for attempt in entry["attempts"].values()]
+        for name, entry in evaluation.samples.entries.items()
+    }
+
+
+def test_the_same_completion_is_graded_once_and_unfinished_ones_never() -> None:
+    def sample(text: str, finished: bool = True) -> dict[str, Any]:
+        return {"completion": text, "finished": finished}
+
+    entry = {
+        "task_id": "a",
+        "attempts": {
+            "plain": {"samples": [sample("x"), sample("y"), sample("z", False)]},
+            "batched": {"samples": [sample("x")]},
+        },
+    }
+    asked: list[tuple[str, str]] = []
+
+    def grader(completions: Graded) -> Iterator[Grade]:
+        for name, text in completions:
+            asked.append((name, text))
+            yield Grade({"passed": 1.0}, text)
+
+    (found,) = grade_entries([entry], grader)
+    assert asked == [("a", "x"), ("a", "y")]
+    outcomes = {way: [grade and grade["outcome"] for grade in grades] for way, grades in found["grades"].items()}
+    assert outcomes == {"plain": ["x", "y", None], "batched": ["x"]}
+
+
+# ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Reader(HTMLParser):
+    """Tags and text of a page; complains of what a browser would have to guess."""
+
+    VOID = ("meta", "br", "path", "use", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_shows_what_was_written_and_obeys_none_of_it(pair: Shoal, tmp_path: Path) -> None:
+    hostile = "</pre><script>alert(1)</script>\x00\x1b[31m"
+    evaluation = evaluate(tmp_path, pair, [task("a<b>"), Task("b", hostile, (), lambda _: PROMPT, lambda t, _: t)], plan())
+    evaluation.report(("passed",), [1e-9, float("inf")], {}, plot=True)
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert not {"script", "b\x00", "i", "link", "img", "iframe"} & set(reader.seen)
+    assert "\x00" not in page
+    assert "\x1b" not in page
+    assert "<script" not in page
+    assert "a<b>" in reader.text
+    assert "    return '<b>é&\n" in reader.text
+    assert "<i>wrong</i>" in reader.text
+    assert "</pre><script>alert(1)</script>" in reader.text
+    assert 'class="accepted"' in page
+    assert 'class="drawn"' in page
+    assert "http" not in re.sub(r"http://www\.w3\.org/[\w/]+|http-equiv", "", page)  # nothing is loaded from elsewhere
+    assert reader.seen.count("svg") == 1
+    assert len(re.findall("rank 1, ", reader.text)) == 2 * len(WAYS)
+
+
+def test_a_page_ranks_by_mean_log_probability_and_marks_the_cut(tmp_path: Path) -> None:
+    from shoal.evaluation.page import _ranked, _spans
+    from shoal.evaluation.summary import Results
+
+    samples = [{"mean_logprob": value} for value in (-2.0, -1.0, None, -0.5)]
+    grades = [{"outcome": "x"}, {"outcome": "x"}, {"outcome": "x"}, None]
+    results = Results(
+        ["a"],
+        ("plain",),
+        4,
+        ("passed",),
+        {"a": {"attempts": {"plain": {"samples": samples}}}},
+        {"a": {"grades": {"plain": grades}}},
+    )
+    assert [place for place, _, _ in _ranked(results, "a", "plain")] == [2, 1, 3, 4]
+    cut = {"text": "abcd", "completion": "ab", "spans": [("a", False), ("bc", True), ("d", False)]}
+    assert "".join(_spans(cut)) == (
+        '<span class="drawn">a</span><span class="accepted">b</span>'
+        '<span class="accepted cut">c</span><span class="drawn cut">d</span>'
+    )
+
+
+def test_a_summary_is_whole_and_its_figure_has_every_way(pair: Shoal, tmp_path: Path) -> None:
+    evaluation = evaluate(tmp_path, pair, [task(name) for name in "abc"], plan())
+    summary = evaluation.report(("passed",), [1e-9, float("inf")], {"machine": {}}, plot=False)
+    assert json.loads((tmp_path / SUMMARY).read_text()) == summary
+    assert not (tmp_path / FIGURE).exists()
+    assert [(line["way"], line["budget"]) for line in summary["lines"]] == [(w, b) for b in (1e-9, None) for w in WAYS]
+    assert all(pair["same_ids"] == pair["samples"] == 3 * N for pair in summary["against"])
+    drawn = figures.draw([summary])
+    assert [axes.get_ylabel() for axes in drawn.axes] == ["Pass@First", "Pass@All"]
+    assert [len(axes.get_lines()) for axes in drawn.axes] == [len(WAYS)] * 2
+    passing = [
+        sample["completion"] == ANSWERS[0]
+        for entry in evaluation.samples.entries.values()
+        for sample in entry["attempts"][PLAIN]["samples"]
+    ]
+    assert summary["lines"][-1]["pass@1"]["mean"] == pytest.approx(sum(passing) / len(passing))
+
+
+# ── summaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_summaries_are_compared_with_peoples() -> None:
+    pytest.importorskip("rouge_score")
+    documents = [Document("0", "A long text.", "The cat sat on the mat")]
+    grades = list(rouge_grader(documents)([("0", "the cats sat on the mat"), ("0", "dogs"), ("0", "the cat")]))
+    assert [grade.scores["rougeL"] for grade in grades] == pytest.approx([1.0, 0.0, 0.5])  # stemmed; 2 of 2 and 2 of 6 words
+    assert grades[2].scores["rouge2"] == pytest.approx(2 * 1 * 0.2 / 1.2)
+    (asked,) = summary_tasks(documents)
+    assert asked.read(None) == "A long text.\n\nTL;DR:"
+    assert asked.complete(" The cat \n", False) == "The cat"
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, drafter = save_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft", str(drafter)]
+
+
+def shoal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = command_line(["eval", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def documents_file(directory: Path) -> Path:
+    file = directory / "xsum.jsonl.gz"
+    rows = [{"document": f"Text {i}.", "summary": "Short words."} for i in range(2)]
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    return file
+
+
+def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], models: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    common = [
+        "summarize",
+        "--data",
+        documents_file(tmp_path),
+        *models,
+        "-n",
+        2,
+        "--max-new-tokens",
+        8,
+        "--seed",
+        1,
+        "--temperature",
+        1,
+    ]
+    code, out, _ = shoal(capsys, *common, "--out", tmp_path / "out", "--time-budget", "1e-6,inf", "--json")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["scores"] == ["rougeL", "rouge1", "rouge2"]
+    assert [line["budget"] for line in summary["lines"]] == [1e-6] * 3 + [None] * 3
+    assert all(pair["same_ids"] == pair["samples"] == 4 for pair in summary["against"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"settings.json", SAMPLES, GRADES, SUMMARY, FIGURE, PAGE}
+    samples = (tmp_path / "out" / SAMPLES).read_bytes()
+    code, out, _ = shoal(capsys, *common, "--out", tmp_path / "out")  # complete: reported again, nothing is sampled
+    assert code == 0
+    assert "ROUGE-L@First" in out
+    assert "the same token ids in 4 of 4 samples" in out
+    assert (tmp_path / "out" / SAMPLES).read_bytes() == samples
+    code, _, err = shoal(capsys, *common, "--out", tmp_path / "out", "--top-p", 0.5)
+    assert code == 2
+    assert "top_p = 0.95, asked for is 0.5" in err
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    pytest.importorskip("rouge_score")
+    attempt = Sampler.attempt
+
+    def interrupted(self: Sampler, way: str, task: Task, prompt: Any) -> Any:
+        if task.task_id == "1":
+            raise KeyboardInterrupt
+        return attempt(self, way, task, prompt)
+
+    monkeypatch.setattr(Sampler, "attempt", interrupted)
+    code, out, err = shoal(
+        capsys,
+        "summarize",
+        "--data",
+        documents_file(tmp_path),
+        *models,
+        "-n",
+        1,
+        "--max-new-tokens",
+        2,
+        "--out",
+        tmp_path / "out",
+    )
+    assert (code, out) == (130, "")
+    assert "1 of 2 problems sampled" in err
+    assert len((tmp_path / "out" / SAMPLES).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["poetry"], "poetry"),
+        (["humaneval"], "--data FILE"),
+        (["functions", "--data", "x"], "leave out --data"),
+        (["humaneval", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["functions", "--time-budget", "soon"], "--time-budget"),
+        (["functions", "--time-budget", "0,1"], "--time-budget"),
+        (["functions", "--time-budget", "nan"], "--time-budget"),
+        (["functions", "--temperature", "-1"], "temperature"),
+        (["functions", "--ways", "plain,quick"], "quick"),
+        (["functions", "--lookahead", "off", "--ways", "batched"], "--ways plain"),
+        (["functions", "--lookahead", "often"], "often"),
+        (["functions", "--limit", "0"], "--limit"),
+        (["infilling", "--data", "x.jsonl", "--chat"], "--chat"),
+    ],
+)
+def test_wrong_commands_are_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
+    code, out, err = shoal(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+PROBLEM = {
+    "task_id": "a",
+    "prompt": "def f():\n",
+    "entry_point": "f",
+    "test": "def check(f):\n    assert f() == 1\n",
+    "canonical_solution": "    return 1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "said"),
+    [
+        ("humaneval", ["{oops"], "line 1: not JSON"),
+        ("humaneval", [json.dumps(PROBLEM), "", "{"], "line 3: not JSON"),
+        ("humaneval", [json.dumps({k: v for k, v in PROBLEM.items() if k != "test"})], "'test'"),
+        ("humaneval", [json.dumps(PROBLEM)] * 2, "line 2: the task id 'a'"),
+        ("mbxp", [json.dumps({**PROBLEM, "language": "cobol"})], "unknown language 'cobol'"),
+        ("infilling", [json.dumps(PROBLEM)], "no suffix"),
+        ("summarize", ['{"document": "x"}'], "'summary'"),
+        ("summarize", ['{"id": 1, "document": "x", "summary": "y"}'] * 2, "line 2: the id '1'"),
+    ],
+)
+def test_wrong_files_are_refused_with_the_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, rows: list[str], said: str
+) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text("\n".join(rows))
+    code, _, err = shoal(capsys, name, "--data", file)
+    assert code == 2
+    assert said in err
+
+
+def test_a_tokenizer_without_the_tokens_is_refused_once(
+    capsys: pytest.CaptureFixture[str], models: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "middle.jsonl"
+    file.write_text(json.dumps({**PROBLEM, "suffix": "\n"}))
+    for arguments, said in (
+        (["infilling", "--data", file], "fill-in-the-middle"),
+        (["functions", "--chat"], "chat template"),
+    ):
+        code, _, err = shoal(capsys, *arguments, *models, "-n", 1)
+        assert code == 2
+        assert said in err
+
+
+@pytest.mark.limit(240)
+def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The bundled pair and the real sandbox."""
+    arguments = [
+        "functions",
+        "--limit",
+        2,
+        "-n",
+        2,
+        "--max-new-tokens",
+        48,
+        "--seed",
+        1,
+        "--out",
+        tmp_path,
+        "--no-plot",
+        "--json",
+    ]
+    code, out, err = shoal(capsys, *arguments)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["problems"] == 2
+    assert summary["isolation"]
+    assert all(pair["same_ids"] == pair["samples"] == 4 for pair in summary["against"])
+    assert {line["passed_all"]["mean"] for line in summary["lines"]} == {1.0}
+    stats = [entry["attempts"][BATCHED]["stats"] for entry in Journal(tmp_path / SAMPLES).entries.values()]
+    assert all(one["rounds"] < one["committed"] for one in stats)
+
+
+def test_given_solutions_are_judged_without_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
+    code, out, _ = shoal(capsys, "functions", "--limit", 2, "--solutions", "canonical", "--json")
+    assert code == 0
+    assert json.loads(out)["languages"] == {"python": {"passed": 2, "total": 2}}
+    problems, wrong = tmp_path / "set.jsonl", tmp_path / "wrong.jsonl"
+    problems.write_text(json.dumps(PROBLEM))
+    wrong.write_text(json.dumps({"task_id": "a", "completion": "    return 2\n"}))
+    code, out, _ = shoal(capsys, "humaneval", "--data", problems, "--solutions", wrong)
+    assert code == 0  # all were judged
+    assert re.search(r"python\s+0\s+1\s+0\.0", out)
+    assert "a: failed AssertionError" in out

@@ -1,0 +1,96 @@
+"""Results survive a kill at any byte, and are never mixed with those of other settings."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import RequestError
+from shoal.evaluation.journal import Journal, settle
+
+ENTRIES = [{"task_id": f"é/{i}", "text": "line\nbreak \u2028"} for i in range(3)]
+
+
+def test_entries_are_there_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.jsonl")
+    for entry in ENTRIES:
+        journal.append(entry)
+    again = Journal(tmp_path / "a.jsonl")
+    assert list(again.entries.values()) == list(journal.entries.values()) == ENTRIES
+
+
+def test_a_line_torn_at_any_byte_is_mended(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for entry in ENTRIES:
+        Journal(file).append(entry)
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        journal = Journal(file)
+        kept = whole[:size].count(b"\n")
+        assert list(journal.entries.values()) == ENTRIES[:kept]
+        for entry in ENTRIES[kept:]:
+            journal.append(entry)
+        assert file.read_bytes() == whole
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from shoal.evaluation.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+for i in range(len(journal.entries), 1_000_000):
+    journal.append({"task_id": str(i), "text": "x" * 5000})
+    print(i, flush=True)
+"""
+
+
+def test_what_was_reported_done_survives_kill_9(tmp_path: Path) -> None:
+    file, reported = tmp_path / "a.jsonl", 0
+    for _ in range(3):
+        running = subprocess.Popen([sys.executable, "-c", KILLED, str(file)], stdout=subprocess.PIPE, text=True)
+        assert running.stdout is not None
+        for _ in range(5):
+            reported = int(running.stdout.readline()) + 1
+        running.send_signal(signal.SIGKILL)
+        running.communicate()
+        names = list(Journal(file).entries)
+        assert names == [str(i) for i in range(len(names))]
+        assert len(names) >= reported
+    assert reported >= 15
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{oops}", "2 is not JSON"), ("[1]", '2 must be an object with a text "task_id"')]
+)
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"task_id": "a"}}\n{line}\n{{"task_id": "b"}}\n')
+    with pytest.raises(RequestError, match=said):
+        Journal(file)
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    file, settings = tmp_path / "settings.json", {"n": 8, "ways": ("plain",), "seed": None}
+    settle(file, settings)
+    settle(file, settings)
+    for other, said in (({"n": 4}, "n = 8, asked for is 4"), ({"top_p": 0.9}, "top_p = None, asked for is 0.9")):
+        with pytest.raises(RequestError, match=said):
+            settle(file, {**settings, **other})
+    with pytest.raises(RequestError, match=r"ways = \['plain'\], asked for is None"):
+        settle(file, {"n": 8})
+    assert json.loads(file.read_text()) == {"n": 8, "ways": ["plain"], "seed": None}
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(RequestError, match=r"folder\.jsonl"):
+        Journal(tmp_path / "folder.jsonl")
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(RequestError, match="not JSON"):
+        settle(tmp_path / "settings.json", {})

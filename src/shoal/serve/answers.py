@@ -71,6 +71,7 @@ class Choice(BaseModel):
 
     index: int
     finish_reason: Ending | None
+    error: str | None = Field(None, description="Why this sample failed, if it did; its text is what there was before.")
     shoal: Details | None = None
 
 

@@ -87,11 +87,11 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     """What clients use, behind the key if there is one."""
 
     async def authorised(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if settings.keys and not opens(settings.keys, given.credentials if given else ""):
+        if not opens(settings.keys, given.credentials if given else ""):
             message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
             raise Fault(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)])
+    router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)] if settings.keys else [])
     translator = Translator(shoal.tokenizer, shoal.eos, worker.engine.context, settings)
     model = _model(shoal, worker, settings)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from shoal.errors import RequestError
@@ -35,9 +35,9 @@ class Fault(HTTPException):
         kind = KINDS.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self) -> Response:
+        """The answer, in ASCII: a message may quote what is no text."""
+        return Response(json.dumps(self.body()), self.status_code, self.headers, media_type="application/json")
 
 
 def fault_of(error: Exception) -> Fault:
@@ -69,7 +69,7 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> Fault:
 def install(app: FastAPI) -> None:
     """Makes every error of an app one of ours."""
 
-    async def answer(_request: Request, error: Exception) -> JSONResponse:
+    async def answer(_request: Request, error: Exception) -> Response:
         return fault_of(error).response()
 
     for kind in (HTTPException, RequestError, RequestValidationError, Exception):

@@ -144,6 +144,8 @@ class Choice:
         reason = ENDINGS[news.sample.finish_reason] if news.sample else None
         choice = {"index": self.index, **content, "logprobs": self._logprobs(tokens), "finish_reason": reason}
         self.offset += sum(len(token.text) for token in tokens)
+        if news.error is not None:
+            choice["error"] = str(news.error)
         if self.details:
             choice["shoal"] = self._details(news)
         return choice

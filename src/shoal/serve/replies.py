@@ -14,6 +14,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.ranking import ranked
 from shoal.request import Sample
 from shoal.serve.faults import Fault, fault_of
@@ -47,15 +48,15 @@ class Reply:
         """The answer, once all rows have ended.
 
         Raises:
-            Fault, RequestError: see `Worker.serving`; a Fault of 500 if every row failed.
+            Fault, RequestError: see `Worker.serving`; if every row failed, why the first did.
         """
         order, ticket = self.order, self._ticket()
         async with self.worker.serving(ticket):
             prompts = await self._prompts()
             ends = sorted([news async for news in self._news(ticket)], key=lambda news: news.place)
         samples = [news.sample for news in ends if news.sample is not None]
-        if all(sample.finish_reason == "error" for sample in samples):
-            raise Fault(500, samples[0].error or "the model failed", code="row_failed")
+        if all(news.error is not None for news in ends):
+            raise _failure(ends[0].error)
         kept = [ends[place] for place in _kept(samples, order)]
         choices = [self._choice(index).whole(news, *self._echoed(news, prompts)) for index, news in enumerate(kept)]
         took = usage(self._prompt_length, samples, [news.sample for news in kept if news.sample is not None])
@@ -135,6 +136,13 @@ class Reply:
     @property
     def _prompt_length(self) -> int:
         return sum(map(len, self.order.prompts))
+
+
+def _failure(error: ShoalError | None) -> Exception:
+    """What failed a row, as an answer: its own request is at fault, or the model is, or there was no memory for now."""
+    if isinstance(error, RequestError):
+        return error
+    return Fault(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
 
 
 def _kept(samples: Sequence[Sample], order: Order) -> list[int]:

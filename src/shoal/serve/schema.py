@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+
+def _encodable(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not a text: {error.reason}") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Stops = str | Annotated[list[str], Field(max_length=64)]
+Stops = Text | Annotated[list[Text], Field(max_length=64)]
 Ids = Annotated[list[NonNegative], Field(min_length=1)]
 
 
@@ -36,7 +47,7 @@ class Grammar(Strict):
     """What a sample must match as a whole."""
 
     type: Literal["regex", "lark"] = Field(description="A regular expression, or a grammar in EBNF as Lark writes it.")
-    text: str = Field(min_length=1)
+    text: Text = Field(min_length=1)
 
 
 class JsonSchema(Strict):
@@ -114,10 +125,10 @@ class CompletionRequest(Asked):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
+        Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
         Field(description="A text, texts, token ids, or lists of token ids."),
     ]
-    suffix: str | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
+    suffix: Text | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
     echo: bool | None = Field(None, description="The prompt comes back before each sample's text.")
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Draw so many samples; the n of the highest mean log-probability come back, best first."
@@ -129,15 +140,15 @@ class TextPart(Strict):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""

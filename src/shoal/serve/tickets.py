@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.errors import ShoalError
 from shoal.request import Request, Row, Sample, TopLogprobs
 from shoal.round import Commit
 
@@ -28,7 +29,7 @@ class News:
     Attributes:
         place: which row of the ticket, prompt by prompt.
         text, tokens: new ones; tokens only if details were asked for, each as soon as all its text may be shown.
-        committed, drafted, accepted, rounds: so far. sample: set when the row ended.
+        committed, drafted, accepted, rounds: so far. sample: set when the row ended; error: if it failed, why.
     """
 
     place: int
@@ -39,6 +40,7 @@ class News:
     accepted: int
     rounds: int
     sample: Sample | None
+    error: ShoalError | None = None
 
 
 class Ticket:
@@ -85,7 +87,7 @@ class Follower:
             return None
         tokens = self._tokens(row, sample) if self.ticket.detailed else ()
         text = commit.text if self.ticket.stream or sample is None else sample.text
-        return News(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample)
+        return News(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
 
     def _tokens(self, row: Row, sample: Sample | None) -> tuple[Token, ...]:
         """Those whose text is out, and that no stop string can take back."""

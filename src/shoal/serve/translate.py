@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.config import Limits, Sampling
+from shoal.config import Grammar, Limits, Sampling
 from shoal.errors import RequestError
 from shoal.fim import fill_in_middle
 from shoal.request import Request
 from shoal.serve.faults import Fault
-from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
+from shoal.serve.schema import Asked, ChatRequest, CompletionRequest, JsonFormat, TextFormat
 from shoal.serve.settings import Settings
 
 SAMPLING = (
@@ -127,9 +128,9 @@ class Translator:
                 add_generation_prompt=True,
                 **(asked.chat_template_kwargs or {}),
             )
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # templates are programs of others, and raise what they like
             raise Fault(400, f"the chat template refused the messages: {error}", param="messages") from error
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,7 +157,7 @@ class Translator:
                 400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"
             )
         bias = {_token_id(token): value for token, value in (asked.logit_bias or {}).items()}
-        return Sampling(**given, logit_bias=bias, min_new_tokens=asked.min_tokens or 0)
+        return Sampling(**given, logit_bias=bias, min_new_tokens=asked.min_tokens or 0, grammar=_grammar(asked))
 
     def _limits(self, asked: Asked, max_tokens: int) -> Limits:
         timeout = self.settings.timeout
@@ -164,6 +165,17 @@ class Translator:
             max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *(asked.stop_token_ids or ())),
             time_budget=min(asked.time_budget or timeout, timeout),
         )  # fmt: skip
+
+
+def _grammar(asked: Asked) -> Grammar | None:
+    wanted = asked.response_format
+    if wanted is None or isinstance(wanted, TextFormat):
+        return Grammar(asked.grammar.type, asked.grammar.text) if asked.grammar else None
+    if asked.grammar is not None:
+        raise Fault(400, "grammar does not go with a response_format other than text", param="grammar")
+    if isinstance(wanted, JsonFormat):
+        return Grammar("json_object")
+    return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema))
 
 
 def _prompts(prompt: str | Sequence[Any]) -> Sequence[Any]:

@@ -1,0 +1,103 @@
+"""Servers for tests: the real application on a loopback port, with scripted models that wait where a test wants them to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import torch
+import uvicorn
+
+from shoal.accept import RULES
+from shoal.api import Shoal
+from shoal.serve.app import make_app
+from shoal.serve.run import bind
+from shoal.serve.settings import Settings
+from shoal.serve.worker import Worker
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import History, hashed, mixed, scripted
+
+CONTEXT = 2048
+PATIENCE = 30  # seconds until a wait is a hang
+
+
+@dataclass
+class Gate:
+    """Holds a script back on histories of more than `length` tokens until it is opened."""
+
+    script: History
+    length: int
+    reached: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, ids: tuple[int, ...]) -> torch.Tensor:
+        if len(ids) > self.length:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+        return self.script(ids)
+
+
+def legible(seed: int) -> History:
+    """Mostly the characters ! to ~, which are the byte tokenizer's first ids, and now and then a piece of another."""
+    script = hashed(VOCABULARY, seed)
+    odd = 6.0 * (torch.arange(VOCABULARY) > ord("~") - ord("!"))
+    return lambda ids: script(ids) - odd
+
+
+def pair(script: History | None = None, tokenizer: Any = None, max_batch: int = 8) -> Shoal:
+    """A scripted pair that mostly agrees, with the byte tokenizer; `script`: the target's, and the drafter's too."""
+    target = script or legible(0)
+    drafter = script or mixed(target, legible(1), every=3)
+    models = [scripted(spoken, VOCABULARY, CONTEXT) for spoken in (target, drafter)]
+    return Shoal(*models, tokenizer or tiny_tokenizer(), max_batch=max_batch)
+
+
+@dataclass
+class Served:
+    """A running server. `url`: without /v1."""
+
+    url: str
+    worker: Worker
+    shoal: Shoal
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """The official client."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        """A request of a prompt, if it says nothing else."""
+        return httpx.post(self.url + path, json={"prompt": "hello", **body}, timeout=PATIENCE)
+
+    def metric(self, name: str) -> float:
+        """One figure of /metrics, by its name with labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name), 0.0)
+
+
+@contextmanager
+def served(shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", **settings: Any) -> Iterator[Served]:
+    """The application around a pair, for as long as the block lasts."""
+    app = make_app(
+        shoal, lambda: shoal.engine(lookahead, RULES[rule]()), Settings("tiny", seeds=rule == "coupled", **settings)
+    )
+    with bind("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="on"))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        port = listening.getsockname()[1]
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        try:
+            yield Served(f"http://127.0.0.1:{port}", app.state.worker, shoal)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+            assert not app.state.worker.alive

@@ -1,0 +1,426 @@
+"""`shoal serve` answers with exactly what `generate` gives, field by field, through the official client."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serving import Served, legible, pair, served
+from shoal.request import Output
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(pair(), chat_template=TEMPLATE) as running:
+        yield running
+
+
+def offline(server: Served, prompt: Any = "hello", n: int = 1, **options: Any) -> Output:
+    """What the library gives for the same, one prompt."""
+    return server.shoal.generate(prompt, n, **{"lookahead": 4, "rule": "coupled", "max_new_tokens": 16, **options})[0]
+
+
+def events(server: Served, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    """The objects of a stream, whose last line must be [DONE]."""
+    response = server.post(path, stream=True, **body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+def without_clock(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+# ── the same as generate ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_samples_and_what_they_took_are_those_of_generate(server: Served) -> None:
+    answer = server.client.completions.create(model="tiny", prompt="hello", n=3, seed=7, max_tokens=40).model_dump()
+    samples = offline(server, n=3, seed=7, max_new_tokens=40).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    took = answer["usage"]["choices"]
+    for name, mine in {
+        "drafted": "drafted",
+        "accepted": "accepted",
+        "rounds": "rounds",
+        "ended_by": "finish_reason",
+    }.items():
+        assert [choice[name] for choice in took] == [getattr(sample, mine) for sample in samples]
+    assert sum(choice["accepted"] for choice in took) > 0
+    assert [choice["mean_logprob"] for choice in took] == [sample.mean_logprob for sample in samples]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples) == 120
+
+
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "temperature": ({"temperature": 0.3}, {"temperature": 0.3}),
+    "greedy": ({"temperature": 0}, {"temperature": 0}),
+    "top_p": ({"top_p": 0.2}, {"top_p": 0.2}),
+    "top_k": ({"top_k": 2}, {"top_k": 2}),
+    "min_p": ({"min_p": 0.5}, {"min_p": 0.5}),
+    "typical_p": ({"typical_p": 0.2}, {"typical_p": 0.2}),
+    "presence_penalty": ({"presence_penalty": 9.5}, {"presence_penalty": 9.5}),
+    "frequency_penalty": ({"frequency_penalty": 9.5}, {"frequency_penalty": 9.5}),
+    "repetition_penalty": ({"repetition_penalty": 9.0}, {"repetition_penalty": 9.0}),
+    "logit_bias": ({"logit_bias": {"65": 5, "66": 5.5}}, {"logit_bias": {65: 5, 66: 5.5}}),
+    "stop": ({"stop": ["a", "e", "1"], "max_tokens": 99}, {"stop": ["a", "e", "1"], "max_new_tokens": 99}),
+    "stop_token_ids": (
+        {"stop_token_ids": list(range(65, 91)), "max_tokens": 99},
+        {"eos": tuple(range(65, 91)), "max_new_tokens": 99},
+    ),
+    "min_tokens": (
+        {"stop_token_ids": list(range(128)), "min_tokens": 8},
+        {"eos": tuple(range(128)), "min_new_tokens": 8},
+    ),
+    "max_tokens": ({"max_tokens": 3}, {"max_new_tokens": 3}),
+    "seed": ({"seed": 8}, {"seed": 8}),
+}
+LEVEL = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+"""Fields that need repetition to show: their rows are pushed towards few tokens."""
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_is_honoured_exactly(server: Served, name: str) -> None:
+    theirs, ours = FIELDS[name]
+    few = ({"logit_bias": {"65": 9, "66": 9}}, {"logit_bias": {65: 9, 66: 9}}) if name in LEVEL else ({}, {})
+    answer = server.post(n=2, **{"seed": 7, **few[0], **theirs}).json()
+    samples = offline(server, n=2, **{"seed": 7, **few[1], **ours}).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    assert [took["completion_tokens"] for took in answer["usage"]["choices"]] == [len(s.token_ids) for s in samples]
+    unchanged = offline(server, n=2, seed=7, **few[1]).samples
+    assert [sample.text for sample in samples] != [sample.text for sample in unchanged], "the field would not be missed"
+
+
+def test_rows_of_unlike_requests_share_rounds_and_nothing_else(server: Served) -> None:
+    answers: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        answers[name] = server.post(n=2, **{"seed": 7, **FIELDS[name][0]}).json()
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in FIELDS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, (_, ours) in FIELDS.items():
+        samples = offline(server, n=2, **{"seed": 7, **ours}).samples
+        assert [choice["text"] for choice in answers[name]["choices"]] == [sample.text for sample in samples], name
+
+
+def test_several_prompts_of_text_and_ids(server: Served) -> None:
+    prompts = ["hello", "world"]
+    answer = server.post(prompt=prompts, n=2, seed=3, max_tokens=9).json()
+    result = server.shoal.generate(prompts, 2, seed=3, max_new_tokens=9, lookahead=4)
+    texts = [sample.text for output in result for sample in output.samples]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    ids = [list(output.prompt_ids) for output in result]
+    for prompt in (ids, prompts):
+        assert [c["text"] for c in server.post(prompt=prompt, n=2, seed=3, max_tokens=9).json()["choices"]] == texts
+    assert server.post(prompt=ids[0], n=2, seed=3, max_tokens=9).json()["choices"][1]["text"] == texts[1]
+
+
+# ── speculation, per request ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("speculation", "length"), [("auto", 4), (2, 2), (9, 4), (1, 1), ("off", 0), (0, 0)])
+def test_speculation_is_told_by_the_counts(speculation: Any, length: int) -> None:
+    with served(pair(legible(0))) as server:  # a drafter that is always right
+        answer = server.post(n=2, seed=1, max_tokens=30, speculation=speculation).json()
+    rounds = 30 // (length + 1)
+    for took in answer["usage"]["choices"]:
+        assert (took["rounds"], took["drafted"], took["accepted"]) == (rounds, rounds * length, rounds * length)
+
+
+def test_the_tokens_are_the_same_however_they_are_drafted(server: Served) -> None:
+    texts = [
+        [choice["text"] for choice in server.post(n=2, seed=5, max_tokens=30, speculation=how).json()["choices"]]
+        for how in ("auto", "off", 1, 3)
+    ]
+    assert texts == [texts[0]] * 4
+
+
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stream_adds_up_to_the_whole_answer(server: Served) -> None:
+    stop = offline(server, seed=7, max_new_tokens=30).samples[0].text[20:22]
+    body = {"n": 3, "seed": 7, "max_tokens": 30, "stop": stop, "logprobs": 2, "shoal": {"details": True}}
+    whole = server.post(**body).json()
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length", "length"]
+    pieces = events(server, stream_options={"include_usage": True}, **body)
+    assert without_clock(pieces[-1]) == {
+        "object": "text_completion", "model": "tiny", "choices": [], "usage": whole["usage"],
+    }  # fmt: skip
+    assert all(piece["usage"] is None for piece in pieces[:-1])
+    for choice in whole["choices"]:
+        mine = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert len(mine) > 3
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert joined(c["logprobs"][name] for c in mine) == choice["logprobs"][name]
+        assert joined(c["shoal"]["tokens"] for c in mine) == choice["shoal"]["tokens"]
+        assert mine[-1]["shoal"]["mean_logprob"] == pytest.approx(choice["shoal"]["mean_logprob"])
+
+
+def test_the_official_client_reads_streams(server: Served) -> None:
+    stream = server.client.completions.create(
+        model="tiny", prompt="hello", n=2, seed=7, max_tokens=20, stream=True, stream_options={"include_usage": True}
+    )
+    texts, usage = ["", ""], None
+    for piece in stream:
+        usage = piece.usage
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert texts == [sample.text for sample in offline(server, n=2, seed=7, max_new_tokens=20).samples]
+    assert usage is not None
+    assert usage.completion_tokens == 40
+
+
+def test_details_tell_the_tokens_and_where_they_came_from(server: Served) -> None:
+    pieces = events(server, n=2, seed=7, max_tokens=30, shoal={"details": True})
+    for index, sample in enumerate(offline(server, n=2, seed=7, max_new_tokens=30).samples):
+        mine = [c["shoal"] for piece in pieces for c in piece["choices"] if c["index"] == index]
+        tokens = [token for details in mine for token in details["tokens"]]
+        assert [token["id"] for token in tokens] == list(sample.token_ids)
+        assert [token["from_draft"] for token in tokens] == list(sample.from_draft)
+        assert [token["logprob"] for token in tokens] == list(sample.logprobs)
+        assert "".join(token["text"] for token in tokens) == sample.text
+        last = mine[-1]
+        assert last["mean_logprob"] == pytest.approx(sample.mean_logprob)
+        assert (last["committed"], last["drafted"], last["accepted"]) == (30, sample.drafted, sample.accepted)
+        assert [details["rounds"] for details in mine] == list(range(1, sample.rounds + 1))
+
+
+def test_without_details_there_are_none(server: Served) -> None:
+    assert all("shoal" not in c for piece in events(server, max_tokens=5) for c in piece["choices"])
+
+
+# ── log-probabilities, echo, best_of, suffix ────────────────────────────────────────────────────────────────────────
+
+
+def test_log_probabilities(server: Served) -> None:
+    (choice,) = server.post(seed=7, logprobs=3, max_tokens=12).json()["choices"]
+    (sample,) = offline(server, seed=7, top_logprobs=3, max_new_tokens=12).samples
+    name = server.shoal.tokenizer.decode
+    told = choice["logprobs"]
+    assert told["token_logprobs"] == list(sample.logprobs)
+    assert told["tokens"] == [name([token]) for token in sample.token_ids]
+    tops = [{name([token]): value for token, value in top.raw} for top in sample.top_logprobs]
+    assert told["top_logprobs"] == tops
+
+
+def test_echo_tells_the_prompt_and_what_the_model_thinks_of_it(server: Served) -> None:
+    body = {"seed": 7, "logprobs": 2, "max_tokens": 6}
+    (choice,) = server.post(echo=True, **body).json()["choices"]
+    (plain,) = server.post(**body).json()["choices"]
+    assert choice["text"] == "hello" + plain["text"]
+    told = choice["logprobs"]
+    assert told["tokens"] == [*"hello", *plain["logprobs"]["tokens"]]
+    assert told["text_offset"] == [*range(5), *(5 + offset for offset in plain["logprobs"]["text_offset"])]
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][5:] == plain["logprobs"]["token_logprobs"]
+    ids = server.shoal.tokenizer.encode("hello")
+    script = server.shoal.target.hf.script
+    expected = [float(script(tuple(ids[:i])).log_softmax(-1)[ids[i]]) for i in range(1, 5)]
+    assert told["token_logprobs"][1:5] == pytest.approx(expected)
+    assert all(len(top) == 2 for top in told["top_logprobs"][1:])
+    pieces = events(server, echo=True, **body)
+    assert "".join(c["text"] for piece in pieces for c in piece["choices"]) == choice["text"]
+    assert joined(c["logprobs"]["token_logprobs"] for p in pieces for c in p["choices"]) == told["token_logprobs"]
+
+
+def test_a_prompt_may_be_scored_alone(server: Served) -> None:
+    rounds = server.worker.engine.stats.rounds
+    answer = server.post(prompt=["hello", "you"], echo=True, logprobs=1, max_tokens=0, n=2).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["hello", "hello", "you", "you"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [5, 5, 3, 3]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert server.worker.engine.stats.rounds == rounds
+
+
+def test_best_of_returns_the_best_first(server: Served) -> None:
+    answer = server.post(n=2, best_of=5, seed=7).json()
+    ranked = offline(server, n=5, seed=7).ranked
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ranked[:2]]
+    assert [took["mean_logprob"] for took in answer["usage"]["choices"]] == [sample.mean_logprob for sample in ranked[:2]]
+    assert answer["usage"]["completion_tokens"] == 5 * 16
+
+
+def test_suffix_fills_in(bundled: Served) -> None:
+    body = {"prompt": "def add(a, b):\n    ", "suffix": "\n    return c\n", "temperature": 0, "max_tokens": 12}
+    (choice,) = bundled.post(**body).json()["choices"]
+    from shoal.fim import fill_in_middle
+
+    ids = fill_in_middle(bundled.shoal.tokenizer, body["prompt"], body["suffix"])
+    (sample,) = bundled.shoal.generate([ids], temperature=0, max_new_tokens=12)[0].samples
+    assert choice["text"] == sample.text
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Served]:
+    import shoal
+
+    with served(shoal.load(), lookahead="auto") as running:
+        yield running
+
+
+def test_the_bundled_pair_greedily_under_auto(bundled: Served) -> None:
+    prompts = ["def add(a, b):\n", "def is_even(n):\n"]
+    answer = bundled.post(prompt=prompts, temperature=0, n=2, max_tokens=40).json()
+    result = bundled.shoal.generate(prompts, 2, temperature=0, max_new_tokens=40, lookahead="off")
+    assert [choice["text"] for choice in answer["choices"]] == [s.text for output in result for s in output.samples]
+    assert sum(took["accepted"] for took in answer["usage"]["choices"]) > 0
+
+
+# ── chat ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+]
+
+
+def test_chat_is_a_completion_of_what_the_template_makes(server: Served) -> None:
+    answer = server.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=2, seed=7, max_completion_tokens=12, logprobs=True, top_logprobs=2
+    )
+    output = offline(server, "<system>be kind<user>hi<assistant>", n=2, seed=7, max_new_tokens=12, top_logprobs=2)
+    assert [choice.message.content for choice in answer.choices] == [sample.text for sample in output.samples]
+    for choice, sample in zip(answer.choices, output.samples, strict=True):
+        assert choice.message.role == "assistant"
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert [entry.logprob for entry in content] == list(sample.logprobs)
+        assert [[top.logprob for top in entry.top_logprobs] for entry in content] == [
+            [value for _, value in top.raw] for top in sample.top_logprobs
+        ]
+        assert all(entry.bytes is None or bytes(entry.bytes).decode() == entry.token for entry in content)
+
+
+def test_chat_streams_begin_with_the_role(server: Served) -> None:
+    body = {"messages": MESSAGES, "n": 2, "seed": 7, "max_tokens": 12}
+    stream = server.client.chat.completions.create(model="tiny", stream=True, **body)
+    deltas = [choice for piece in stream for choice in piece.choices]
+    assert [choice.delta.role for choice in deltas[:2]] == ["assistant", "assistant"]
+    whole = server.client.chat.completions.create(model="tiny", **body)
+    for index in range(2):
+        text = "".join(choice.delta.content or "" for choice in deltas if choice.index == index)
+        assert text == whole.choices[index].message.content
+
+
+def test_a_chat_answer_may_be_as_long_as_the_server_allows() -> None:
+    with served(pair(), max_tokens=50, chat_template=TEMPLATE) as server:
+        answer = server.client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 50
+
+
+# ── limits of time and of what is asked ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_time_budget_returns_what_there_is(server: Served) -> None:
+    answer = server.post(max_tokens=1000, time_budget=0.001, n=2).json()
+    assert [took["ended_by"] for took in answer["usage"]["choices"]] == ["time", "time"]
+    assert all(took["completion_tokens"] < 1000 for took in answer["usage"]["choices"])
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+
+
+def test_models(server: Served) -> None:
+    (model,) = server.client.models.list().data
+    assert model.id == "tiny"
+    assert server.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as error:
+        server.client.models.retrieve("huge")
+    assert error.value.code == "model_not_found"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": []}, "tools"),
+    ({"user": "me"}, "user"),
+    ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
+    ({"n": "2"}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
+    ({"n": 2.5}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 65}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1025}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"stop": [1]}, "stop"),
+    ({"seed": 2**63}, "seed"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"speculation": "fast"}, "speculation"),
+    ({"speculation": -1}, "speculation"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"echo": True, "suffix": "x"}, "echo"),
+    ({"prompt": [1, 2], "suffix": "x"}, "suffix"),
+    ({"model": "huge"}, "model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str, Any], param: str) -> None:
+    body = json.dumps({"prompt": "hello", **fields})
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == (404 if param == "model" else 400)
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].split(".")[0] == param.split(".")[0]
+    assert param.split(".")[-1] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [999]}, "prompt ids must be in 0..259"),
+        ({"prompt": "x" * 3000}, "the prompt has 3000 tokens"),
+        ({"logit_bias": {"999": 1}}, "logit_bias names token id 999"),
+        ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"suffix": "x"}, "no fill-in-the-middle tokens"),
+    ],
+)
+def test_what_the_engine_refuses_is_told_in_its_words(server: Served, fields: dict[str, Any], message: str) -> None:
+    for stream in (False, True):
+        response = server.post(stream=stream, **fields)
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+
+
+def test_null_is_the_default(server: Served) -> None:
+    nulls = dict.fromkeys(("temperature", "stop", "logit_bias", "stream", "n", "echo", "suffix", "speculation", "shoal"))
+    assert server.post(seed=1, **nulls).json()["choices"] == server.post(seed=1).json()["choices"]
+
+
+def test_seeds_are_refused_where_they_cannot_be_kept() -> None:
+    with served(pair(), rule="rejection") as server:
+        assert server.post(seed=1).json()["error"]["param"] == "seed"
+        assert server.post(seed=1, temperature=0).status_code == 200
+        assert server.post().status_code == 200

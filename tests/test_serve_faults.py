@@ -1,0 +1,393 @@
+"""What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from serving import PATIENCE, Gate, Served, legible, pair, served
+from shoal.cache import SlotCache
+from shoal.errors import RequestError
+from shoal.serve.keys import opens, read_keys
+
+JSON = {"content-type": "application/json"}
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Waits until it holds; a hang is a failure."""
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """Asks on another thread; what comes is put into the list."""
+    got: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: got.append(ask()))
+    thread.start()
+    return thread, got
+
+
+def assert_all_given_back(server: Served) -> None:
+    """No row runs or waits, on either side of the engine's thread, and the next request is served."""
+    eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
+    assert not server.worker._followers
+    assert not server.worker._tickets
+    assert server.post(seed=1).status_code == 200
+
+
+# ── clients that go ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
+    gate = Gate(legible(0), length=40)
+    with served(pair(gate)) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        body = json.dumps({"prompt": "hello", "n": 3, "max_tokens": 900, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert gate.reached.wait(PATIENCE)
+            assert server.worker.rows == 3
+            if stream:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        eventually(lambda: server.worker.rows == 0)  # the event loop knows, while the engine is held at the gate
+        gate.opened.set()
+        assert_all_given_back(server)
+        assert server.metric('shoal_rows_total{reason="length"}') == 1  # that of the last request: the three were cut
+        assert server.worker.engine.stats.committed < 3 * 900
+
+
+def test_one_client_goes_and_another_gets_all_of_its_own() -> None:
+    gate = Gate(legible(0), length=40)
+    with served(pair(gate)) as server:
+        thread, got = in_background(lambda: server.post(seed=3, n=2, max_tokens=60))
+        with server.client.completions.create(model="tiny", prompt="other", n=2, max_tokens=900, stream=True):
+            assert gate.reached.wait(PATIENCE)
+        gate.opened.set()
+        thread.join()
+        samples = server.shoal.generate("hello", 2, seed=3, max_new_tokens=60, lookahead=4)[0].samples
+        assert [choice["text"] for choice in got[0].json()["choices"]] == [sample.text for sample in samples]
+        assert_all_given_back(server)
+
+
+# ── bodies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with served(pair(), max_body=2**20) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"nul", b'"x"', b"\xff\xfe", b'{"prompt": "x",}', b"[" * 100_000, b'{"prompt": NaN}'],
+    ids=repr,
+)
+def test_malformed_json(server: Served, body: bytes) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_json_that_does_not_say_so(server: Served) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "sent as application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_ten_megabytes(server: Served, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * 10 * 2**20 + b'"}'
+    content: Any = iter([body[i : i + 2**16] for i in range(0, len(body), 2**16)]) if chunked else body
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON, timeout=PATIENCE)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+    assert server.post().status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("PUT", "/v1/completions", 405)])
+def test_what_is_not_there(server: Served, method: str, path: str, status: int) -> None:
+    response = httpx.request(method, server.url + path)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_curl_can_talk_to_it(server: Served) -> None:
+    body = json.dumps({"prompt": "hello", "seed": 4, "stream": True})
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2])
+    assert text == server.shoal.generate("hello", seed=4, max_new_tokens=16, lookahead=4)[0].samples[0].text
+
+
+# ── keys and origins ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_open_the_api_and_nothing_else_does() -> None:
+    with served(pair(), keys=("first", "second")) as server:
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer firs"}, {"authorization": "first"}):
+            for path in ("/v1/models", "/v1/completions", "/v1/chat/completions"):
+                response = httpx.request(
+                    "GET" if path == "/v1/models" else "POST", server.url + path, headers=given, json={}
+                )
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first", "second"):
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key)
+            assert client.completions.create(model="tiny", prompt="x").choices
+        assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
+
+
+def test_keys_are_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_API_KEY", raising=False)
+    assert read_keys(None) == ()
+    monkeypatch.setenv("SHOAL_API_KEY", " one ")
+    assert read_keys(None) == ("one",)
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n second\n")
+    assert read_keys(file) == ("first", "second")
+    file.write_text("# none\n")
+    with pytest.raises(RequestError, match="holds no API key"):
+        read_keys(file)
+    with pytest.raises(RequestError, match="cannot read the API keys"):
+        read_keys(tmp_path / "nowhere")
+
+
+def test_every_key_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hmac
+
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    assert opens(("a", "b", "c"), "a")
+    assert len(compared) == 3
+    assert {len(side) for pair in compared for side in pair} == {32}
+    assert not opens(("a", "b"), "é\ud800")
+
+
+def test_browsers_are_let_in_only_where_the_server_says_so() -> None:
+    origin = {"origin": "https://page.example"}
+    with served(pair()) as server:
+        assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=origin).headers
+    with served(pair(), origins=("https://page.example",)) as server:
+        allowed = httpx.get(f"{server.url}/v1/models", headers=origin).headers["access-control-allow-origin"]
+        assert allowed == "https://page.example"
+        other = httpx.get(f"{server.url}/v1/models", headers={"origin": "https://other.example"}).headers
+        assert "access-control-allow-origin" not in other
+
+
+# ── too much ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_queue_tells_when_to_come_again() -> None:
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate, max_batch=2), queue=2) as server:
+        thread, got = in_background(lambda: server.post(n=3, seed=1))
+        assert gate.reached.wait(PATIENCE)
+        refused = server.post(n=2)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert server.post(n=5).status_code == 400, "a request that never fits is not told to come again"
+        assert server.post(n=5).json()["error"]["param"] == "n"
+        one, more = in_background(lambda: server.post(seed=2))
+        eventually(lambda: server.worker.rows == 4)
+        assert server.post().status_code == 429
+        gate.opened.set()
+        thread.join()
+        one.join()
+        assert [response.status_code for response in (*got, *more)] == [200, 200]
+        assert server.metric('shoal_requests_total{path="/v1/completions",status="429"}') == 2
+        assert_all_given_back(server)
+
+
+def test_a_servers_time_limit_holds_for_those_who_wait() -> None:
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate, max_batch=1), timeout=0.5) as server:
+        first, _ = in_background(lambda: server.post(seed=1))
+        assert gate.reached.wait(PATIENCE)
+        second, got = in_background(lambda: server.post(seed=1, time_budget=100))
+        eventually(lambda: server.worker.rows == 2)
+        time.sleep(0.6)
+        gate.opened.set()
+        first.join()
+        second.join()
+        (took,) = got[0].json()["usage"]["choices"]
+        assert (took["ended_by"], took["completion_tokens"]) == ("time", 0)
+        gate.length = 10**6
+        assert_all_given_back(server)
+
+
+def test_memory_runs_out_on_admission(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SlotCache.reserve
+
+    def reserve(self: SlotCache, slots: int, capacity: int, cells: int = 0) -> None:
+        if capacity > 500:
+            raise MemoryError("no room")
+        real(self, slots, capacity, cells)
+
+    monkeypatch.setattr(SlotCache, "reserve", reserve)
+    rounds = server.worker.engine.stats.rounds
+    refused = server.post(max_tokens=900, n=2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "row_failed")
+    assert "out of memory" in refused.json()["error"]["message"]
+    (piece,) = server.post(max_tokens=900, stream=True).text.split("\n\n")[:-2]
+    (choice,) = json.loads(piece.removeprefix("data: "))["choices"]
+    assert choice["finish_reason"] == "error"
+    assert "out of memory" in choice["error"]
+    assert server.worker.engine.stats.rounds == rounds
+    assert_all_given_back(server)
+    assert server.worker.engine.stats.rounds > rounds
+
+
+# ── models that fail ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def nan_after(mark: int) -> Any:
+    """Says nothing finite once a row's prompt begins with `mark` and it is 12 tokens long."""
+    script = legible(0)
+    return lambda ids: script(ids) * (torch.nan if ids[0] == mark and len(ids) > 12 else 1.0)
+
+
+def test_a_row_whose_model_fails_fails_alone() -> None:
+    with served(pair(nan_after(65))) as server:
+        answer = server.post(prompt=[[65, 2, 3], [66, 2, 3]], n=2, seed=1, max_tokens=30).json()
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["error", "error", "length", "length"]
+        for took in answer["usage"]["choices"][:2]:
+            assert took["ended_by"] == "error"
+            assert took["completion_tokens"] == 10
+            assert "NaN" in took["error"]
+        good = server.shoal.generate([[65, 2], [66, 2, 3]], 2, seed=1, max_new_tokens=8, lookahead=4)[1].samples
+        texts = [choice["text"] for choice in answer["choices"][2:]]
+        assert [text.startswith(sample.text) for text, sample in zip(texts, good, strict=True)] == [True, True]
+        alone = server.post(prompt=[65, 2, 3], max_tokens=30)
+        assert alone.status_code == 500
+        assert alone.json()["error"]["code"] == "row_failed"
+        assert_all_given_back(server)
+        assert server.metric('shoal_rows_total{reason="error"}') == 3
+
+
+def test_controls_that_leave_no_token_are_the_requests_fault(server: Served) -> None:
+    response = server.post(grammar={"type": "regex", "text": "a"}, logit_bias={"999": 0.0})
+    assert response.status_code == 400
+    assert_all_given_back(server)
+
+
+# ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kill(thread: threading.Thread) -> None:
+    """Raises SystemExit in a thread, as whoever ends threads from outside does."""
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)) == 1
+
+
+def assert_red(server: Served) -> None:
+    for path in ("/health", "/ready"):
+        response = httpx.get(server.url + path)
+        assert (response.status_code, response.json()["status"]) == (503, "the engine has stopped")
+    for stream in (False, True):
+        response = server.post(stream=stream)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stopped")
+    assert server.metric("shoal_up") == 0
+    assert server.worker.rows == 0
+
+
+def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
+    gate = Gate(legible(0), length=20)
+    with served(pair(gate)) as server:
+        assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+        whole, got = in_background(lambda: server.post(max_tokens=100))
+        stream, pieces = in_background(lambda: server.post(max_tokens=100, stream=True))
+        eventually(lambda: server.worker.rows == 2)
+        assert gate.reached.wait(PATIENCE)
+        kill(server.worker._thread)
+        gate.opened.set()
+        whole.join(PATIENCE)
+        stream.join(PATIENCE)
+        assert (got[0].status_code, got[0].json()["error"]["code"]) == (503, "engine_stopped")
+        assert "engine_stopped" in pieces[0].text
+        assert "[DONE]" not in pieces[0].text
+        assert_red(server)
+        assert isinstance(server.worker.failure, SystemExit)
+
+
+def test_a_thread_killed_while_idle() -> None:
+    with served(pair()) as server:
+        kill(server.worker._thread)
+        assert server.post().status_code == 503
+        assert_red(server)
+
+
+def test_what_nobody_foresaw_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(pair()) as server:
+
+        def step() -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(server.worker.engine, "step", step)
+        assert server.post().status_code == 503
+        assert_red(server)
+
+
+# ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_leaves_nothing(sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        told = json.loads(process.stdout.readline())
+        body = {
+            "prompt": "def add(a, b):\n",
+            "n": 4,
+            "max_tokens": 200,
+            "temperature": 0,
+            "logit_bias": {"0": -100},
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{told['url']}/completions", json=body, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(sent)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        ends = [choice["finish_reason"] for line in rest[:-1] for choice in json.loads(line[6:])["choices"]]
+        assert ends.count("length") == 4
+        assert process.wait(PATIENCE) == (0 if sent == signal.SIGTERM else 130)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(told["url"])
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    from shoal.cli import run
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run(["serve", "--port", str(taken.getsockname()[1]), "--model", "/nowhere"]) == 2

@@ -96,7 +96,7 @@ class Sampler:
         """One problem by one way; times are seconds from its submission, the prompt's pass included."""
         plan = self.plan
         result = self.shoals[way].generate(
-            prompt, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id),
+            [prompt] if isinstance(prompt, list) else prompt, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id),
             lookahead="off" if way == PLAIN else plan.lookahead, **plan.options,
         )  # fmt: skip
         (output,) = result

@@ -60,12 +60,10 @@ def findings(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _over_budgets(summary: Mapping[str, Any], pair: Mapping[str, Any], which: str) -> str:
     found = pair[which]
-    gain, loss = (
-        f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s" for end in ("gain", "loss")
-    )
+    low, high = (f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s" for end in ("loss", "gain"))
     return (
-        f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: of {found['budgets']} budgets better at {found['better']} "
-        f"and worse at {found['worse']}, the interval of the difference without 0; largest difference {gain}, smallest {loss}."
+        f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: better at {found['better']} and worse at {found['worse']} of "
+        f"{found['budgets']} budgets (95 % interval of the difference); from {low} to {high}."
     )
 
 

@@ -277,19 +277,36 @@ def test_out_of_memory_inside_a_forward(error: BaseException, who: str) -> None:
 
 
 def test_out_of_memory_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A longer request arrives and there is no room for its rows."""
+    """A longer request arrives and there is no room for its rows: they are refused, and the one that runs does not notice."""
     target = scripted(hashed(VOCAB, 0), VOCAB)
     engine = Engine(target, None, Fixed(0))
-    engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=4)))
+    row = engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=4)))[0]
     engine.step()
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def fail(tensor: torch.Tensor, *size: int) -> torch.Tensor:
+        if tensor.shape[: len(size)] != size:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return tensor
 
-    monkeypatch.setattr("shoal.cache.slots._grown", fail)
-    engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=4000)))
-    with pytest.raises(ModelError, match=r"scripted: out of memory .*lower max_batch"):
-        engine.step()
+    monkeypatch.setattr("shoal.cache.slots._resized", fail)
+    longer = engine.submit(Request((1,), 2, Sampling(seed=0), Limits(max_new_tokens=4000)))
+    refused = [commit.sample for commit in engine.step() if commit.sample]
+    assert [(s.finish_reason, s.token_ids) for s in refused] == [("error", ())] * 2
+    assert all("scripted: out of memory" in (s.error or "") and "lower max_batch" in (s.error or "") for s in refused)
+    assert all(isinstance(row.error, ModelError) for row in longer)
+    while engine.step():
+        pass
+    assert (row.finish_reason, row.tokens[1:]) == ("length", tokens_alone(4))
+    assert engine.scheduler.idle
+
+
+def tokens_alone(count: int) -> list[int]:
+    """What a row of prompt 1 and seed 0 says when nothing happens."""
+    engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), None, Fixed(0))
+    row = engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=count)))[0]
+    while engine.step():
+        pass
+    return row.tokens[1:]
 
 
 def test_another_error_of_a_model_is_passed_on_as_it_is() -> None:

@@ -20,6 +20,7 @@ from shoal.quantize import parse as parse_formats
 from shoal.request import Increment, Output, Request, Result, Sample
 from shoal.round import Commit
 from shoal.runner import Runner
+from shoal.scheduler import CHUNK
 from shoal.sharing import check_policy
 from shoal.static import executor_for
 
@@ -128,8 +129,11 @@ class Shoal:
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
         return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
 
-    def engine(self, lookahead_name: object, rule: Rule) -> Engine:
+    def engine(self, lookahead_name: object, rule: Rule, *, chunk: int = CHUNK, kv_bytes: int | None = None) -> Engine:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
+
+        Args:
+            chunk, kv_bytes: see `shoal.engine.Engine`.
 
         Raises:
             RequestError: for an unknown lookahead.
@@ -137,7 +141,7 @@ class Shoal:
         controller = lookahead.by_name(lookahead_name, self.knowledge)
         return Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
-            rule=rule, prompts=self.prompts,
+            rule=rule, prompts=self.prompts, chunk=chunk, kv_bytes=kv_bytes,
         )  # fmt: skip
 
     def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:

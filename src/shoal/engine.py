@@ -19,7 +19,7 @@ from shoal.accept import Rejection, Rule
 from shoal.commit import commit
 from shoal.constraints import Constraint, grammars_of
 from shoal.draft import Drafter, ModelDrafter
-from shoal.errors import BadLogits, RequestError
+from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
 from shoal.history import require_ids
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.noise import row_seed
@@ -29,7 +29,7 @@ from shoal.request import Request, Row
 from shoal.round import Commit, Outcome, Proposal, Scores
 from shoal.runner import Runner
 from shoal.schedule import Round
-from shoal.scheduler import Scheduler
+from shoal.scheduler import CHUNK, Scheduler
 from shoal.stats import Stats
 from shoal.verify import verify
 
@@ -43,6 +43,8 @@ class Engine:
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.sharing`.
+        chunk: most prompt tokens computed between two rounds while rows run; the rest of a long prompt waits for the next one.
+        kv_bytes: what the caches of all models may take; rows wait until there is room. None = no limit but the machine's.
 
     Attributes:
         stats: what was done so far.
@@ -50,7 +52,8 @@ class Engine:
 
     def __init__(
         self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
-        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prompts: str = "auto",
+        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prompts: str = "auto", chunk: int = CHUNK,
+        kv_bytes: int | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
         speculative = drafter_model is not None and controller.limit > 0 and controller.hopeful
@@ -63,7 +66,12 @@ class Engine:
         self.context = min(model.context for model in self.models)
         self.lookahead, self.tokenizer, self.eos = controller, tokenizer, tuple(eos)
         self.rule = rule or Rejection()
-        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models))
+        self.kv_bytes = kv_bytes
+        fits = None if kv_bytes is None else self._fits
+        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=fits)
+        if kv_bytes is not None:
+            for model in self.models:
+                _meet(model)
         self.stats = Stats()
         self._groups = 0
 
@@ -111,10 +119,21 @@ class Engine:
                 )
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
+        self._check_memory(request)
         require_ids(request.sampling, self.target.vocab_size)
         top = request.top_logprobs
         if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
             raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")
+
+    def _check_memory(self, request: Request) -> None:
+        """Alone, a row takes as much whether or not its prompt is stored apart."""
+        most = min(len(request.prompt_ids) + request.limits.max_new_tokens, self.context)
+        need = 0 if self.kv_bytes is None else self._bytes(1, most + self.lookahead.limit + 1, 0)
+        if self.kv_bytes is not None and need > self.kv_bytes:
+            raise RequestError(
+                f"a row of up to {most} tokens takes {need} bytes of KV cache, and there are {self.kv_bytes}: shorten the prompt "
+                "or lower max_new_tokens"
+            )
 
     def _constraint(self, request: Request) -> Constraint | None:
         """Raises RequestError: a grammar that cannot be compiled, or not here."""
@@ -129,12 +148,12 @@ class Engine:
         """Ends rows now; what they have is returned, marked "cancelled"."""
         return self._cut(rows, "cancelled")
 
-    def _cut(self, rows: Iterable[Row], reason: str) -> list[Commit]:
+    def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.scheduler.remove(unfinished)
         now, commits = time.perf_counter(), []
         for row in unfinished:
-            row.finish_reason = reason
+            row.finish_reason, row.error = reason, error
             sample = finish(row, now)
             commits.append(Commit(row, [], 0, visible_text(row), sample))
         return commits
@@ -148,10 +167,10 @@ class Engine:
         A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
         marked "error"; the others do not notice.
         """
-        late = self._cut(self.scheduler.expired(time.perf_counter()), "time")
-        rows = self._gather()
+        ended = self._cut(self.scheduler.expired(time.perf_counter()), "time")
+        rows = self._gather(ended)
         if not rows:
-            return late
+            return ended
         clock = [self._now()]
         luck, proposal = self._propose(rows)
         clock.append(self._now())
@@ -168,30 +187,67 @@ class Engine:
         self._count(proposal, commits, clock)
         drafted = [len(drafts) for drafts in proposal.drafts]
         self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))
-        return late + commits
+        return ended + commits
 
     def _now(self) -> float:
         """The clock of the stages; it stands still while a static pass is built, which says nothing of the next round."""
         return time.perf_counter() - sum(model.seconds_building for model in self.models)
 
-    def _gather(self) -> Sequence[Row]:
-        """The rows of this round, their prompts in the caches and their slots side by side."""
-        round_ = self.scheduler.next_round()
-        if round_.admissions or round_.moves:
-            self._prefill(round_)
-        return round_.rows
+    def _gather(self, ended: list[Commit]) -> Sequence[Row]:
+        """The rows of this round, their prompts in the caches and their slots side by side. Rows that there is no memory for join
+        those that have `ended`."""
+        while True:
+            round_ = self.scheduler.next_round()
+            if not (round_.admissions or round_.pieces or round_.moves):
+                return round_.rows
+            try:
+                self._prefill(round_)
+                return round_.rows
+            except ModelError as error:
+                refused = self.scheduler.refuse(round_)
+                if not refused:
+                    raise
+                moves = [move for move in round_.moves if move.row not in refused]
+                for model in self.models:
+                    prefill(model, Round(round_.rows, moves=moves))
+                ended += self._cut(refused, "error", error)
 
     def _prefill(self, round_: Round) -> None:
         started = time.perf_counter()
-        need = max((self._room(row) for row in round_.rows), default=0)
+        sizes = round_.slots, self._capacity(round_.seated), round_.cells
+        if self.kv_bytes is not None and self._bytes(*sizes, grown=True) > self.kv_bytes:
+            for model in self.models:
+                model.trim(*sizes)
         for model in self.models:
-            # A pass may write up to `limit` unused columns beyond a row's last token.
-            model.reserve(len(round_.rows), need + self.lookahead.limit + 1, round_.cells)
+            model.reserve(*sizes)
             computed = prefill(model, round_)
             model.passes, model.seconds = 0, 0.0
         self.stats.prefills += sum(a.computes for a in round_.admissions)
+        self.stats.prefill_chunks += len(round_.pieces)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += time.perf_counter() - started
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the caches of all models take now."""
+        return sum(model.cache.nbytes() for model in self.models)
+
+    def _fits(self, rows: Sequence[Row], slots: int, cells: int) -> bool:
+        return self.kv_bytes is None or self._bytes(slots, self._capacity(rows), cells) <= self.kv_bytes
+
+    def _bytes(self, slots: int, capacity: int, cells: int, grown: bool = False) -> int:
+        """What caches of that size take, or those that there are when they have grown to it."""
+        wanted = [(slots, capacity, cells)] * len(self.models)
+        if grown:
+            wanted = [
+                (max(slots, model.cache.slots), max(capacity, model.cache.capacity), max(cells, model.cache.cells))
+                for model in self.models
+            ]
+        return sum(model.cache_bytes(*sizes) for model, sizes in zip(self.models, wanted, strict=True))
+
+    def _capacity(self, rows: Sequence[Row]) -> int:
+        """Tokens per slot: a pass may write up to `limit` unused columns beyond a row's last token."""
+        return max((self._room(row) for row in rows), default=0) + self.lookahead.limit + 1
 
     def _room(self, row: Row) -> int:
         """Most tokens that the row's slot will hold."""
@@ -200,14 +256,14 @@ class Engine:
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
         """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""
-        lengths = self.lookahead.lengths(rows) if self.drafter is not None else [0] * len(rows)
+        lengths = self.lookahead.lengths(rows, len(self.scheduler.waiting)) if self.drafter is not None else [0] * len(rows)
         longest = max(lengths)
         rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
         seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         luck = self.rule.luck(seeds, firsts, longest + 1, rounds).to(self.target.device)
         if self.drafter is None or longest == 0:
             return luck, Proposal.empty(len(rows), luck.device)
-        proposal = self.drafter.propose(rows, lengths, luck, self.rule.draw, self.lookahead.goes_on)
+        proposal = self.drafter.propose(rows, lengths, luck, self.rule.draw, self.lookahead.shorten)
         return luck[:, : proposal.k + 1], proposal
 
     def _settle(self, rows: Sequence[Row]) -> None:
@@ -246,3 +302,12 @@ class Engine:
             stats.seconds_draft += draft_model.seconds
         for model in self.models:
             model.passes, model.seconds = 0, 0.0
+
+
+def _meet(model: Runner) -> None:
+    """One token through the model: only then is it known what a token takes in its cache."""
+    model.reserve(1, 1)
+    if not model.cache.bytes_per_token():
+        model.feed([0], torch.zeros(1, 1, dtype=torch.long, device=model.device), [1], want_logits=False)
+        model.cache.rollback(0, 0)
+        model.passes, model.seconds = 0, 0.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.runner import Runner
-from shoal.schedule import Admission, Round
-from shoal.sharing import Prefix, check_policy
+from shoal.schedule import Admission, Piece, Round
+from shoal.sharing import check_policy
 
 CHUNK = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
@@ -37,12 +37,11 @@ def prefill(runner: Runner, round_: Round) -> int:
     for admission in copied:
         if admission.source is not None and not admission.fresh:
             _copy(runner, admission)
-    computed = compute(runner, [(a.row.slot, a.row.request.prompt_ids[:-1]) for a in copied if a.computes])
     for admission in round_.admissions:
-        if admission.row.prefix is not None:
-            if admission.computes:
-                computed += store(runner, admission.row.prefix, admission.row.request.prompt_ids[:-1])
+        if admission.computes or admission.row.prefix is not None:
             cache.enter(admission.row.slot, admission.row.prefix)
+    computed = compute(runner, [piece for piece in round_.pieces if piece.row.prefix is None])
+    computed += sum(store(runner, piece) for piece in round_.pieces if piece.row.prefix is not None)
     for admission in copied:
         if admission.fresh:
             _copy(runner, admission)
@@ -56,25 +55,30 @@ def _copy(runner: Runner, admission: Admission) -> None:
     runner.cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
 
 
-def compute(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Feeds each (slot, prompt) from the start, rows of similar lengths together; returns the number of tokens."""
-    for slot, _ in prompts:
-        runner.cache.enter(slot)
-    todo = sorted(((len(p), slot, p) for slot, p in prompts if p), reverse=True)
+def compute(runner: Runner, pieces: Sequence[Piece]) -> int:
+    """Feeds pieces of prompts to their rows' slots, those of similar lengths together; returns the number of tokens."""
+    todo = sorted((piece for piece in pieces if piece.stop > piece.start), key=lambda p: p.start - p.stop)
     while todo:
-        rows = max(1, BUDGET // min(todo[0][0], CHUNK))
+        longest = todo[0].stop - todo[0].start
+        rows = max(1, BUDGET // min(longest, CHUNK))
         batch, todo = todo[:rows], todo[rows:]
-        for start in range(0, batch[0][0], CHUNK):
-            part = [(slot, p[start : start + CHUNK]) for _, slot, p in batch if len(p) > start]
-            width = max(len(piece) for _, piece in part)
-            block = torch.tensor([[*piece, *[0] * (width - len(piece))] for _, piece in part], device=runner.device)
-            runner.feed([slot for slot, _ in part], block, [len(piece) for _, piece in part], want_logits=False)
-    return sum(len(p) for _, p in prompts)
+        for first in range(0, longest, CHUNK):
+            part = [(piece.row.slot, tokens) for piece in batch if (tokens := _tokens(piece, first))]
+            width = max(len(tokens) for _, tokens in part)
+            block = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for _, tokens in part], device=runner.device)
+            runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
+    return sum(piece.stop - piece.start for piece in pieces)
 
 
-def store(runner: Runner, prefix: Prefix, prompt: Sequence[int]) -> int:
-    """Feeds a prompt into its cells of the shared store; returns the number of tokens."""
-    for start in range(0, len(prompt), CHUNK):
-        piece = torch.tensor([prompt[start : start + CHUNK]], device=runner.device)
-        runner.feed_prefix(prefix, start, piece)
-    return len(prompt)
+def store(runner: Runner, piece: Piece) -> int:
+    """Feeds a piece of a prompt into its cells of the shared store; returns the number of tokens."""
+    assert piece.row.prefix is not None
+    for first in range(0, piece.stop - piece.start, CHUNK):
+        block = torch.tensor([_tokens(piece, first)], device=runner.device)
+        runner.feed_prefix(piece.row.prefix, piece.start + first, block)
+    return piece.stop - piece.start
+
+
+def _tokens(piece: Piece, first: int) -> Sequence[int]:
+    """At most CHUNK tokens of a piece from its `first` on."""
+    return piece.row.request.prompt_ids[piece.start + first : min(piece.start + first + CHUNK, piece.stop)]

@@ -132,6 +132,11 @@ class Runner:
         with _memory_explained(self.name):
             self.cache.reserve(slots, self._whole(capacity), cells)
 
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives room back that nobody needs; not under static passes, which are built over what there is."""
+        if self.static is None:
+            self.cache.trim(slots, self._whole(capacity), cells)
+
     def _whole(self, capacity: int) -> int:
         """`capacity` in whole blocks of keys."""
         return -(-capacity // self._kv_block) * self._kv_block

@@ -25,6 +25,15 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or its slot."""
+
+    row: Row
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Move:
     """A row was moved from slot `source` to slot `target`; its tokens must follow."""
 
@@ -35,10 +44,22 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What to do before the round, in this order: admissions (old sources, computed prompts, fresh sources), then moves.
-    `cells`: that many the shared store must have."""
+    """What to do before the round, in this order: admissions (old sources, pieces of prompts, fresh sources), then moves.
+
+    Attributes:
+        rows: of the round, in slots 0, 1, ... filling: the row whose prompt is not complete; it is in a slot above theirs.
+        slots, cells: that many the cache and its shared store must have meanwhile.
+    """
 
     rows: Sequence[Row]
     admissions: Sequence[Admission] = ()
+    pieces: Sequence[Piece] = ()
     moves: Sequence[Move] = ()
+    filling: Row | None = None
+    slots: int = 0
     cells: int = 0
+
+    @property
+    def seated(self) -> list[Row]:
+        """Rows with a slot."""
+        return [*self.rows] if self.filling is None else [*self.rows, self.filling]

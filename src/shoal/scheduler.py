@@ -4,21 +4,27 @@ Active rows always occupy the slots 0, 1, ..., so that a round's caches are view
 takes its slot, and when none waits the last row moves into the hole (compaction). A slot remembers whose prompt it holds even
 after its row has gone: prompts are admitted first come, first served, so a group's waiting rows always find a copy.
 A prompt in the shared store stays there for as long as a row of its group runs or waits.
+
+While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
+arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs, and nobody is admitted before it is complete.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import RequestError
 from shoal.request import Row
-from shoal.schedule import Admission, Move, Round
+from shoal.schedule import Admission, Move, Piece, Round
 from shoal.sharing import Store
 
 NOBODY = -1
 """The group whose prompt a slot holds, when it holds none."""
+CHUNK = 512
+"""Prompt tokens between two rounds: enough for a pass to be worth its weights, few enough to wait for."""
 
 
 @dataclass
@@ -26,24 +32,37 @@ class Scheduler:
     """Rows waiting, rows running, and who sits where.
 
     Attributes:
-        capacity: most rows in a round. prompts: whether groups share theirs, see `shoal.sharing`.
+        capacity: most rows in slots. prompts: whether groups share theirs, see `shoal.sharing`.
+        chunk: most prompt tokens computed before a round that rows are waiting for.
+        fits: is there memory for these rows in that many slots, and so many cells of shared prompts? Asked before a row is
+            admitted, unless it would be alone.
     """
 
     capacity: int
     waiting: deque[Row] = field(default_factory=deque)
     prompts: str = "copied"
+    chunk: int = CHUNK
+    fits: Callable[[Sequence[Row], int, int], bool] | None = None
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise RequestError(f"max_batch must be >= 1, got {self.capacity}")
+        for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
+            if value < 1:
+                raise RequestError(f"{name} must be >= 1, got {value}")
         self._slots: list[Row | None] = []
         self._resident: list[int] = []
         self._store = Store(self.prompts)
+        self._filling: Row | None = None
+        self._filled = 0
+
+    @property
+    def seated(self) -> list[Row]:
+        """Rows in slots, in slot order."""
+        return [row for row in self._slots if row is not None]
 
     @property
     def running(self) -> list[Row]:
-        """Rows in slots, in slot order."""
-        return [row for row in self._slots if row is not None]
+        """Those of them with complete prompts."""
+        return [row for row in self._slots if row is not None and row is not self._filling]
 
     @property
     def idle(self) -> bool:
@@ -60,58 +79,111 @@ class Scheduler:
             return
         self.waiting = deque(row for row in self.waiting if id(row) not in gone)
         self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
-        self._store.keep({row.group for row in [*self.running, *self.waiting]})
+        if self._filling is not None and id(self._filling) in gone:
+            self._store.forget(self._filling.group)  # it is not complete
+            self._filling = None
+        self._store.keep({row.group for row in [*self.seated, *self.waiting]})
 
     def forget(self, slot: int) -> None:
         """The prompt that the slot held is no longer there."""
         self._resident[slot] = NOBODY
 
+    def refuse(self, round_: Round) -> list[Row]:
+        """The rows that a round admits, or goes on filling, cannot be served: they leave, with all that they were to bring."""
+        for group in {piece.row.group for piece in round_.pieces}:
+            self._store.forget(group)
+            self._resident = [NOBODY if held == group else held for held in self._resident]
+        refused = list(dict.fromkeys([*(a.row for a in round_.admissions), *(piece.row for piece in round_.pieces)]))
+        for row in refused:
+            self.forget(row.slot)
+        self.remove(refused)
+        return refused
+
     def expired(self, now: float) -> list[Row]:
         """Rows whose deadline has passed."""
-        return [row for row in [*self.running, *self.waiting] if row.deadline is not None and now >= row.deadline]
+        return [row for row in [*self.seated, *self.waiting] if row.deadline is not None and now >= row.deadline]
 
     def next_round(self) -> Round:
-        """Fills free slots from the queue, then closes what holes remain."""
-        admissions = self._admit()
-        moves = self._compact()
-        return Round(self.running, admissions, moves, self._store.cells)
-
-    def _admit(self) -> list[Admission]:
+        """Goes on with the prompt that is not complete, fills free slots from the queue, then closes what holes remain."""
         admissions: list[Admission] = []
-        computed: set[int] = set()
-        while self.waiting and (slot := self._free_slot()) is not None:
-            row = self.waiting.popleft()
-            source = self._resident.index(row.group) if row.group in self._resident else None
-            row.prefix = self._store.find(row.group)
-            admission = Admission(row, source, source is not None and row.group in computed, row.prefix is not None)
+        pieces: list[Piece] = []
+        left = self.chunk if self.running else sys.maxsize
+        if self._filling is not None:
+            left -= self._fill(self._filling, left, pieces)
+        while self.waiting and self._filling is None:
+            admission = self._admit(left, {piece.row.group for piece in pieces})
+            if admission is None:
+                break
             admissions.append(admission)
             if admission.computes:
-                computed.add(row.group)
-                row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
-            self._slots[slot], row.slot = row, slot
-            self._resident[slot] = row.group if row.prefix is None else NOBODY
-        return admissions
+                self._filled = 0
+                left -= self._fill(admission.row, left, pieces)
+        slots = len(self._slots)
+        moves = self._compact()
+        return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.cells)
 
-    def _free_slot(self) -> int | None:
-        if None in self._slots:
-            return self._slots.index(None)
-        if len(self._slots) == self.capacity:
+    def _fill(self, row: Row, most: int, pieces: list[Piece]) -> int:
+        """Adds the next piece of the row's prompt; returns its tokens."""
+        start, length = self._filled, row.prompt_length - 1
+        self._filled = min(start + most, length)
+        self._filling = row if self._filled < length else None
+        if self._filling is None:
+            self._resident[row.slot] = row.group if row.prefix is None else NOBODY
+        pieces.append(Piece(row, start, self._filled))
+        return self._filled - start
+
+    def _admit(self, left: int, fresh: Collection[int]) -> Admission | None:
+        """The next row in the queue takes a slot, if there is one for it.
+
+        Args:
+            left: tokens that may still be computed in this round. fresh: groups whose prompts are completed in it.
+        """
+        row = self.waiting[0]
+        if not self.seated and not self._fits(row, 0):
+            self._store.forget(row.group)  # it lies too far up, where there were others below; alone a row always fits
+        source = self._resident.index(row.group) if row.group in self._resident else None
+        stored = self._store.find(row.group)
+        admission = Admission(row, source, source is not None and row.group in fresh, stored is not None)
+        short = left - (row.prompt_length - 1) if admission.computes else 0
+        slot = self._free_slot(above=short < 0)
+        if slot is None or (short < 0 and not left):
             return None
-        self._slots.append(None)
-        self._resident.append(NOBODY)
-        return len(self._slots) - 1
+        row.prefix = stored
+        if admission.computes:
+            row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
+        if self.seated and not self._fits(row, slot):
+            if admission.computes:
+                self._store.forget(row.group)
+            return None
+        self.waiting.popleft()
+        if slot == len(self._slots):
+            self._slots.append(None)
+            self._resident.append(NOBODY)
+        self._slots[slot], row.slot = row, slot
+        self._resident[slot] = NOBODY if admission.computes or row.prefix is not None else row.group
+        return admission
+
+    def _fits(self, row: Row, slot: int) -> bool:
+        return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.cells)
+
+    def _free_slot(self, above: bool) -> int | None:
+        """above: a slot above all that are taken."""
+        if None in self._slots and not above:
+            return self._slots.index(None)
+        return len(self._slots) if len(self._slots) < self.capacity else None
 
     def _compact(self) -> list[Move]:
         moves = []
         while None in self._slots:
             hole = self._slots.index(None)
-            last = max((i for i, row in enumerate(self._slots) if row is not None), default=-1)
+            last = max((i for i, row in enumerate(self._slots) if row is not None and row is not self._filling), default=-1)
             if last < hole:
-                del self._slots[hole:], self._resident[hole:]
                 break
             row = self._slots[last]
             assert row is not None
             self._slots[hole], self._slots[last] = row, None
             self._resident[hole], row.slot = self._resident[last], hole
             moves.append(Move(row, last, hole))
+        while self._slots and self._slots[-1] is None:
+            del self._slots[-1], self._resident[-1]
         return moves

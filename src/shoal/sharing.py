@@ -36,15 +36,16 @@ class Store:
 
     Args:
         policy: "auto" (by `SAVED`), "shared" (always) or "copied" (never).
-
-    Attributes:
-        cells: cells the store must have, the largest number ever used at once.
     """
 
     def __init__(self, policy: str = "auto") -> None:
         self.policy = policy
-        self.cells = 0
         self._held: dict[int, Prefix] = {}
+
+    @property
+    def cells(self) -> int:
+        """Cells the store must have for what is in it."""
+        return max((held.base + held.length for held in self._held.values()), default=0)
 
     def find(self, group: int) -> Prefix | None:
         """The group's prompt, if it is here."""
@@ -63,13 +64,16 @@ class Store:
             if held.base - base >= length:
                 break
             base = held.base + held.length
-        self.cells = max(self.cells, base + length)
         self._held[group] = Prefix(base, length)
         return self._held[group]
 
     def keep(self, groups: Collection[int]) -> None:
         """Frees the prompts of all other groups."""
         self._held = {group: prefix for group, prefix in self._held.items() if group in groups}
+
+    def forget(self, group: int) -> None:
+        """Frees the prompt of a group, if it is here."""
+        self._held.pop(group, None)
 
     def _shares(self, rows: int, length: int) -> bool:
         return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= SAVED)

@@ -14,6 +14,7 @@ class Stats:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes, draft_passes: forward passes over the batch, prompts not counted.
         prefills: prompts computed by the target (one per group). prefill_tokens: their tokens.
+        prefill_chunks: pieces they were computed in between rounds; as many as prompts where none was long.
         row_rounds: rows times rounds: target passes as each row sees them.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
         seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
@@ -27,6 +28,7 @@ class Stats:
     draft_passes: int = 0
     prefills: int = 0
     prefill_tokens: int = 0
+    prefill_chunks: int = 0
     row_rounds: int = 0
     drafted: int = 0
     accepted: int = 0

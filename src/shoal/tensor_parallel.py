@@ -102,7 +102,7 @@ class Ranks:
             self._leave()
 
     def _leave(self) -> None:
-        """Ends the threads of the group while Python is still there: one that wants to let go of a tensor later aborts the process."""
+        """Ends the threads of the group while Python is still there: one that lets go of a tensor later aborts the process."""
         dist.destroy_process_group()
         del self._group  # the last reference: its threads are joined here
 
@@ -172,6 +172,10 @@ class _LedCache(SlotCache):
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         with self._ranks.told("reserve", self.key, slots, capacity, cells):
             super().reserve(slots, capacity, cells)
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        with self._ranks.told("trim", self.key, slots, capacity, cells):
+            super().trim(slots, capacity, cells)
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
         with self._ranks.told("enter", self.key, slot, prefix):

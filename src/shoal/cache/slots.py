@@ -36,10 +36,10 @@ class _Layer:
         """The slots'."""
         return self.keys, self.values
 
-    def grow(self, slots: int, capacity: int, cells: int) -> None:
-        """Makes room, keeping what is there."""
-        self.keys, self.values = (_grown(tensor, slots, capacity) for tensor in (self.keys, self.values))
-        self.shared_keys, self.shared_values = (_grown(tensor, cells) for tensor in (self.shared_keys, self.shared_values))
+    def resize(self, slots: int, capacity: int, cells: int) -> None:
+        """Makes room, or takes it back, keeping what fits."""
+        self.keys, self.values = (_resized(tensor, slots, capacity) for tensor in (self.keys, self.values))
+        self.shared_keys, self.shared_values = (_resized(tensor, cells) for tensor in (self.shared_keys, self.shared_values))
 
 
 class SlotCache(Cache):
@@ -66,11 +66,22 @@ class SlotCache(Cache):
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room for `slots` rows of `capacity` tokens in their slots and `cells` in the shared store, keeping what is there;
         never shrinks."""
-        slots, capacity, cells = max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells)
-        for layer in self._layers:
-            layer.grow(slots, capacity, cells)
-        self.lengths += [0] * (slots - self.slots)
-        self.prefixes += [None] * (slots - self.slots)
+        self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives back what is beyond that; nothing there is needed any more."""
+        self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
+
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        try:
+            for layer in self._layers:
+                layer.resize(slots, capacity, cells)
+        except BaseException:  # out of memory, most likely: all layers must stay of one size
+            for layer in self._layers:
+                layer.resize(self.slots, self.capacity, self.cells)
+            raise
+        self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
+        self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
         self.slots, self.capacity, self.cells = slots, capacity, cells
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
@@ -201,10 +212,11 @@ def _allocated(states: Tensor, *size: int) -> Tensor:
     return states.new_zeros(*size, states.shape[1], states.shape[3])
 
 
-def _grown(tensor: Tensor, *size: int) -> Tensor:
-    """The tensor with its first dimensions enlarged; itself where nothing changes."""
+def _resized(tensor: Tensor, *size: int) -> Tensor:
+    """The tensor with its first dimensions enlarged or cut; itself where nothing changes."""
     if tensor.shape[: len(size)] == size:
         return tensor
-    grown = tensor.new_zeros(*size, *tensor.shape[len(size) :])
-    grown[tuple(slice(length) for length in tensor.shape[: len(size)])] = tensor
-    return grown
+    resized = tensor.new_zeros(*size, *tensor.shape[len(size) :])
+    kept = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, size, strict=False))
+    resized[kept] = tensor[kept]
+    return resized

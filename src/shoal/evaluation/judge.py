@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shoal.errors import RequestError
+from shoal.errors import InternalError, RequestError
 from shoal.evaluation.languages import LANGUAGES, Language
 from shoal.evaluation.problems import Problem, known_language, records, text_field
 from shoal.evaluation.sandbox import Ended, Sandbox
@@ -56,12 +56,14 @@ class Tally:
 def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
     """Runs one completion's program.
 
-    Raises: RequestError if the language cannot be run here, naming what to install.
+    Raises: RequestError if the language cannot be run here, naming what to install; InternalError if the program was not run.
     """
     language, word = LANGUAGES[problem.language], uuid.uuid4().hex
     source = f"{problem.program(completion)}\n{language.last_words.format(word)}\n"
     run = steps(problem.language, sandbox)
     ended = sandbox.run({language.file: source}, *run)
+    if ended.reason in ("setup", "stopped"):
+        raise InternalError(f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}")
     compiled = ended.step == len(run) - 1
     outcome = _outcome(ended, language, compiled)
     if outcome == "passed" and language.last_words and word not in ended.stdout:

@@ -65,7 +65,7 @@ def spare_uid() -> int | None:
 def _furnish(room: str, files: dict[str, str], uid: int | None) -> None:
     os.mkdir(room, 0o700)
     for name, text in files.items():
-        with open(os.path.join(room, name), "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(os.path.join(room, name), "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
     for path in (room, *(os.path.join(room, name) for name in files)):
         if uid is not None:
@@ -100,7 +100,8 @@ class _Step:
         reason = self._watch()
         seconds = time.monotonic() - self.began
         if self.status is None:
-            os.killpg(self.pid, signal.SIGKILL)  # a whole group, and a whole namespace with it, at one blow
+            with contextlib.suppress(ProcessLookupError):  # it has not begun
+                os.killpg(self.pid, signal.SIGKILL)  # a whole group, and a whole namespace with it, at one blow
         _kill_all()
         while self.pipes and not self._talkative():  # nobody writes any more, so each soon comes to its end
             self._listen(0.0)
@@ -146,7 +147,7 @@ class _Step:
         return 0 not in ready
 
     def _talkative(self) -> bool:
-        return len(self.said["stdout"]) + len(self.said["stderr"]) > self.bounds["output_bytes"]
+        return sum(map(len, self.said.values())) > self.bounds["output_bytes"]
 
     def _over(self) -> bool:
         """Buries whoever has died; True once the command itself has."""
@@ -211,7 +212,7 @@ def _memory(pid: int) -> int:
 
 def _share(pid: int) -> int:
     """The same with shared pages divided among their holders; slower to ask."""
-    return _field(f"/proc/{pid}/smaps_rollup", "Pss_Anon:") + _field(f"/proc/{pid}/smaps_rollup", "Pss_Shmem:")
+    return _field(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 
 def _field(path: str, name: str) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from serving import Served, legible, pair, served
+from shoal.config import Grammar
 from shoal.request import Output
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -154,6 +156,69 @@ def test_the_tokens_are_the_same_however_they_are_drafted(server: Served) -> Non
         for how in ("auto", "off", 1, 3)
     ]
     assert texts == [texts[0]] * 4
+
+
+# ── grammars ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+GRAMMARS: dict[str, tuple[dict[str, Any], Grammar, Callable[[str], object]]] = {
+    "regex": (
+        {"grammar": {"type": "regex", "text": "[a-e]{20,30}"}},
+        Grammar("regex", "[a-e]{20,30}"),
+        lambda text: re.fullmatch("[a-e]{20,30}", text),
+    ),
+    "lark": (
+        {"grammar": {"type": "lark", "text": 'start: ("no" | "yes") "!"+'}},
+        Grammar("lark", 'start: ("no" | "yes") "!"+'),
+        lambda text: re.fullmatch("(no|yes)!+", text),
+    ),
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": SCHEMA}}},
+        Grammar("json_schema", json.dumps(SCHEMA)),
+        lambda text: isinstance(json.loads(text)["ok"], bool),
+    ),
+    "json_object": (
+        {"response_format": {"type": "json_object"}, "logit_bias": {"92": 9.0}},
+        Grammar("json_object"),
+        lambda text: isinstance(json.loads(text), dict),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_holds_for_its_own_request(server: Served, name: str) -> None:
+    theirs, grammar, fits = GRAMMARS[name]
+    other, got = threading.Thread(target=lambda: got.append(server.post(seed=7, n=2, max_tokens=60).json())), []
+    other.start()
+    answer = server.post(**{"n": 4, "seed": 7, "max_tokens": 60, "logit_bias": {"256": 3.0}, **theirs}).json()
+    other.join()
+    bias = {int(token): value for token, value in theirs.get("logit_bias", {"256": 3.0}).items()}
+    samples = offline(server, n=4, seed=7, max_new_tokens=60, grammar=grammar, logit_bias=bias).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    complete = [choice["text"] for choice in answer["choices"] if choice["finish_reason"] == "stop"]
+    assert complete
+    assert all(fits(text) for text in complete)
+    assert sum(took["drafted"] for took in answer["usage"]["choices"]) > 0
+    free = offline(server, n=2, seed=7, max_new_tokens=60).samples
+    assert [choice["text"] for choice in got[0]["choices"]] == [sample.text for sample in free]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": {"type": "regex", "text": "("}},
+        {"grammar": {"type": "lark", "text": "start: nowhere"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_is_none_is_refused(server: Served, fields: dict[str, Any]) -> None:
+    response = server.post(**fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+    assert server.worker.alive
 
 
 # ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────

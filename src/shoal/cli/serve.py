@@ -76,6 +76,13 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS)
     ] = 256,
+    kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="GiB that the keys and values of all samples may take; more wait.", show_default="no limit",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 2 * 2**20,
     timeout: Annotated[
         float,
@@ -130,7 +137,8 @@ def serve(
     )  # fmt: skip
     listening = run.bind(host, port)  # a port that is taken is found before a model is loaded
     with listening:
-        app = _app(source.load(), parse_lookahead(lookahead), rule, allowed)
+        kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
+        app = _app(source.load(), parse_lookahead(lookahead), rule, kv_bytes, allowed)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         run.run(app, listening, drain, log_level, ready=partial(_tell, url, allowed, json_output))
 
@@ -153,9 +161,9 @@ def _read(template: Path) -> str:
         raise RequestError(f"cannot read the chat template {str(template)!r}: {error}") from error
 
 
-def _app(shoal: Shoal, lookahead: str | int, rule: str, settings: Settings) -> Any:
+def _app(shoal: Shoal, lookahead: str | int, rule: str, kv_bytes: int | None, settings: Settings) -> Any:
     from shoal.accept import RULES
     from shoal.serve.app import make_app
 
     chosen = RULES["coupled" if rule == "auto" else rule]
-    return make_app(shoal, lambda: shoal.engine(lookahead, chosen()), settings)
+    return make_app(shoal, lambda: shoal.engine(lookahead, chosen(), kv_bytes=kv_bytes), settings)

@@ -47,23 +47,36 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, RequestError):
         return Fault(400, str(error), code="invalid_value")
     if isinstance(error, RequestValidationError):
-        return _invalid(error.errors())
+        return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
         return Fault(error.status_code, str(error.detail), headers=error.headers)
     return Fault(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> Fault:
+def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> Fault:
     """What pydantic found, told by the first field at fault; unknown ones first, as they may be why another is missing."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    kind, param = first["type"], ".".join(str(part) for part in first["loc"] if part != "body") or None
+    kind, param = first["type"], _path(first["loc"], body)
     if kind == "extra_forbidden":
         return Fault(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
     if kind == "json_invalid":
         return Fault(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
-    if param is None:
+    if not param:
         return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    return Fault(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+    found = [(_path(error["loc"], body), error["msg"]) for error in errors]
+    ways = dict.fromkeys(f"{path}: {what}" for path, what in found if f"{path}.".startswith(f"{param}."))
+    return Fault(400, "; or: ".join(ways), param=param, code="invalid_value")
+
+
+def _path(loc: Sequence[str | int], body: Any) -> str:
+    """Where in a body an error is. Pydantic also tells which of several types it tried; that is in no body, and left out."""
+    path, here = [], body
+    for part in loc[1:]:
+        inside = (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int))
+        if inside or (part == loc[-1] and isinstance(here, dict)):
+            path.append(str(part))
+            here = here[part] if inside else None
+    return ".".join(path)
 
 
 def install(app: FastAPI) -> None:

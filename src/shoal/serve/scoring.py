@@ -39,6 +39,7 @@ def prompt_tokens(tokenizer: Any, target: Runner, ids: Sequence[int], top: int) 
 def _scores(target: Runner, ids: Sequence[int], top: int) -> tuple[list[float], list[TopLogprobs]]:
     """Log-probabilities of all tokens but the first and of the most probable ones in their place, before processing."""
     runner = target.fork()
+    runner.use_static_passes(None)  # shapes that come once are not worth building for
     runner.reserve(1, len(ids))
     logprobs: list[float] = []
     tops: list[TopLogprobs] = []

@@ -65,7 +65,7 @@ class Translator:
         if asked.echo and asked.suffix is not None:
             raise Fault(400, "echo does not go with suffix", param="echo")
         prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
-        wanted = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        wanted = min(COMPLETION_TOKENS, self.settings.max_tokens) if asked.max_tokens is None else asked.max_tokens
         echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
         return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo)
 

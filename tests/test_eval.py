@@ -181,6 +181,26 @@ def test_wrong_plans_are_refused(changes: dict[str, Any], said: str) -> None:
         plan(**changes)
 
 
+def test_a_row_that_fails_is_not_finished_and_costs_the_others_nothing(pair: Shoal, tmp_path: Path) -> None:
+    speaks, broken = writes(*ANSWERS), (*encode(PROMPT), *encode("    return 2"))
+    faulty = scripted(lambda ids: speaks(ids) * (float("nan") if ids == broken else 1), VOCABULARY)
+    evaluation = evaluate(tmp_path, Shoal(faulty, pair.draft_model, TOKENIZER, max_batch=N), [task("a")], plan())
+    whole = evaluate(tmp_path / "whole", pair, [task("a")], plan())
+    failed = 0
+    for way, attempt in evaluation.samples.entries["a"]["attempts"].items():
+        for sample, other in zip(attempt["samples"], whole.samples.entries["a"]["attempts"][way]["samples"], strict=True):
+            if other["text"] == ANSWERS[1]:
+                assert (sample["finish_reason"], sample["finished"], sample["text"]) == ("error", False, "    return 2")
+                failed += 1
+            else:
+                assert sample["token_ids"] == other["token_ids"]
+    assert 0 < failed < N * len(WAYS)
+    evaluation.report(("passed",), [999.0], {}, plot=False)
+    assert "NaN" in (tmp_path / PAGE).read_text()
+    finished = [evaluation.results(("passed",)).table(way, "passed").finished(999.0).sum() for way in WAYS]
+    assert sum(finished) == N * len(WAYS) - failed
+
+
 def test_speculative_ways_need_a_drafter(pair: Shoal) -> None:
     alone = Shoal(pair.target, None, TOKENIZER)
     with pytest.raises(RequestError, match="drafter"):

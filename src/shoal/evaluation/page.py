@@ -121,7 +121,7 @@ def _passed(grade: Mapping[str, Any] | None, score: str) -> bool | None:
 
 def _sample(results: Results, rank: int, place: int, sample: Mapping[str, Any], grade: Mapping[str, Any] | None) -> str:
     score = results.scores[0]
-    verdict = "not finished" if grade is None else grade["outcome"]
+    verdict = (sample["error"] or "not finished") if grade is None else grade["outcome"]
     if grade is not None and score != "passed":
         verdict = ", ".join(f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items())
     mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.api import Shoal
 from shoal.config import split_options
-from shoal.errors import RequestError
+from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
 from shoal.outputs import Detokenizer
 from shoal.request import Sample
@@ -94,11 +94,14 @@ class Sampler:
 
     def attempt(self, way: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """One problem by one way; times are seconds from its submission, the prompt's pass included."""
-        plan = self.plan
-        result = self.shoals[way].generate(
-            [prompt] if isinstance(prompt, list) else prompt, plan.n, stop=task.stops, seed=plan.seed_of(task.task_id),
-            lookahead="off" if way == PLAIN else plan.lookahead, **plan.options,
-        )  # fmt: skip
+        lookahead = "off" if way == PLAIN else self.plan.lookahead
+        options = {**self.plan.options, "stop": task.stops, "seed": self.plan.seed_of(task.task_id), "lookahead": lookahead}
+        try:
+            result = self.shoals[way].generate([prompt] if isinstance(prompt, list) else prompt, self.plan.n, **options)
+        except ShoalError as error:
+            if error.result is None:
+                raise
+            result = error.result  # some rows failed: they are not finished, the others count
         (output,) = result
         return {
             "seconds": result.stats.seconds,
@@ -115,6 +118,7 @@ class Sampler:
             "spans": spans(self.tokenizer, prompt_ids, sample),
             "mean_logprob": None if math.isnan(sample.mean_logprob) else sample.mean_logprob,
             "finish_reason": sample.finish_reason,
+            "error": sample.error,
             "finished": sample.finished,
             "finished_at": sample.finished_at,
             "rounds": sample.rounds,

@@ -46,6 +46,7 @@ def barriers(way: str) -> dict[str, bool]:
         "the environment of other processes": namespaces or own_user or landlock >= 1,
         "signals to other processes": namespaces or own_user or landlock >= confine.SIGNALS_SINCE,
         "sockets in the file system": strongest,
+        "System V memory, which outlives its processes": namespaces,
     }
 
 

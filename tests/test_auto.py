@@ -130,7 +130,7 @@ def test_plain_decoding_exactly_where_no_draft_length_pays(
     verify: dict[int, float], draft: float, acceptance: float
 ) -> None:
     controller = auto(verify, draft, acceptance)
-    lengths = controller.lengths([row() for _ in range(8)])
+    lengths = controller.lengths([row() for _ in range(8)], 0)
     expected = best_uniform(controller.known.verify, draft, acceptance, 8)
     assert (max(lengths) > 0) == (expected > 0)
 
@@ -138,7 +138,7 @@ def test_plain_decoding_exactly_where_no_draft_length_pays(
 def test_without_prices_every_kind_of_round_is_tried_twice() -> None:
     controller, seen = Auto(Knowledge(packed=True)), []
     for _ in range(4):
-        seen.append(controller.lengths([row(), row(3)]))
+        seen.append(controller.lengths([row(), row(3)], 0))
         controller.learn(Outcome(seen[-1], [0, 0], max(seen[-1]), 1.0, 0.1))
     assert seen == [[4, 2], [0, 0], [4, 2], [0, 0]]
 
@@ -146,55 +146,92 @@ def test_without_prices_every_kind_of_round_is_tried_twice() -> None:
 def test_plans_are_corrected_by_what_comes_of_them() -> None:
     """Rounds that bring half of what was promised, whatever the reason, end in plain decoding."""
     controller, rows = auto({1: 1.0, 600: 1.2}, 0.3, 0.5), [row() for _ in range(8)]
-    assert max(controller.lengths(rows)) > 0
+    assert max(controller.lengths(rows, 0)) > 0
     for _ in range(60):
-        lengths = controller.lengths(rows)
+        lengths = controller.lengths(rows, 0)
         if not max(lengths):
             break
-        controller.goes_on([0.99] * 8)
+        controller.shorten(0, [0.99] * 8)
         controller.learn(Outcome([1] * 8, [1] * 8, 1, 40.0, 0.3))
     assert controller.known.truth < 0.8
-    assert max(controller.lengths(rows)) == 0
+    assert max(controller.lengths(rows, 0)) == 0
 
 
 def test_a_first_slow_step_does_not_end_speculation() -> None:
     """The first pass of a process may take many times as long as any after it."""
     controller, rows = Auto(Knowledge(packed=True)), [row() for _ in range(8)]
     for i in range(20):
-        lengths = controller.lengths(rows)
+        lengths = controller.lengths(rows, 0)
         slow = 50.0 if i < 2 else 1.0
         steps = max(lengths)
         controller.learn(Outcome(lengths, lengths, steps, slow * (1.0 + 0.1 * steps), slow * 0.1 * steps))
-    assert max(controller.lengths(rows)) > 4
+    assert max(controller.lengths(rows, 0)) > 4
 
 
 def test_a_row_near_its_end_gets_no_more_than_it_may_commit() -> None:
     controller = auto(FLAT, 0.01, 0.9)
-    assert controller.lengths([row(1), row(3), row(100)]) == [0, 2, 16]
+    assert controller.lengths([row(1), row(3), row(100)], 1) == [0, 2, 16]
 
 
 def test_unsure_rows_stop_and_sure_rows_go_on() -> None:
     controller = auto({1: 1.0, 600: 40.0}, 0.02, 0.8)
-    assert max(controller.lengths([row(), row()])) > 0
-    assert list(controller.goes_on([0.999, 0.02])) == [True, False]
-    assert list(controller.goes_on([0.999, 0.999])) == [True, False]  # a row that stopped stays so
+    assert max(controller.lengths([row(), row()], 0)) > 0
+    assert controller.shorten(0, [0.999, 0.02]) == [16, 0]
+    assert controller.shorten(1, [0.999, 0.999]) == [16, 0]  # a row that stopped stays so
+    assert controller.shorten(0, [0.999, 0.999]) == [16, 16]  # drafting began anew, as after a static step that gave up
+    assert len(controller._confidence) == 1
 
 
 def test_drafting_ends_when_nothing_left_is_worth_a_step() -> None:
     controller = auto(FLAT, 0.4, 0.8)
-    assert max(controller.lengths([row()])) > 0
+    assert max(controller.lengths([row()], 0)) > 0
     steps = 0
-    while any(controller.goes_on([0.75])):
+    while controller.shorten(steps, [0.75]) > [steps]:
         steps += 1
     assert 1 <= steps < 8
+
+
+def test_the_step_before_the_last_worthwhile_one_is_the_last() -> None:
+    """What a step costs is known before it is made: its drafts are kept, and no further pass is spent on finding out."""
+    controller = auto(FLAT, 0.4, 0.8)
+    controller.lengths([row()], 0)
+    ends = [controller.shorten(position, [0.75])[0] for position in range(3)]
+    (last,) = {end for end in ends if end < 16}
+    assert ends.index(last) == last - 1  # said while position last - 1 is drawn, not one pass later
+
+
+def test_rows_further_from_their_end_draft_more_unless_others_wait() -> None:
+    """The run is as long as its slowest row, but for a batch that will be filled up the sum of all is what counts."""
+    last, filled = ([], [])
+    for waiting, kept in ((0, last), (5, filled)):
+        controller = auto({1: 1.0, 600: 40.0}, 0.02, 0.8)
+        controller.lengths([row(20), row(200)], waiting)
+        ends = [16, 16]
+        for position in range(16):
+            if max(ends) > position:
+                ends = controller.shorten(position, [0.9, 0.9])
+        kept.extend(ends)
+    assert last[0] < last[1]
+    assert filled[0] == filled[1] > last[0]
+
+
+def test_plans_rest_while_they_find_nothing() -> None:
+    controller, rows = auto(STEEP, 0.5, 0.3), [row() for _ in range(8)]
+    plan, planned = controller._plan, []
+    controller._plan = lambda left: planned.append(len(left)) or plan(left)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(100):
+        assert max(controller.lengths(rows, 0)) == 0
+    assert len(planned) < 12
+    controller.lengths(rows[:4], 0)
+    assert planned[-1] == 4  # another batch is another question
 
 
 def test_a_padded_pass_is_priced_as_such() -> None:
     """One row near its end cannot make the others' padding cheaper: prices are those of rows times the longest draft."""
     packed, padded = (auto({1: 1.0, 600: 100.0}, 0.001, 0.9, kind) for kind in (True, False))
     rows = [row(), *[row(1) for _ in range(15)]]
-    assert max(packed.lengths(rows)) > 0
-    assert max(padded.lengths(rows)) == 0
+    assert max(packed.lengths(rows, 0)) > 0
+    assert max(padded.lengths(rows, 0)) == 0
 
 
 def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
@@ -204,7 +241,7 @@ def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
     for i in range(5000):
         if i % 500 == 0:
             controller = Auto(controller.known)
-        lengths = controller.lengths(rows)
+        lengths = controller.lengths(rows, 0)
         trial = max(lengths) > 0
         trials += trial
         spent, extra = spent + 1.0, extra + (0.2 + 1.0 if trial else 0.0)
@@ -251,13 +288,13 @@ class Spy:
         self.adaptive = adaptive
         self._next: dict[int, int] = {}
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         self._rows, self._seen = rows, []
         return [min(self._next.get(id(row), 3), row.remaining - 1) for row in rows]
 
-    def goes_on(self, confidence: Sequence[float]) -> list[bool]:
+    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         self._seen.append(confidence)
-        return [True] * len(confidence)
+        return [self.limit] * len(confidence)
 
     def learn(self, outcome: Outcome) -> None:
         self._next = {}

@@ -27,14 +27,14 @@ class Drafter(Protocol):
         lengths: Sequence[int],
         luck: Tensor,
         draw: Callable[[Tensor, Tensor], Tensor],
-        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
+        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None = None,
     ) -> Proposal:
         """Drafts up to lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1.
 
         Args:
             luck: noise by position, [rows, >= max(lengths), ...] float64. draw: (q [rows, vocab], one position's luck) -> tokens.
-            goes_on: asked before each position is drawn, with the drafter's highest probability there, one per row: which rows
-                go on. A token once drawn is proposed: dropping it for what it is would bias the law.
+            shorten: asked before each position is drawn, with the drafter's highest probability there, one per row: how long
+                each row's draft may still become. A token once drawn is proposed: dropping it for what it is would bias the law.
         """  # fmt: skip
         ...
 

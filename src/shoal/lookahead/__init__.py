@@ -40,8 +40,8 @@ class Controller(Protocol):
         limit: the longest draft it will ever ask for; caches are sized by it.
         adaptive: its decisions depend on drafts that were later thrown away (their confidences, the time they took). Noise
             must then be new in every round, see `shoal.request.Row.noise`.
-        goes_on: None, or asked before each draft position is drawn: which rows go on, given the drafter's highest
-            probability there, one per row.
+        shorten: None, or asked before each draft position is drawn: how long each row's draft may still become, given the
+            position and the drafter's highest probability there, one per row.
         hopeful: False if a run that starts now may do without the drafter altogether, prompts included.
     """
 
@@ -55,10 +55,10 @@ class Controller(Protocol):
     def hopeful(self) -> bool: ...
 
     @property
-    def goes_on(self) -> Callable[[Sequence[float]], Sequence[bool]] | None: ...
+    def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Longest draft of each row in the coming round, 0..row.room."""
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+        """Longest draft of each row in the coming round, 0..row.room; `waiting`: how many rows have no slot yet."""
         ...
 
     def learn(self, outcome: Outcome) -> None:

@@ -1,10 +1,15 @@
 """Draft lengths that know their price: every round maximises expected committed tokens per second, 0 drafts included.
 
 The value of drafting follows from estimates of acceptance, the price from passes that were made; both are learned as the run goes
-and kept between runs of the same pair. A plan spreads the verified positions over rows by their probability of being committed
-(the greedy rule of DySpec's tree builder, Xiong et al. 2024, with the whole batch as one tree). While drafting, the drafter's own
-confidence decides row by row whether the next draft is worth its price (after DISCO, Mamou et al. 2024): the decision on a
-position is made before its token is drawn, so a row's luck at a position never decides whether that luck is used.
+and kept between runs of the same pair. A plan takes draft positions of all rows in the order of their probability of being
+committed (the greedy rule of DySpec's tree builder, Xiong et al. 2024, with the whole batch as one tree) and ends where tokens per
+second are highest. That rate is what time is worth; so the plan puts a price on a position and on a drafter step (Dinkelbach 1967,
+on ratios). While drafting, the drafter's own confidence decides row by row whether the next draft is worth its price (after DISCO,
+Mamou et al. 2024): the decision on a position is made before its token is drawn, so a row's luck at a position never decides
+whether that luck is used.
+
+Once nothing waits for a slot, the run is as long as its slowest row: a token then counts for more in rows that are further from
+their end.
 """
 
 from __future__ import annotations
@@ -26,12 +31,14 @@ HOPELESS = 0.1
 """Acceptance below which not even the prompts are fed to the drafter."""
 TRIAL_ROWS = 16
 """Rows to reckon with before a run is known."""
-TRUTH_SHARE = 0.05
-"""What one round's result counts for when plans are compared with what came of them."""
-LEAST_TRUTH, MOST_TRUTH = 0.5, 1.2
-"""Prices that are off by more say nothing about plans."""
 TRIAL_SHARE = 0.005
 """Share of the time that goes into asking again whether a hopeless drafter has become useful."""
+TRUTH_SHARE = 0.02
+"""What one round's result counts for when plans are compared with what came of them; what is learned so fades in plain rounds."""
+LEAST_TRUTH, MOST_TRUTH = 0.5, 1.2
+"""Prices that are off by more say nothing about plans."""
+LONGEST_REST = 16
+"""Most plain rounds before a new plan is made for as many rows."""
 
 
 class Knowledge:
@@ -63,12 +70,15 @@ class Auto:
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.known = knowledge
-        self._confidence: list[Array] = []
         self._idle_rounds = 0
-        self._rate = self._position_price = self._step_price = 0.0
-        self._survival = self._room = np.ones(0)
-        self._rows: Sequence[int] = ()
-        self._accepting = knowledge.acceptance.by_confidence(self._rows)
+        self._rest = _Rest()
+        self._begin([], np.ones(0))
+
+    def _begin(self, rows: Sequence[Row], room: Array) -> None:
+        """Forgets the last round's drafting."""
+        self._rows, self._room, self._rate = [id(row) for row in rows], room, 0.0
+        self._confidence: list[Array] = []
+        self._weights = np.ones(len(room))
 
     @property
     def hopeful(self) -> bool:
@@ -78,43 +88,52 @@ class Auto:
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Longest draft of each row; drafting may stop earlier."""
-        self._rows, self._confidence, self._survival = [id(row) for row in rows], [], np.ones(len(rows))
-        self._accepting = self.known.acceptance.by_confidence(self._rows)
-        room = self._room = np.minimum([row.room for row in rows], self.limit)
-        if self.known.rounds < len(OPENING):
-            self._rate = 0.0
-            return np.minimum(room, OPENING[self.known.rounds]).tolist()
-        if self._plan(room):
-            return room.tolist()
-        if self._trial_is_due(len(rows)):
-            self._rate = 0.0
-            return np.minimum(room, 1).tolist()
-        return [0] * len(rows)
+        self._begin(rows, np.minimum([row.room for row in rows], self.limit))
+        self._room = np.minimum(self._room, self._most(rows, waiting))
+        return self._room.tolist()
 
-    def _plan(self, room: Array) -> bool:
-        """Finds the best number of drafter steps and verified positions; sets the prices; False = plain decoding."""
-        rows = len(room)
-        survival = self.known.acceptance.by_position(self._rows).cumprod(axis=1)
-        survival[np.arange(self.limit) >= room[:, None]] = 0.0
-        order = np.argsort(-survival, axis=None, kind="stable")
-        steps = np.arange(self.limit + 1)
-        inside = (order % self.limit) < steps[:, None]
-        tokens = rows + np.where(inside, survival.ravel()[order], 0.0).cumsum(axis=1)
-        drafts = inside.cumsum(axis=1)
-        positions = rows + (drafts if self.known.packed else np.broadcast_to(rows * steps[:, None], drafts.shape))
+    def _most(self, rows: Sequence[Row], waiting: int) -> int:
+        """Longest draft of any row."""
+        if self.known.rounds < len(OPENING):
+            return OPENING[self.known.rounds]
+        if self._rest.over(len(rows)):
+            if self._plan(np.array([0 if waiting else row.remaining for row in rows])):
+                self._rest = _Rest()
+                return self.limit
+            self._rest.again(len(rows))
+        return int(self._trial_is_due(len(rows)))
+
+    def _plan(self, left: Array) -> bool:
+        """Finds the positions that are worth verifying and sets the prices; False = plain decoding.
+
+        Args:
+            left: tokens that each row may still get; zeros if others wait for its slot.
+        """
+        rows = len(left)
+        self._next = self.known.acceptance.by_position(self._rows)
+        survival = self._next.cumprod(axis=1)
+        survival[np.arange(self.limit) >= self._room[:, None]] = 0.0
+        if left.any():
+            rounds = left / (1 + survival.sum(axis=1))
+            self._weights = rounds / rounds.mean()
+        worth = (self._weights[:, None] * survival).ravel()
+        order = np.argsort(-worth, kind="stable")
+        steps = np.maximum.accumulate(order % self.limit) + 1
+        drafts = np.arange(1, len(order) + 1)
+        sizes = rows + (drafts if self.known.packed else rows * steps)
         verify = self.known.verify.table(rows * (self.limit + 1))
-        self._step_price = self._seconds_of_step(rows)
-        rate = tokens / (verify[positions] + steps[:, None] * self._step_price)
-        plain = rows / verify[rows]
-        best = np.unravel_index(rate.argmax(), rate.shape)
-        if self.known.truth * rate[best] <= plain:
+        step = self._seconds_of_step(rows)
+        rates = (rows + worth[order].cumsum()) / (verify[sizes] + step * steps)
+        best = int(rates.argmax())
+        if self.known.truth * rates[best] <= rows / verify[rows]:
             return False
-        size = int(positions[best])
-        self._rate = float(self.known.truth * rate[best])
+        self._rate = float(self.known.truth * rates[best])
         # Over all of the way from plain decoding: between neighbours most of the difference is noise, and beyond lies guesswork.
-        self._position_price = self._rate * float(verify[size] - verify[rows]) / max(size - rows, 1)
+        self._position_price = self._rate * float((verify[sizes[best]] - verify[rows]) / (sizes[best] - rows))
+        self._step_price = self._rate * step
+        self._accepting = self.known.acceptance.by_confidence(self._rows)
         return True
 
     def _seconds_of_step(self, rows: int) -> float:
@@ -128,19 +147,24 @@ class Auto:
 
     # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def goes_on(self, confidence: Sequence[float]) -> list[bool]:
-        """Which rows draw a draft at the next position, given the drafter's highest probability there."""
+    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
+        """How long each row's draft may still become, given the drafter's highest probability at `position`: no longer than
+        that if the draft there is not worth verifying, and one more if another step is not worth its time."""
         now = np.asarray(confidence)
-        self._confidence.append(now)
+        self._confidence[position:] = [now]
         if not self._rate:
-            return [True] * len(now)
-        self._survival *= self._accepting(now) * (self._room >= len(self._confidence))
-        gain = self._survival - self._position_price
-        worth = gain > 0
-        if gain[worth].sum() <= self._rate * self._step_price:
-            worth[:] = False
-        self._survival[~worth] = 0.0
-        return worth.tolist()
+            return self._room.tolist()
+        if position == 0:
+            self._survival, self._ends = self._weights, self._room
+        self._survival = self._survival * self._accepting(now) * (self._ends > position)
+        draws = self._survival > self._position_price
+        self._survival = np.where(draws, self._survival, 0.0)
+        self._ends = np.where(draws, self._ends, np.minimum(self._ends, position))
+        if position + 1 < self.limit:
+            expected = self._survival * self._next[:, position + 1] * (self._ends > position + 1)
+            if np.maximum(expected - self._position_price, 0.0).sum() <= self._step_price:
+                self._ends = np.minimum(self._ends, position + 1)
+        return self._ends.tolist()
 
     # ── after a round ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,15 +177,33 @@ class Auto:
         known.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
             known.idle_seconds += outcome.seconds
+            known.truth += TRUTH_SHARE * (1 - known.truth)
             self._idle_rounds += 1
             return
         step = outcome.seconds_drafting / outcome.steps
-        if self._idle_rounds <= 1 or step < self._seconds_of_step(len(self._rows)):  # else much of it was catching up
-            known.draft.observe(len(self._rows), step)
+        if self._idle_rounds <= 1 or step < self._seconds_of_step(len(fed)):  # else much of it was catching up
+            known.draft.observe(len(fed), step)
         known.idle_seconds, self._idle_rounds = 0.0, 0
         if self._rate:
-            brought = (sum(outcome.accepted) + len(fed)) / outcome.seconds / self._rate
+            brought = float(self._weights @ np.add(outcome.accepted, 1)) / outcome.seconds / self._rate
             corrected = known.truth * (1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1))
             known.truth = min(max(corrected, LEAST_TRUTH), MOST_TRUTH)
-        confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(self._rows)))
+        confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(fed)))
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)
+
+
+class _Rest:
+    """Plain rounds without a plan, more of them each time that a plan for as many rows finds nothing: planning has its price too."""
+
+    def __init__(self) -> None:
+        self._rows = self._length = self._left = 0
+
+    def over(self, rows: int) -> bool:
+        """Time for a plan."""
+        self._left -= 1
+        return rows != self._rows or self._left < 0
+
+    def again(self, rows: int) -> None:
+        """A plan found nothing."""
+        self._length = min(2 * self._length + 1, LONGEST_REST) if rows == self._rows else 1
+        self._rows, self._left = rows, self._length

@@ -29,14 +29,14 @@ class Uniform:
     """A `Lookahead` as the engine asks it: the same length for every row, and no stopping on the way."""
 
     adaptive = False
-    goes_on = None
+    shorten = None
     hopeful = True
 
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
         self.limit = lookahead.limit
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """The next length, but no more than a row has room for."""
         k = min(max(self.lookahead.next_length(), 0), self.limit)
         return [min(k, row.room) for row in rows]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,26 @@ def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, bo
     assert bool(verdict.detail) is not verdict.passed
     assert "/shoal-" not in verdict.detail
     assert verdict.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "detail", "headline"),
+    [
+        ("passed", "", ""),
+        ("failed", "Traceback\n  File\nValueError: odd\n", "ValueError: odd"),
+        ("failed", "main.js:3\n  x\n  ^\n\nReferenceError: x\n    at f (main.js:3)\n\nNode.js v20", "ReferenceError: x"),
+        (
+            "syntax",
+            "main.cpp: In function\nmain.cpp:3:1: error: first\nmain.cpp:4:1: error: second",
+            "main.cpp:3:1: error: first",
+        ),
+        ("crash", "signal 6\nterminate called\n  what():  Exception -- 0", "what():  Exception -- 0"),
+        ("time", "ended by: time", "ended by: time"),
+        ("failed", "3 of 4\n", "3 of 4"),
+    ],
+)
+def test_the_line_that_says_most(outcome: Any, detail: str, headline: str) -> None:
+    assert Verdict(outcome, detail, 0.1).headline == headline
 
 
 def test_a_program_that_was_not_run_has_no_verdict() -> None:

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -340,7 +340,7 @@ def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> 
         verdicts = list(_watch("judging", judge_all(pairs, sandbox, workers), len(pairs)))
     found = tallies(pairs, verdicts)
     failures = [
-        {"task_id": problem.task_id, "language": problem.language, "outcome": verdict.outcome, "detail": verdict.detail}
+        {"task_id": problem.task_id, "language": problem.language, "headline": verdict.headline, **asdict(verdict)}
         for (problem, _), verdict in zip(pairs, verdicts, strict=True)
         if not verdict.passed
     ]
@@ -350,8 +350,7 @@ def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> 
         return 0
     console = stdout()
     for failure in failures:
-        why = failure["detail"].strip().splitlines()[-1:] or [""]
-        console.print(printable(f"{failure['task_id']}: {failure['outcome']} {why[0]}"), markup=False, soft_wrap=True)
+        console.print(printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True)
     table = plain_table("language", "passed", "total", "per cent")
     for name, tally in found.items():
         table.add_row(name, str(tally.passed), str(tally.total), f"{100 * tally.passed / tally.total:.1f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ Outcome = Literal["passed", "failed", "syntax", "time", "memory", "output", "cra
 Pair = tuple[Problem, str]
 """A problem and a completion."""
 
+TELLING = re.compile(r"(Error|Exception)\b|\berror\b|^(signal|ended by)")
 DETAIL = 2000  # characters of what a program wrote that are kept
 OUTCOMES: dict[str, Outcome] = {"time": "time", "memory": "memory", "output": "output"}  # of bounds; the rest are crashes
 
@@ -43,6 +45,13 @@ class Verdict:
     def passed(self) -> bool:
         """True if the program ended well with its tests behind it."""
         return self.outcome == "passed"
+
+    @property
+    def headline(self) -> str:
+        """The line of `detail` that says most: of a compiler's complaints the first, of a traceback the last."""
+        lines = [line.strip() for line in self.detail.splitlines() if line.strip()]
+        telling = [line for line in lines if TELLING.search(line)] or lines[-1:] or [""]
+        return telling[0] if self.outcome == "syntax" else telling[-1]
 
 
 @dataclass(frozen=True)

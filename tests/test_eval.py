@@ -278,7 +278,7 @@ def test_the_same_completion_is_graded_once_and_unfinished_ones_never() -> None:
 class Reader(HTMLParser):
     """Tags and text of a page; complains of what a browser would have to guess."""
 
-    VOID = ("meta", "br", "path", "use", "rect")
+    VOID = ("meta", "br", "path", "use", "rect", "dt", "dd")
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shoal.evaluation.figure import LABELS, metric_name, title
+from shoal.evaluation.grading import PASSED
 from shoal.evaluation.summary import Results
 from shoal.evaluation.tables import columns, findings, legend, rows
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 MARKS = {True: "✓", False: "✗", None: "–"}
 """Of a sample that passed, one that did not, one that was not finished."""
+LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fff; --raised: #f4f6f8; --line: #d5dae0;
@@ -30,6 +32,7 @@ th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; padding: 0 .8rem; background: var(--paper); }
 details[open] { padding-bottom: .6rem; } details details { background: var(--raised); }
 summary { cursor: pointer; padding: .35rem 0; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dd { margin: 0; } dt { color: var(--dim); }
 .marks { font-family: ui-monospace, monospace; letter-spacing: .12em; float: right; }
 .passed { color: var(--good); } .failed { color: var(--bad); }
 pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem;
@@ -54,9 +57,9 @@ def page(summary: Mapping[str, Any], results: Results, prompts: Mapping[str, str
 {_table(summary)}
 <p><small>{text(legend(summary))}</small></p>
 <ul>{"".join(f"<li>{text(line)}</li>" for line in findings(summary))}</ul>
-<h2>Settings</h2>{_settings(summary["settings"])}
+{_settings(summary)}
 <h2>Problems</h2>
-<p>Marks are samples, best rank first: ✓ passed, ✗ not, – not finished.
+<p>Behind each problem its samples, best rank first: {LEGENDS[results.scores[0] == PASSED]}.
 In the texts, <span class="accepted">accepted draft tokens</span> and <span class="drawn">tokens drawn from the target</span>
 (replacement and bonus; all tokens of plain decoding); <span class="cut">what follows the completion was cut</span>.</p>
 {problems}
@@ -75,9 +78,11 @@ def _table(summary: Mapping[str, Any]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
-    body = "".join(f"<tr><td>{text(name)}</td><td>{text(value)}</td></tr>" for name, value in settings.items())
-    return f'<div class="wide"><table>{body}</table></div>'
+def _settings(summary: Mapping[str, Any]) -> str:
+    """What was asked and where it ran; what is empty is left out."""
+    known = {**summary["settings"], **summary.get("machine", {}), "sandbox": summary.get("isolation")}
+    body = "".join(f"<dt>{text(name)}<dd>{text(value)}" for name, value in known.items() if value not in (None, "", False))
+    return f"<details><summary>Settings and machine</summary><dl>{body}</dl></details>"
 
 
 def _problem(results: Results, name: str, prompt: str) -> str:
@@ -86,7 +91,7 @@ def _problem(results: Results, name: str, prompt: str) -> str:
         return f"<details><summary>{text(name)} <span class=failed>not asked: {text(error)}</span></summary></details>"
     parts = [_way(results, name, way, shown=place == 0) for place, way in enumerate(reversed(list(attempts)))]
     last = list(attempts)[-1]
-    marks = "".join(MARKS[_passed(grade, results.scores[0])] for _, _, grade in _ranked(results, name, last))
+    marks = "".join(_mark(grade, results.scores[0]) for _, _, grade in _ranked(results, name, last))
     return (
         f"<details><summary>{text(name)} <span class=marks>{marks}</span></summary>"
         f"<pre>{text(prompt)}</pre>{''.join(parts)}</details>"
@@ -115,14 +120,19 @@ def _ranked(results: Results, name: str, way: str) -> list[tuple[int, Mapping[st
     return sorted(found, key=key)
 
 
-def _passed(grade: Mapping[str, Any] | None, score: str) -> bool | None:
-    return None if grade is None else grade["scores"][score] == 1
+def _mark(grade: Mapping[str, Any] | None, score: str) -> str:
+    if grade is None:
+        return MARKS[None]
+    if score != PASSED:
+        return f"{grade['scores'][score]:.2f} "
+    passed = grade["scores"][score] == 1
+    return f'<span class="{"passed" if passed else "failed"}">{MARKS[passed]}</span>'
 
 
 def _sample(results: Results, rank: int, place: int, sample: Mapping[str, Any], grade: Mapping[str, Any] | None) -> str:
     score = results.scores[0]
     verdict = (sample["error"] or "not finished") if grade is None else grade["outcome"]
-    if grade is not None and score != "passed":
+    if grade is not None and score != PASSED:
         verdict = ", ".join(f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items())
     mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"
     head = (

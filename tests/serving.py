@@ -12,6 +12,7 @@ import httpx
 import openai
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 from shoal.accept import RULES
 from shoal.api import Shoal
@@ -23,7 +24,7 @@ from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
-PATIENCE = 30  # seconds until a wait is a hang
+PATIENCE = 60  # seconds until a wait is a hang
 
 
 @dataclass
@@ -80,12 +81,16 @@ class Served:
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name), 0.0)
 
 
+def application(shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", **settings: Any) -> FastAPI:
+    """The application around a pair."""
+    allowed = Settings("tiny", seeds=rule == "coupled", **settings)
+    return make_app(shoal, lambda: shoal.engine(lookahead, RULES[rule]()), allowed)
+
+
 @contextmanager
-def served(shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", **settings: Any) -> Iterator[Served]:
-    """The application around a pair, for as long as the block lasts."""
-    app = make_app(
-        shoal, lambda: shoal.engine(lookahead, RULES[rule]()), Settings("tiny", seeds=rule == "coupled", **settings)
-    )
+def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
+    """The application on a thread, for as long as the block lasts."""
+    app = application(shoal, **options)
     with bind("127.0.0.1", 0) as listening:
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="on"))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ import openai
 import pytest
 import torch
 
-from serving import PATIENCE, Gate, Served, legible, pair, served
+from serving import PATIENCE, Gate, Served, application, legible, pair, served
+from shoal import cli
 from shoal.cache import SlotCache
 from shoal.errors import RequestError
+from shoal.serve import run
 from shoal.serve.keys import opens, read_keys
+from shoal.serve.run import bind
 
 JSON = {"content-type": "application/json"}
 
@@ -354,40 +358,63 @@ def test_what_nobody_foresaw_ends_the_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_leaves_nothing(sent: signal.Signals) -> None:
-    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning"]
+def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
+    gate = Gate(legible(0), length=20)
+    app = application(pair(gate))
+    lines: list[str] = []
+
+    def client() -> None:
+        body = {"prompt": "hello", "n": 2, "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+            assert gate.reached.wait(PATIENCE)
+            os.kill(os.getpid(), sent)
+            eventually(lambda: refused(url))
+            gate.opened.set()
+            lines.extend(line for line in response.iter_lines() if line)
+
+    with bind("127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=client)
+        with pytest.raises(KeyboardInterrupt) if sent == signal.SIGINT else nullcontext():
+            run.run(app, listening, PATIENCE, "critical", ready=thread.start)
+        thread.join()
+    assert lines[-1] == "data: [DONE]"
+    ends = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
+    assert ends.count("length") == 2
+    assert not app.state.worker.alive
+
+
+def refused(url: str) -> bool:
+    """Nobody listens there."""
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
+@pytest.mark.limit(300)  # a process of its own loads the pair
+def test_the_command_leaves_nothing_behind() -> None:
+    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", "--name", "small"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
         told = json.loads(process.stdout.readline())
-        body = {
-            "prompt": "def add(a, b):\n",
-            "n": 4,
-            "max_tokens": 200,
-            "temperature": 0,
-            "logit_bias": {"0": -100},
-            "stream": True,
-        }
-        with httpx.stream("POST", f"{told['url']}/completions", json=body, timeout=PATIENCE) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            process.send_signal(sent)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        ends = [choice["finish_reason"] for line in rest[:-1] for choice in json.loads(line[6:])["choices"]]
-        assert ends.count("length") == 4
-        assert process.wait(PATIENCE) == (0 if sent == signal.SIGTERM else 130)
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(told["url"])
+        assert told["model"] == "small"
+        answer = httpx.post(f"{told['url']}/completions", json={"prompt": "def add(a, b):\n"}, timeout=PATIENCE)
+        assert answer.json()["choices"][0]["text"]
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
     finally:
         process.kill()
-        process.communicate()
+        rest, errors = process.communicate()
+    assert not rest
+    assert "shoal serves small at http://127.0.0.1:" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
-    from shoal.cli import run
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run(["serve", "--port", str(taken.getsockname()[1]), "--model", "/nowhere"]) == 2
+        assert cli.run(["serve", "--port", str(taken.getsockname()[1]), "--model", "/nowhere"]) == 2

@@ -17,7 +17,7 @@ from serving import Served, pair, served
 from shoal.serve.schema import ChatRequest, CompletionRequest
 
 CASES = [
-    ("/v1/completions", "POST", 100), ("/v1/chat/completions", "POST", 60), ("/v1/models", "GET", 5),
+    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/v1/models", "GET", 5),
     ("/v1/models/{name}", "GET", 10), ("/health", "GET", 1), ("/ready", "GET", 1), ("/metrics", "GET", 1),
 ]  # fmt: skip
 KEY = "sesame"

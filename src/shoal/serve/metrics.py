@@ -21,6 +21,7 @@ COUNTED = {
     "target_passes": "Passes of the target, prompts not counted",
     "draft_passes": "Passes of the drafter, prompts not counted",
     "prefill_tokens": "Prompt tokens computed",
+    "prefill_chunks": "Pieces in which they were",
     "row_rounds": "Rounds times their rows",
     "drafted": "Tokens drafted",
     "accepted": "Drafted tokens accepted",

@@ -75,7 +75,7 @@ class Reply:
             samples: dict[int, Sample] = {}
             try:
                 async for news in self._news(ticket):
-                    yield self._event([choices[news.place].piece(news)])
+                    yield self._event(choices[news.place].piece(news))
                     if news.sample is not None:
                         samples[news.place] = news.sample
             except Exception as error:  # the status has been sent
@@ -101,8 +101,10 @@ class Reply:
                 yield News(place, "", (), 0, 0, 0, 0, NOTHING)
 
     def _choice(self, index: int) -> Choice:
-        name = lambda token: str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))  # noqa: E731
-        return Choice(self.form, name, index, self.order.logprobs, self.order.details)
+        return Choice(self.form, self._name, index, self.order.logprobs, self.order.details)
+
+    def _name(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     async def _prompts(self) -> list[tuple[Token, ...]]:
         """The prompts' own tokens, where they come back with log-probabilities."""
@@ -123,11 +125,10 @@ class Reply:
             choice.opening(echo[place // self.order.drawn], prompts[place // self.order.drawn])
             for place, choice in enumerate(choices)
         ]
-        pieces = [piece for piece in opened if piece is not None]
-        return self._event(pieces) if pieces else b""
+        return b"".join(self._event(piece) for piece in opened if piece is not None)
 
-    def _event(self, choices: Sequence[Json]) -> bytes:
-        return _event(self._body(self.form.chunk, choices) | ({"usage": None} if self.order.usage else {}))
+    def _event(self, choice: Json) -> bytes:
+        return _event(self._body(self.form.chunk, [choice]) | ({"usage": None} if self.order.usage else {}))
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         key = self.form.prefix + self.key

@@ -41,7 +41,11 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
         KeyboardInterrupt: after draining, if it was Ctrl-C. A second signal cuts the draining short.
     """
     config = uvicorn.Config(
-        app, log_level=log_level, log_config=_logging(), timeout_graceful_shutdown=max(round(drain), 1), lifespan="on"
+        app,
+        log_level=log_level,
+        log_config=_logging(log_level),
+        timeout_graceful_shutdown=max(round(drain), 1),
+        lifespan="on",
     )
     server = _Server(config)
     server.ready = ready
@@ -54,10 +58,11 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
         app.state.worker.stop()
 
 
-def _logging() -> dict[str, Any]:
-    """uvicorn's own, but for requests, which it would log on stdout."""
+def _logging(level: str) -> dict[str, Any]:
+    """uvicorn's own, and ours in its form; but all on stderr, where uvicorn would log requests on stdout."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["loggers"]["shoal"] = {"handlers": ["default"], "level": level.upper()}
     return config
 
 

@@ -7,6 +7,7 @@ thread, and then whatever is open fails and whatever comes is refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,7 @@ from shoal.round import Commit
 from shoal.serve.faults import Fault
 from shoal.serve.tickets import Follower, News, Ticket
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 LONGEST_WAIT = 60
 """Seconds; the most that a refused client is told to wait."""
@@ -159,6 +161,7 @@ class Worker:
                 self._round()
         except BaseException as error:  # also what is raised in a thread to kill it
             self.failure = error
+            LOG.critical("the engine's thread has ended", exc_info=error)
         finally:
             self._tell(self._ended)
 
@@ -221,6 +224,7 @@ class Worker:
 
     def _renew(self, error: ShoalError) -> None:
         """A pass failed, and what the caches hold is unknown: the rows fail, the next ones get a new engine."""
+        LOG.error("a pass failed, and the rows in it: %s", error)
         tickets = {follower.ticket for follower in self._followers.values()}
         self._followers.clear()
         stats = self.engine.stats

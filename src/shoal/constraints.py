@@ -109,6 +109,8 @@ class Constraint:
         if same < len(self._ahead):
             self._matcher.rollback(len(self._ahead) - same)
         read = same + self._matcher.try_consume_tokens(wanted[same:])
+        if self._matcher.is_error():
+            self.error = _first_line(self._matcher.get_error())
         settled = min(read, len(committed))
         self._settled, self._ahead = self._settled + settled, wanted[settled:read]
         return self._matcher if read == len(wanted) else None
@@ -196,8 +198,12 @@ def _fill_slowly(row: Row, draft: Sequence[int], first: int, bits: np.ndarray[An
         _filling().fill_next_token_bitmask(matcher, bits, j)
         if matcher.is_error():
             bits[j] = 0
-            row.constraint.error = matcher.get_error().strip().partition("\n")[0]
+            row.constraint.error = _first_line(matcher.get_error())
             return
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _llguidance() -> Any:

@@ -1,0 +1,496 @@
+"""Grammars: the law is that of the masked target, whatever is drafted; what ends by itself is of the grammar."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shoal
+import shoal.accept
+from shoal import constraints
+from shoal.accept import Rejection
+from shoal.api import Shoal
+from shoal.config import Grammar, Limits, Sampling
+from shoal.distributions import probabilities, race
+from shoal.draft import ModelDrafter
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.lookahead import Fixed
+from shoal.noise import race_luck, row_seed
+from shoal.request import Request, Row
+from shoal.round import Proposal
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.law import chain_rule, chi_square, committed_law
+from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
+from shoal.testing.tiny import END
+
+TOKENIZER = tiny_tokenizer()
+ALPHABET = llguidance.hf.from_tokenizer(TOKENIZER)
+WORDS = Grammar("regex", "[a-d]{2,6}(,[0-9]{1,3}){0,3};")
+PROMPT = (1, 2, 3)
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def readable(grammar: Grammar) -> str:
+    """The grammar as llguidance takes it, by its own functions."""
+    matcher = llguidance.LLMatcher
+    return {
+        "regex": matcher.grammar_from_regex,
+        "json_schema": matcher.grammar_from_json_schema,
+        "lark": matcher.grammar_from_lark,
+    }[grammar.kind](grammar.text)
+
+
+def possible(grammar: Grammar, new: Sequence[int]) -> Tensor:
+    """What may follow the new tokens, [260] bool, by a fresh matcher whose end of text is the EOS itself: none of shoal's code."""
+    matcher = llguidance.LLMatcher(ALPHABET, readable(grammar))
+    assert matcher.consume_tokens(list(new))
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    return torch.from_numpy(bits[:VOCABULARY].astype(bool))
+
+
+def masked_decoding(
+    script: History, grammar: Grammar, seed: int, temperature: float, most: int, index: int = 0
+) -> list[int]:
+    """Plain decoding of the masked target, from the definition; the luck is that of the coupled rule."""
+    tokens: list[int] = []
+    while len(tokens) < most and tokens[-1:] != [END]:
+        history = (*PROMPT, *tokens)
+        logits = script(history).masked_fill(~possible(grammar, tokens), -torch.inf)
+        luck = torch.from_numpy(race_luck([row_seed(seed, index)], [len(history)], 1))[0, 0]
+        p = one_hot(int(logits.argmax()), VOCABULARY).exp() if temperature == 0 else (logits / temperature).softmax(-1)
+        tokens.append(int(race(p[None], luck[None])))
+    return tokens
+
+
+TARGET = hashed(VOCABULARY, 0, spread=3.0)
+DRAFTER = mixed(TARGET, hashed(VOCABULARY, 1, spread=3.0), every=3)
+
+
+def made(target: History = TARGET, drafter: History | None = DRAFTER, max_batch: int = 16, vocab: int = VOCABULARY) -> Shoal:
+    draft = None if drafter is None else scripted(drafter, vocab)
+    shoal = Shoal(scripted(target, vocab), draft, TOKENIZER, max_batch=max_batch)
+    shoal.eos = (END,)
+    return shoal
+
+
+# ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_ids_are_those_of_plain_masked_decoding(k: int, temperature: float) -> None:
+    result = made().generate([PROMPT], n=3, grammar=WORDS, seed=5, temperature=temperature, lookahead=k, max_new_tokens=30)
+    expected = [masked_decoding(TARGET, WORDS, 5, temperature, 30, i) for i in range(3)]
+    samples = result[0].samples
+    assert [list(sample.token_ids) for sample in samples] == expected
+    assert all(sample.finish_reason == "eos" and re.fullmatch(WORDS.text, sample.text) for sample in samples)
+    if k:
+        assert 0 < result.stats.accepted < result.stats.drafted
+        assert result.stats.row_rounds < result.stats.committed
+    else:
+        assert result.stats.drafted == 0
+    assert not any(possible(WORDS, ())[t] for t in range(VOCABULARY) if chr(t) == ";")  # the mask does exclude something
+
+
+LETTERS = [*encode("abc"), END]
+SMALL = Grammar("regex", "(ab|ba|aac|cc?)b?")
+
+
+def tables(seed: int) -> tuple[Tensor, Tensor]:
+    """Random Markov tables over a, b, c, EOS, [4, 4]; and the same over the whole vocabulary, [260, 260]."""
+    weights = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.05
+    weights /= weights.sum(-1, keepdim=True)
+    whole = torch.full((VOCABULARY, VOCABULARY), 1e-3, dtype=torch.float64)
+    whole[torch.tensor(LETTERS)[:, None], torch.tensor(LETTERS)] = weights
+    return weights, whole / whole.sum(-1, keepdim=True)
+
+
+def row_of(grammar: Grammar, tokens: Sequence[int] = (), **options: Any) -> Row:
+    request = Request((LETTERS[0],), 1, Sampling(grammar=grammar, **options))
+    constraint = constraints.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
+    return Row(request, 0, 0, 0, [LETTERS[0], *tokens], frozenset([END]), 99, constraint=constraint)
+
+
+def test_the_law_is_that_of_the_masked_target_exactly() -> None:
+    """Every way that rounds of drafts can go, enumerated through the real acceptance code with the real masked p and q."""
+
+    def real(weights: Tensor, new: list[int]) -> Tensor:
+        return probabilities(weights.log()[None, None], [row_of(SMALL, new)], [()])[0, 0]
+
+    def defined(weights: Tensor, new: list[int]) -> Tensor:
+        kept = weights * possible(SMALL, new)
+        return kept / kept.sum()
+
+    target, drafter = tables(0)[1], tables(1)[1]
+    p, q, plain = chain(target, real), chain(drafter, real), chain(target, defined)
+    torch.testing.assert_close(p, plain, rtol=1e-12, atol=1e-12)
+    assert (p - q).abs().max() > 0.05
+    for lengths in ([1], [2], [2, 0, 1]):
+        law = committed_law(p, q, HORIZON, lengths)
+        torch.testing.assert_close(law, chain_rule(plain, HORIZON), rtol=1e-10, atol=1e-12)
+    unmasked = chain(drafter, lambda weights, _: weights)
+    torch.testing.assert_close(committed_law(p, unmasked, HORIZON, [2]), chain_rule(plain, HORIZON), rtol=1e-10, atol=1e-12)
+    # The control: a target without its mask.
+    loose = committed_law(chain(target, lambda weights, _: weights), q, HORIZON, [2])
+    assert (loose - chain_rule(plain, HORIZON)).abs().max() > 0.01
+
+
+HORIZON = 3
+NOTHING = encode("z")[0]  # stands where a text has not begun
+
+
+def chain(whole: Tensor, law: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+    """The table [5] * 4 of a law over texts of nothing, a, b, c, EOS; after an EOS, and off the grammar, there is only EOS."""
+    letters = torch.tensor([NOTHING, *LETTERS])
+    table = torch.zeros([5] * (HORIZON + 1), dtype=torch.float64)
+    table[..., 4] = 1.0
+    for depth in range(HORIZON):
+        for places in itertools.product(range(1, 4), repeat=depth):
+            new = [LETTERS[i - 1] for i in places]
+            if _is_prefix(new):
+                said = law(whole[new[-1] if new else LETTERS[0]], new)[letters]
+                table[(0,) * (HORIZON - depth) + places] = said / said.sum()
+    return table
+
+
+def _is_prefix(tokens: Sequence[int]) -> bool:
+    matcher = llguidance.LLMatcher(ALPHABET, readable(SMALL))
+    return matcher.validate_tokens(list(tokens)) == len(tokens)
+
+
+def masked_law() -> dict[tuple[int, ...], float]:
+    """Every text of `SMALL` with its probability under the masked table, by the chain rule."""
+    whole, law, open_ = tables(0)[1], {}, [((), 1.0)]
+    while open_:
+        new, mass = open_.pop()
+        kept = whole[new[-1] if new else LETTERS[0]] * possible(SMALL, new)
+        for token in kept.nonzero().flatten().tolist():
+            text = (*new, token)
+            share = mass * float(kept[token] / kept.sum())
+            if token == END:
+                law[text] = share
+            else:
+                open_.append((text, share))
+    return law
+
+
+def test_the_law_of_whole_texts_counted_through_the_engine() -> None:
+    target, drafter = (table_model(tables(seed)[1]) for seed in (0, 1))
+    engine = Engine(target, drafter, Fixed(3), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=Rejection())
+    rows = engine.submit(Request((LETTERS[0],), 1000, Sampling(seed=1, grammar=SMALL), Limits(max_new_tokens=8)))
+    while engine.step():
+        pass
+    law = masked_law()
+    assert sum(law.values()) == pytest.approx(1)
+    texts = list(law)
+    counts = torch.zeros(len(texts))
+    for row in rows:
+        counts[texts.index(tuple(row.tokens[1:]))] += 1
+    assert len(texts) >= 10
+    assert chi_square(counts, torch.tensor([law[text] for text in texts])) > 1e-6
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    # The power of the test: the law of an unmasked drafter would show.
+    other = torch.tensor([law[text] ** 0.4 for text in texts])
+    assert chi_square(counts, other / other.sum()) < 1e-6
+
+
+# ── drafts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watched(ModelDrafter):
+    """Remembers what it proposed, with the tokens before it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.proposed: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, rows: Sequence[Row], *arguments: Any) -> Proposal:
+        proposal = super().propose(rows, *arguments)
+        new = [row.tokens[row.prompt_length :] for row in rows]
+        self.proposed += list(zip(new, proposal.drafts, strict=True))
+        return proposal
+
+
+class Unmasked(Watched):
+    """Drafts as if there were no grammar, and says so in its q."""
+
+    def propose(self, rows: Sequence[Row], *arguments: Any) -> Proposal:
+        held = [row.constraint for row in rows]
+        for row in rows:
+            row.constraint = None
+        proposal = super().propose(rows, *arguments)
+        for row, constraint in zip(rows, held, strict=True):
+            row.constraint = constraint
+        return proposal
+
+
+def run(kind: type[Watched], k: int = 4) -> tuple[Engine, Watched, list[Row]]:
+    engine = made().engine(k, shoal.accept.Coupled())
+    drafter = kind(engine.models[1], VOCABULARY)
+    engine.drafter = drafter
+    sampling = Sampling(grammar=WORDS, seed=5, temperature=1.3)
+    rows = engine.submit(Request(PROMPT, 3, sampling, Limits(max_new_tokens=30)))
+    while engine.step():
+        pass
+    return engine, drafter, rows
+
+
+def violations(drafter: Watched) -> int:
+    """Proposed tokens that the grammar does not allow where they stand."""
+    count = 0
+    for new, draft in drafter.proposed:
+        draft = draft[: draft.index(END) + 1] if END in draft else draft
+        matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
+        matcher.consume_tokens(new)
+        count += len(draft) - matcher.validate_tokens(draft)
+    return count
+
+
+def test_drafts_never_leave_the_grammar() -> None:
+    """And where they do, for want of a mask, they are rejected, and nothing else changes."""
+    engine, drafter, rows = run(Watched)
+    assert sum(len(draft) for _, draft in drafter.proposed) == engine.stats.drafted > 20
+    assert violations(drafter) == 0
+    wild, unmasked, others = run(Unmasked)
+    assert violations(unmasked) > 20
+    assert [row.tokens for row in others] == [row.tokens for row in rows]
+    assert wild.stats.accepted < engine.stats.accepted
+    assert wild.stats.rounds > engine.stats.rounds
+
+
+def test_a_dead_end_on_a_rejected_path_is_nobodys_business() -> None:
+    """After "ab" nothing is possible, as "c" is banned: the drafter goes there, the target does not."""
+    grammar, banned = Grammar("regex", "a(bc|de)"), [encode("c")]
+    aside = [(*PROMPT, *encode("abc"))]
+    shoal = made(says([(*PROMPT, *encode("ade"), END)], VOCABULARY), says(aside, VOCABULARY))
+    result = shoal.generate([PROMPT], grammar=grammar, bad_words=banned, temperature=0, lookahead=4)
+    assert (result[0].samples[0].text, result[0].samples[0].finish_reason) == ("ade", "eos")
+    assert result.stats.drafted > result.stats.accepted > 0
+    stubborn = made(says(aside, VOCABULARY), says(aside, VOCABULARY))
+    for k in (0, 4):
+        stream = stubborn.stream([PROMPT], grammar=grammar, bad_words=banned, temperature=0, lookahead=k)
+        list(stream)
+        sample = stream.result()[0].samples[0]
+        assert (sample.text, sample.finish_reason) == ("ab", "error")  # where plain decoding ends, too
+        assert re.search("no token is left possible by .*bad_words=.*grammar=", sample.error or "")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.text("abcd,12;", max_size=6)), max_size=12))
+@settings(max_examples=15)
+def test_a_constraint_follows_any_history(asked: list[tuple[int, str]]) -> None:
+    """Drafts come and go, some out of the grammar; the mask is always that of a fresh matcher."""
+    row, text = row_of(WORDS), encode("ab,12,3;")
+    for commits, draft in asked:
+        row.tokens += text[row.new_tokens : row.new_tokens + commits]
+        new, drafted = row.tokens[1:], encode(draft)
+        matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
+        valid = matcher.validate_tokens([*new, *drafted]) == len(new) + len(drafted)
+        mask = constraints.allowed([row], [drafted], len(drafted), torch.empty(1, 1, VOCABULARY))
+        assert mask is not None
+        expected = possible(WORDS, [*new, *drafted]) if valid else torch.zeros(VOCABULARY, dtype=torch.bool)
+        assert torch.equal(mask[0, 0], expected)
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rows_with_and_without_a_grammar_in_one_batch() -> None:
+    digits = Grammar("regex", "[0-9]{5}")
+    ways = [WORDS, None, digits, None]
+
+    def tokens(which: Sequence[int]) -> tuple[Engine, dict[int, list[list[int]]]]:
+        engine = made().engine(3, shoal.accept.Coupled())
+        asked = {
+            i: engine.submit(Request((*PROMPT, i), 2, Sampling(grammar=ways[i], seed=i), Limits(max_new_tokens=14)))
+            for i in which
+        }
+        while engine.step():
+            pass
+        return engine, {i: [row.tokens[4:] for row in rows] for i, rows in asked.items()}
+
+    engine, together = tokens(range(4))
+    assert together == {i: tokens([i])[1][i] for i in range(4)}
+    assert engine.stats.rounds < sum(tokens([i])[0].stats.rounds for i in range(4))  # they did share rounds
+    assert all(re.fullmatch("[0-9]{5}", TOKENIZER.decode(ids[:-1])) and ids[-1] == END for ids in together[2])
+    assert not any(re.match("[a-d]{2}", TOKENIZER.decode(ids)) for ids in together[1])
+
+
+def test_an_eos_only_where_the_text_is_complete() -> None:
+    """A target that would always rather stop."""
+    eager = made(lambda _: one_hot(END, VOCABULARY), lambda _: one_hot(END, VOCABULARY))
+    for k in (0, 3):
+        sample = eager.generate([PROMPT], grammar=Grammar("regex", "abbc"), temperature=0, lookahead=k)[0].samples[0]
+        assert (sample.text, sample.token_ids[-1], sample.finish_reason) == ("abbc", END, "eos")
+    semicolon = encode(";")
+    result = eager.generate([PROMPT], grammar=Grammar("regex", "[;x]{3};?"), eos=semicolon, temperature=0, lookahead=3)
+    assert result[0].samples[0].token_ids == tuple(encode("xxx;"))  # as an EOS id it is no letter of the text
+    assert result[0].samples[0].finish_reason == "eos"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_without_any_eos_a_complete_text_ends(k: int) -> None:
+    result = made().generate([PROMPT], n=2, grammar=Grammar("regex", "[a-d]{7}"), eos=(), seed=1, lookahead=k)
+    assert [(len(s.token_ids), s.finish_reason) for s in result[0].samples] == [(7, "stop")] * 2
+    cut = made().generate([PROMPT], grammar=Grammar("regex", "[a-d]+"), eos=(), seed=1, lookahead=k, max_new_tokens=5)
+    assert cut[0].samples[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("vocab", [258, 300])
+def test_a_model_narrower_or_wider_than_its_tokenizer(vocab: int) -> None:
+    """Ids that no token has are never said, though the model would love to."""
+    padded = torch.zeros(vocab, dtype=torch.float64)
+    padded[257:] = 9.0
+    loud = lambda ids: hashed(vocab, 3)(ids) + padded  # noqa: E731
+    shoal = made(loud, loud, vocab=vocab)
+    result = shoal.generate([PROMPT], n=2, grammar=WORDS, seed=0, lookahead=3)
+    assert all(re.fullmatch(WORDS.text, sample.text) for sample in result[0].samples)
+    assert result.stats.accepted > 0
+    free = shoal.generate([PROMPT], seed=0, lookahead=3, max_new_tokens=9)[0].samples[0]
+    assert max(free.token_ids) > 256
+
+
+SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
+    ({"type": "boolean"}, lambda v: isinstance(v, bool)),
+    ({"type": "integer", "minimum": -5, "maximum": 17}, lambda v: isinstance(v, int) and -5 <= v <= 17),
+    ({"enum": ["red", 7, None, {"a": [1]}]}, lambda v: v in ("red", 7, None, {"a": [1]})),
+    ({"const": "λ \"quoted\" \\"}, lambda v: v == "λ \"quoted\" \\"),
+    ({"type": "string", "maxLength": 4}, lambda v: isinstance(v, str) and len(v) <= 4),
+    ({"type": "string", "pattern": "^[A-C]{2}-[0-9]{2}$"}, lambda v: bool(re.fullmatch("[A-C]{2}-[0-9]{2}", v))),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3}, lambda v: v in ([None] * 2, [None] * 3)),
+    ({"anyOf": [{"const": 1}, {"type": "array", "items": {"const": "x"}, "maxItems": 1}]}, lambda v: v in (1, [], ["x"])),
+    (
+        {
+            "$defs": {"leaf": {"enum": ["l", "r"]}},
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}, "side": {"$ref": "#/$defs/leaf"}},
+            "required": ["on", "side"],
+            "additionalProperties": False,
+        },
+        lambda v: set(v) == {"on", "side"} and v["side"] in ("l", "r") and isinstance(v["on"], bool),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "valid"), SCHEMAS, ids=[str(i) for i in range(len(SCHEMAS))])
+def test_json_schemas(schema: dict[str, Any], valid: Callable[[Any], bool]) -> None:
+    result = made().generate([PROMPT], n=3, grammar=Grammar("json_schema", {**schema, **COMPACT}), seed=2, lookahead=3)
+    samples = result[0].samples
+    assert [sample.finish_reason for sample in samples] == ["eos"] * 3
+    assert all(valid(json.loads(sample.text)) for sample in samples), [sample.text for sample in samples]
+    assert result.stats.drafted > 0
+
+
+def test_any_json_object_and_a_lark_grammar() -> None:
+    closing = made(lambda ids: hashed(VOCABULARY, 0)(ids) + 20 * one_hot(encode("}")[0], VOCABULARY).exp(), None)
+    assert closing.generate([PROMPT], grammar=Grammar("json_object"), seed=0, lookahead=0)[0].samples[0].text == "{}"
+    lark = Grammar("lark", 'start: word ("," word)*\nword: /[a-c]/ /[0-9]/')
+    texts = [s.text for s in made().generate([PROMPT], n=3, grammar=lark, seed=4, lookahead=3)[0].samples]
+    assert all(re.fullmatch("[a-c][0-9](,[a-c][0-9])*", text) for text in texts)
+
+
+def test_byte_level_bpe_of_the_bundled_pair() -> None:
+    """Tokens of several bytes; the pair's own models, plain and with drafts."""
+    model = shoal.load(compile="off")
+    schema = {
+        "type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "maximum": 99}},
+        "required": ["name", "n"], "additionalProperties": False, **COMPACT,
+    }  # fmt: skip
+    options: dict[str, Any] = {"grammar": Grammar("json_schema", schema), "seed": 3, "max_new_tokens": 32}
+    plain, drafted = (model.generate("record = ", n=3, lookahead=k, **options) for k in (0, 3))
+    assert [s.token_ids for s in plain[0].samples] == [s.token_ids for s in drafted[0].samples]
+    assert 0 < drafted.stats.accepted <= drafted.stats.drafted
+    assert drafted.stats.target_passes < plain.stats.target_passes
+    finished = [sample for sample in drafted[0].samples if sample.finish_reason == "eos"]
+    assert finished
+    assert all(set(json.loads(sample.text)) == {"name", "n"} for sample in finished)
+
+
+# ── what it costs, and what goes wrong ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(constraints, "_known", {})
+
+
+def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, without_llguidance: None) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("called without a grammar")
+
+    for name in ("_bits", "_symbols", "_before_eos", "grammars_of", "Grammars"):
+        monkeypatch.setattr(constraints, name, never)
+    result = made().generate([PROMPT], n=2, seed=0, lookahead=3, max_new_tokens=9)
+    assert result.stats.drafted > 0
+    assert constraints.allowed([row_without()], [()], 0, torch.empty(1, 1, VOCABULARY)) is None
+
+
+def row_without() -> Row:
+    return Row(Request(PROMPT), 0, 0, 0, list(PROMPT), frozenset(), 99)
+
+
+def test_llguidance_is_asked_for_by_name(without_llguidance: None) -> None:
+    with pytest.raises(RequestError, match=re.escape("pip install 'shoal[grammar]'")):
+        made().generate([PROMPT], grammar=WORDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("regex", "a(b", "the regex grammar cannot be used: .*unclosed group"),
+        ("json_schema", '{"type": "foo"}', "the json_schema grammar cannot be used: Invalid type: foo"),
+        ("json_schema", '{"typ', "the json_schema grammar cannot be used"),
+        ("json_schema", {"type": "string", "not": {"const": "a"}}, 'Unimplemented keys: \\["not"\\]'),
+        ("lark", 'start: "a" foo', 'unknown name: "foo"'),
+        ("xml", "a", "kind of a grammar must be one of json_schema, json_object, regex, lark, got 'xml'"),
+        ("regex", "", "text of a regex grammar must be not empty"),
+        ("json_object", "{}", "text of a json_object grammar must be empty"),
+        ("regex", 7, "text of a grammar must be a string, got 7"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used(kind: str, text: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"(?s){message}"):
+        made().generate([PROMPT], grammar=Grammar(kind, text))
+
+
+def test_what_a_grammar_needs() -> None:
+    with pytest.raises(RequestError, match="a grammar needs a tokenizer"):
+        Shoal(scripted(TARGET, VOCABULARY)).generate([PROMPT], grammar=WORDS)
+    with pytest.raises(RequestError, match="grammar must be a Grammar or None, got 'a'"):
+        made().generate([PROMPT], grammar="a")
+    with pytest.raises(RequestError, match="a fast tokenizer that llguidance can read"):
+        constraints.Grammars(SimpleNamespace(), VOCABULARY)
+
+
+def test_a_grammar_that_llguidance_gives_up_on_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: real(step_max_items=3, verbose_errors=False))
+    engine = made().engine(3, shoal.accept.Coupled())
+    hard = engine.submit(Request(PROMPT, 1, Sampling(grammar=Grammar("json_object"), seed=0), Limits(max_new_tokens=9)))[0]
+    other = engine.submit(Request(PROMPT, 1, Sampling(seed=0), Limits(max_new_tokens=9)))[0]
+    while engine.step():
+        pass
+    assert hard.finish_reason == "error"
+    assert "the grammar could not be followed any further: " in str(hard.error)
+    assert "Too many items" in str(hard.error)
+    alone = made().generate([PROMPT], seed=0, lookahead=3, max_new_tokens=9)[0].samples[0]
+    assert tuple(other.tokens[3:]) == alone.token_ids

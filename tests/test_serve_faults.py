@@ -418,3 +418,14 @@ def test_the_command_leaves_nothing_behind() -> None:
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert cli.run(["serve", "--port", str(taken.getsockname()[1]), "--model", "/nowhere"]) == 2
+
+
+def test_without_its_packages_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shoal.serve
+
+    monkeypatch.delattr(shoal.serve, "run")
+    monkeypatch.setitem(sys.modules, "shoal.serve.run", None)
+    assert cli.run(["serve"]) == 2
+    assert "pip install 'shoal[serve]'" in capsys.readouterr().err

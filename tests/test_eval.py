@@ -212,7 +212,7 @@ def test_speculative_ways_need_a_drafter(pair: Shoal) -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was(pair: Shoal, tmp_path: Path) -> None:
-    tasks = [task(name) for name in "abcd"]
+    tasks, chosen = [task(name) for name in "abcd"], plan(n=2)
 
     def stopping(_what: str, results: Iterable[Any], _total: int) -> Iterator[Any]:
         for count, result in enumerate(results):
@@ -221,18 +221,18 @@ def test_a_stopped_run_goes_on_where_it_was(pair: Shoal, tmp_path: Path) -> None
             yield result
 
     settings = {"set": "x", "temperature": 1, "top_p": 1}
-    first = Evaluation(tmp_path / "a", tasks, plan(), settings)
+    first = Evaluation(tmp_path / "a", tasks, chosen, settings)
     with pytest.raises(KeyboardInterrupt):
-        first.sample(Sampler(pair, plan()), stopping)
-    again = Evaluation(tmp_path / "a", tasks, plan(), settings)
+        first.sample(Sampler(pair, chosen), stopping)
+    again = Evaluation(tmp_path / "a", tasks, chosen, settings)
     assert [missing.task_id for missing in again.missing] == ["c", "d"]
     asked: list[str] = []
-    sampler = Sampler(pair, plan())
+    sampler = Sampler(pair, chosen)
     attempt = sampler.attempt
     sampler.attempt = lambda way, task, prompt: asked.append(task.task_id) or attempt(way, task, prompt)  # type: ignore[method-assign]
     again.sample(sampler, through)
     assert asked == ["c"] * 6 + ["d"] * 3  # the first one twice, to warm up
-    whole = evaluate(tmp_path / "b", pair, tasks, plan())
+    whole = evaluate(tmp_path / "b", pair, tasks, chosen)
     assert _ids(again) == _ids(whole)
     with pytest.raises(KeyboardInterrupt):
         again.grade(graded, stopping)
@@ -578,4 +578,4 @@ def test_given_solutions_are_judged_without_a_model(
     code, out, _ = shoal(capsys, "humaneval", "--data", problems, "--solutions", wrong)
     assert code == 0  # all were judged
     assert re.search(r"python\s+0\s+1\s+0\.0", out)
-    assert "a: failed AssertionError" in out
+    assert "a: failed: AssertionError" in out

@@ -1,0 +1,319 @@
+"""`python -m shoal.bench.virtual`: draft length controllers on a clock of their own, where no neighbour disturbs them.
+
+Between two runs of the same work a shared machine differs by more than good controllers do. So here only facts are measured, once:
+what passes cost, and how the pair agrees along texts that the target wrote. Then every controller decodes the same texts by these
+facts: a draft at a position is accepted with that position's sum of min(p, q), which is the law of rejection sampling, and a round
+takes what its passes cost, times noise. Hundreds of runs take a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import thread_time
+from typing import Annotated, Any, cast
+
+import numpy as np
+import torch
+import typer
+from numpy.random import Generator
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import shoal
+from shoal.bench.regret import CONTROLLERS, SWEEP
+from shoal.bench.scaling import CONTEXT, prepared_pass
+from shoal.bench.work import Stopwatch, timed
+from shoal.lookahead import Controller, Knowledge, as_controller, by_name
+from shoal.request import Row
+from shoal.round import Outcome
+from shoal.runner import Runner
+from shoal.train.problems import generate
+
+TEMPERATURE = 0.8
+PROBLEMS, SAMPLES, PROBLEMS_SEED = 48, 2, 20
+WIDTH = 120
+"""Columns where stdout is no terminal."""
+QUEUES = {"none": 0, "three batches": 3}
+"""Rows that wait for a slot, in batches: with none, the run is as long as its slowest row."""
+WARM_UP = 2
+"""Runs by which a controller that learns gets to know the pair, as in `shoal bench`."""
+NOISE = 0.1
+"""A pass takes exp(x) times its price, x exponential with this mean: disturbances only ever slow down."""
+WORTHLESS, UNSURE = 0.02, 0.3
+"""Acceptance and confidence of a hopeless drafter."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text of the target, by position: probability that a draft is accepted; the drafter's highest probability; and how many
+    tokens it has up to its end."""
+
+    acceptance: list[float]
+    confidence: list[float]
+    length: int
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of a round with one target pass, by positions; of a drafter step, by rows: {size: seconds}."""
+
+    verify: dict[int, float]
+    step: dict[int, float]
+
+    def of(self, table: dict[int, float], size: int, rng: Generator) -> float:
+        """Between the measured sizes, on a straight line."""
+        return float(np.interp(size, list(table), list(table.values())) * np.exp(rng.exponential(NOISE)))
+
+
+# ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def traces(pair: shoal.Shoal, tokens: int) -> list[Trace]:
+    """Texts for held-out problems, decoded plainly, and what both models say of them."""
+    assert pair.draft_model is not None
+    prompts = [problem.prompt for problem in generate(PROBLEMS_SEED, PROBLEMS, "templates")]
+    controls: dict[str, Any] = {"lookahead": "off", "temperature": TEMPERATURE, "seed": 1, "max_new_tokens": tokens}
+    ends = pair.generate(prompts, SAMPLES, **controls)
+    whole = pair.generate(prompts, SAMPLES, **controls, eos=())
+    found = []
+    for ended, output in zip(ends, whole, strict=True):
+        prompt = list(pair.tokenizer.encode(output.prompt))
+        for end, sample in zip(ended.samples, output.samples, strict=True):
+            ids = torch.tensor([prompt + list(sample.token_ids)])
+            p, q = (_distributions(model, ids, len(prompt)) for model in (pair.target, pair.draft_model))
+            accepted = torch.minimum(p, q).sum(dim=-1)
+            found.append(Trace(accepted.tolist(), q.amax(dim=-1).tolist(), len(end.token_ids)))
+    return found
+
+
+@torch.inference_mode()
+def _distributions(runner: Runner, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """[new tokens, vocab]: of each token after the prompt."""
+    logits = runner.hf(ids.to(runner.device)).logits[0, prompt - 1 : -1].double().cpu()
+    return (logits / TEMPERATURE).softmax(dim=-1)
+
+
+def prices(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> Prices:
+    """Medians of passes at these numbers of rows, and of what a plain round takes beside its pass."""
+    assert pair.draft_model is not None
+    verify: dict[int, list[float]] = {}
+    step: dict[int, list[float]] = {}
+    for _ in track(range(repeats), "timing passes", console=Console(stderr=True)):
+        for batch in rows:
+            for k in (0, 1, 3, 7):
+                verify.setdefault(batch * (k + 1), []).append(_timed(pair.target, batch, k + 1))
+            step.setdefault(batch, []).append(_timed(pair.draft_model, batch, 1))
+    rest = _seconds_beside_the_pass(pair)
+    whole = {size: rest + median(seconds) for size, seconds in sorted(verify.items())}
+    return Prices(whole, {size: median(seconds) for size, seconds in sorted(step.items())})
+
+
+def _timed(runner: Runner, rows: int, q: int) -> float:
+    runner = runner.fork()
+    prepared_pass(runner, rows, q, CONTEXT)()
+    work = prepared_pass(runner, rows, q, CONTEXT)
+    with timed(runner.device) as watch:
+        work()
+    return watch.seconds
+
+
+def _seconds_beside_the_pass(pair: shoal.Shoal) -> float:
+    stats = pair.generate("def f(", 8, lookahead="off", max_new_tokens=48, eos=()).stats
+    return (stats.seconds_rounds - stats.seconds_target) / stats.rounds
+
+
+# ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Text:
+    """A row as far as a controller sees it."""
+
+    def __init__(self, trace: Trace, most: int, stops: bool) -> None:
+        self.trace, self.most, self.done, self.lag = trace, most, 0, 1
+        self.end = min(trace.length, most) if stops else most
+
+    @property
+    def remaining(self) -> int:
+        return self.most - self.done
+
+    @property
+    def room(self) -> int:
+        return self.remaining - 1
+
+
+def run(controller: Controller, facts: Prices, texts: Sequence[_Text], batch: int, rng: Generator) -> float:
+    """Tokens per second of decoding `texts`, `batch` at a time."""
+    rows, waiting = list(texts[:batch]), list(texts[batch:])
+    seconds, tokens = 0.0, 0
+    while rows:
+        ends, steps, drafting = _draft(controller, facts, rows, len(waiting), rng)
+        time = drafting + facts.of(facts.verify, len(rows) + sum(ends), rng)
+        accepted = [_accepted(row, end, rng) for row, end in zip(rows, ends, strict=True)]
+        for row, taken, end in zip(rows, accepted, ends, strict=True):
+            committed = min(taken + 1, row.end - row.done)
+            row.done, tokens = row.done + committed, tokens + committed
+            row.lag = 1 + (taken == end > 0) if steps else row.lag + committed
+        with _thinking() as thought:
+            controller.learn(Outcome(ends, accepted, steps, time, drafting))
+        seconds += time + thought.seconds
+        rows = [row for row in rows if row.done < row.end]
+        rows, waiting = rows + waiting[: batch - len(rows)], waiting[batch - len(rows) :]
+    return tokens / seconds
+
+
+def _draft(
+    controller: Controller, facts: Prices, rows: list[_Text], waiting: int, rng: Generator
+) -> tuple[list[int], int, float]:
+    """Draft lengths, drafter steps and their seconds."""
+    with _thinking() as thought:
+        ends = list(controller.lengths(cast(Sequence[Row], rows), waiting))
+    steps, seconds = 0, thought.seconds
+    while steps < max(ends):
+        fed = sum(row.lag for row in rows) if steps == 0 else len(rows)
+        seconds += facts.of(facts.step, fed, rng)
+        if controller.shorten is not None:
+            sure = [row.trace.confidence[min(row.done + steps, row.most - 1)] for row in rows]
+            with _thinking() as thought:
+                ends = [min(both) for both in zip(ends, controller.shorten(steps, sure), strict=True)]
+            seconds += thought.seconds
+        steps += 1
+    return ends, steps, seconds
+
+
+@contextmanager
+def _thinking() -> Iterator[Stopwatch]:
+    """A controller's own work is no fact but done here, so its time is the processor's."""
+    watch, started = Stopwatch(), thread_time()
+    yield watch
+    watch.seconds = thread_time() - started
+
+
+def _accepted(row: _Text, drafted: int, rng: Generator) -> int:
+    chances = row.trace.acceptance[row.done : row.done + drafted]
+    rejected = np.flatnonzero(rng.random(len(chances)) >= chances)
+    return int(rejected[0]) if len(rejected) else len(chances)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table: speed-ups over plain decoding, medians over runs."""
+
+    drafter: str
+    queue: str
+    batch: int
+    speedups: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The best fixed draft length, 0 included."""
+        return max((name for name in self.speedups if name not in CONTROLLERS), key=self.speedups.__getitem__)
+
+    def regret(self, name: str) -> float:
+        """Share of the best fixed setting's speed that is lost."""
+        return 1 - self.speedups[name] / self.speedups[self.best]
+
+
+def lines(
+    facts: Prices, texts: Sequence[Trace], batches: Sequence[int], tokens: int, runs: int, stops: bool
+) -> Iterator[Finding]:
+    """For the pair and for a hopeless drafter; without a queue and with one."""
+    worthless = [Trace([WORTHLESS] * tokens, [UNSURE] * tokens, text.length) for text in texts]
+    names = ("off", *(f"fixed:{k}" for k in SWEEP), *CONTROLLERS)
+    for drafter, known in (("the pair's", texts), ("hopeless", worthless)):
+        for queue, more in QUEUES.items():
+            for batch in batches:
+                rates = {name: _rates(name, facts, known, batch, batch * (1 + more), tokens, runs, stops) for name in names}
+                speedups = {name: median(a / b for a, b in zip(rates[name], rates["off"], strict=True)) for name in names}
+                yield Finding(drafter, queue, batch, speedups)
+
+
+def _rates(
+    name: str, facts: Prices, known: Sequence[Trace], batch: int, rows: int, tokens: int, runs: int, stops: bool
+) -> list[float]:
+    """Of one setting; every setting decodes the same texts in its i-th run."""
+    knowledge = Knowledge(packed=True)
+    rates = []
+    for i in range(-WARM_UP, runs):
+        rng = np.random.default_rng(abs(i) if i >= 0 else 1000 - i)
+        chosen = rng.integers(len(known), size=rows)
+        texts = [_Text(known[j], tokens, stops) for j in chosen]
+        rates.append(run(as_controller(by_name(name, knowledge)), facts, texts, batch, rng))
+    return rates[WARM_UP:]
+
+
+# ── command ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show(found: Sequence[Finding], console: Console) -> None:
+    """A table per drafter and queue."""
+    for drafter, queue in dict.fromkeys((one.drafter, one.queue) for one in found):
+        console.print(f"{drafter} drafter, rows waiting: {queue}", style="bold", markup=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for name in (
+            "batch",
+            "best fixed",
+            "v plain",
+            *(f"{name} {what}" for name in CONTROLLERS for what in ("v plain", "regret")),
+        ):
+            table.add_column(name, justify="right")
+        for one in found:
+            if (one.drafter, one.queue) == (drafter, queue):
+                figures = [
+                    text for name in CONTROLLERS for text in (f"{one.speedups[name]:.2f}", f"{one.regret(name):+.1%}")
+                ]
+                table.add_row(str(one.batch), one.best, f"{one.speedups[one.best]:.2f}", *figures)
+        console.print(table)
+        console.print()
+
+
+def main(
+    batch_sizes: Annotated[str, typer.Option(help="Rows decoded together.")] = "1,2,4,8,16,32",
+    tokens: Annotated[int, typer.Option(help="Per row at most.")] = 256,
+    stops: Annotated[bool, typer.Option("--eos", help="Rows end where their text does.")] = False,
+    runs: Annotated[int, typer.Option(help="Of each controller.")] = 12,
+    repeats: Annotated[int, typer.Option(help="Of each timed pass.")] = 9,
+    facts_path: Annotated[
+        Path | None, typer.Option("--facts", help="Read what is measured from there, or write it there.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all speed-ups there.")] = None,
+) -> None:
+    """Regret of draft length controllers against the best fixed draft length, in virtual time, for the bundled pair."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    batches = [int(batch) for batch in batch_sizes.split(",")]
+    if facts_path is not None and facts_path.exists():
+        known = json.loads(facts_path.read_text())
+        facts = Prices(
+            *({int(size): seconds for size, seconds in known["prices"][name].items()} for name in ("verify", "step"))
+        )
+        texts = [Trace(**text) for text in known["texts"]]
+    else:
+        pair = shoal.load(max_batch=max(batches))
+        texts, facts = traces(pair, tokens), prices(pair, batches, repeats)
+        if facts_path is not None:
+            facts_path.write_text(json.dumps({"prices": asdict(facts), "texts": [asdict(text) for text in texts]}))
+    console.print(
+        "ms of a round by positions: " + _ms(facts.verify), "ms of a drafter step by rows: " + _ms(facts.step), sep="\n"
+    )
+    total = 2 * len(QUEUES) * len(batches)
+    found = list(
+        track(lines(facts, texts, batches, tokens, runs, stops), "decoding", total=total, console=Console(stderr=True))
+    )
+    show(found, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+
+
+def _ms(prices: dict[int, float]) -> str:
+    return ", ".join(f"{size}: {1000 * seconds:.1f}" for size, seconds in prices.items())
+
+
+if __name__ == "__main__":
+    typer.run(main)

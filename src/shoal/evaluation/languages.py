@@ -59,7 +59,7 @@ class Language:
         return sorted({command[0] for command in (self.run, self.compile) if command and "/" not in command[0]})
 
 
-COMPILING = Bounds(cpu_seconds=60, wall_seconds=180.0, memory_bytes=2048 * MIB)
+COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
 _MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that set memory aside for themselves
 _NODE = "Node.js (package nodejs, or https://nodejs.org)"
 _LODASH = Library("lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)")

@@ -45,7 +45,7 @@ class Bounds:
     """
 
     cpu_seconds: int = 10
-    wall_seconds: float = 30.0
+    wall_seconds: float = 120.0
     memory_bytes: int = 1024 * MIB
     file_bytes: int = 64 * MIB
     room_bytes: int = 256 * MIB

@@ -384,6 +384,37 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     assert not app.state.worker.alive
 
 
+@pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (PATIENCE, 2)], ids=["too long", "twice"])
+def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None:
+    gate = Gate(legible(0), length=20)
+    app = application(pair(gate))
+    worker = app.state.worker
+    got: list[httpx.Response] = []
+
+    def client() -> None:
+        thread, answers = in_background(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
+        assert gate.reached.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: refused(url))
+        if signals == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: not worker._jobs.empty())
+        gate.opened.set()
+        thread.join()
+        got.extend(answers)
+
+    body = {"prompt": "hello", "n": 2, "max_tokens": 900}
+    with bind("127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=client)
+        run.run(app, listening, drain, "critical", ready=thread.start)
+        thread.join()
+    took = got[0].json()["usage"]["choices"]
+    assert [choice["ended_by"] for choice in took] == ["cancelled", "cancelled"]
+    assert all(15 < choice["completion_tokens"] < 900 for choice in took)
+    assert not worker.alive
+
+
 def refused(url: str) -> bool:
     """Nobody listens there."""
     try:

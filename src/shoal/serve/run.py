@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from shoal.errors import RequestError
+
+LAST_WORDS = 5
+"""Seconds that clients have to read what was cut."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -32,30 +38,51 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C, then takes no new connections and gives those it has `drain` seconds to finish.
+    """Serves until SIGTERM or Ctrl-C; then takes no new connections, and open requests have `drain` seconds to finish. Samples
+    unfinished then, or at a second signal, are returned as they are.
 
     Args:
         ready: called once requests are answered.
 
     Raises:
-        KeyboardInterrupt: after draining, if it was Ctrl-C. A second signal cuts the draining short.
+        KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
+    timeout = math.ceil(drain + LAST_WORDS)
     config = uvicorn.Config(
-        app,
-        log_level=log_level,
-        log_config=_logging(log_level),
-        timeout_graceful_shutdown=max(round(drain), 1),
-        lifespan="on",
+        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout, lifespan="on"
     )
-    server = _Server(config)
-    server.ready = ready
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        server.run([listening])
+        _Server(config, drain, ready, app.state.worker.cut).run([listening])
     finally:
         signal.signal(signal.SIGTERM, previous)
         app.state.worker.stop()
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready, and at the end of its patience cuts what is open."""
+
+    def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], cut: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain, self._ready, self._cut = drain, ready, cut
+        self._hurried = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain, self._cut)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and not self._hurried:
+            self._hurried = True
+            self._cut()
+        else:
+            super().handle_exit(sig, frame)
 
 
 def _logging(level: str) -> dict[str, Any]:
@@ -64,13 +91,3 @@ def _logging(level: str) -> dict[str, Any]:
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
     config["loggers"]["shoal"] = {"handlers": ["default"], "level": level.upper()}
     return config
-
-
-class _Server(uvicorn.Server):
-    """Says when it is ready."""
-
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready()

@@ -78,6 +78,10 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def cut(self) -> None:
+        """Ends all rows after the round they are in; what they have is returned, marked "cancelled"."""
+        self._jobs.put(lambda: self._deliver(self.engine.cancel(list(self._followers))))
+
     @property
     def alive(self) -> bool:
         """Whether there is anybody to decode."""

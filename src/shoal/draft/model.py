@@ -35,25 +35,25 @@ class ModelDrafter:
 
     def propose(
         self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Draw,
-        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None = None,
+        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None = None,
     ) -> Proposal:  # fmt: skip
         """At most max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
         self._shorten_lags(rows)
         before = [self.runner.cache.lengths[row.slot] for row in rows]
         fixed = self._static_steps(rows, max(lengths), luck, draw)
-        proposal = fixed and self._drafted(rows, lengths, luck, fixed, goes_on, {})
+        proposal = fixed and self._drafted(rows, lengths, luck, fixed, shorten, {})
         if proposal is None:  # no static steps, or they met something for the ordinary ones to name
             for row, length in zip(rows, before, strict=True):
                 self.runner.cache.rollback(row.slot, length)
             faults: Faults = {}
-            step = _OrdinarySteps(self, rows, draw, goes_on is not None, faults)
-            proposal = self._drafted(rows, lengths, luck, step, goes_on, faults)
+            step = _OrdinarySteps(self, rows, draw, shorten is not None, faults)
+            proposal = self._drafted(rows, lengths, luck, step, shorten, faults)
         assert proposal is not None
         return proposal
 
     def _drafted(
         self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
-        goes_on: Callable[[Sequence[float]], Sequence[bool]] | None, faults: Faults,
+        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None, faults: Faults,
     ) -> Proposal | None:  # fmt: skip
         """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on."""
         lengths = list(lengths)
@@ -64,9 +64,8 @@ class ModelDrafter:
             drawn = step(luck[:, j], lengths)
             if drawn is None:
                 return None
-            if goes_on is not None:
-                going = goes_on(drawn.confidence.tolist())
-                lengths = [length if on else min(length, j) for length, on in zip(lengths, going, strict=True)]
+            if shorten is not None:
+                lengths = [min(pair) for pair in zip(lengths, shorten(j, drawn.confidence.tolist()), strict=True)]
             if faults:
                 lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
             if max(lengths) <= j:

@@ -58,6 +58,7 @@ class Worker:
         self.capacity = self.engine.scheduler.capacity + queue
         self.rows = 0
         self.failure: BaseException | None = None
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: set[Ticket] = set()
@@ -84,8 +85,8 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether there is anybody to decode."""
-        return self._thread.is_alive()
+        """Whether there is anybody to decode; False at the latest once all that was open has failed: nothing slips in between."""
+        return self._thread.is_alive() and not self._over
 
     @asynccontextmanager
     async def serving(self, ticket: Ticket) -> AsyncIterator[None]:
@@ -153,6 +154,7 @@ class Worker:
 
     def _ended(self) -> None:
         """The thread is over: whoever waits is told."""
+        self._over = True
         for future in list(self._calls):
             _settle(future, self._gone(), None)
         self._fail(self._tickets, self._gone())

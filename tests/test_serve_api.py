@@ -321,6 +321,13 @@ def test_a_prompt_may_be_scored_alone(server: Served) -> None:
     assert server.worker.engine.stats.rounds == rounds
 
 
+@pytest.mark.parametrize("prompt", ["", [999], "x" * 3000], ids=["empty", "not a token", "too long"])
+def test_a_prompt_that_cannot_be_scored_is_refused(server: Served, prompt: Any) -> None:
+    response = server.post(prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+    assert response.status_code == 400
+    assert "prompt" in response.json()["error"]["message"]
+
+
 def test_best_of_returns_the_best_first(server: Served) -> None:
     answer = server.post(n=2, best_of=5, seed=7).json()
     ranked = offline(server, n=5, seed=7).ranked

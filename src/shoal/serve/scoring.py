@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shoal.errors import RequestError
 from shoal.outputs import Detokenizer
 from shoal.request import TopLogprobs
 from shoal.runner import Runner
@@ -23,8 +24,12 @@ def prompt_tokens(tokenizer: Any, target: Runner, ids: Sequence[int], top: int) 
         top: how many most probable tokens to tell of each position.
 
     Raises:
-        ModelError: out of memory.
+        RequestError: a prompt that is empty, too long, or not of this model's tokens. ModelError: out of memory.
     """
+    if not ids or len(ids) > target.context:
+        raise RequestError(f"the prompt must have 1..{target.context} tokens to be scored, got {len(ids)}")
+    if not all(0 <= token < target.vocab_size for token in ids):
+        raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
     logprobs, tops = _scores(target, ids, top)
     text = Detokenizer(tokenizer, ())
     for token in ids:

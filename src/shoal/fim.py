@@ -16,18 +16,24 @@ TOKENS = (
 """What stands before the prefix, before the suffix, and before the middle that the model writes."""
 
 
+def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
+    """Those of the `TOKENS` that a tokenizer knows; None: its model was not trained to fill in."""
+    vocabulary = tokenizer.get_vocab()
+    return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
+
+
 def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
     """The ids of a prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM order).
 
     Raises:
         RequestError: if the tokenizer has none of the `TOKENS`.
     """
-    vocabulary = tokenizer.get_vocab()
-    found = next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
+    found = middle_tokens(tokenizer)
     if found is None:
         raise RequestError(
             "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for text before a suffix"
         )
+    vocabulary = tokenizer.get_vocab()
     before, between, after = (vocabulary[token] for token in found)
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]

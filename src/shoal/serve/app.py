@@ -19,11 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine import Engine
+from shoal.fim import middle_tokens
 from shoal.serve import answers, faults, forms
 from shoal.serve.bodies import BodyLimit
 from shoal.serve.faults import Fault
 from shoal.serve.keys import opens
 from shoal.serve.metrics import Metrics
+from shoal.serve.page import page
 from shoal.serve.replies import EventStream, Reply
 from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings
@@ -75,6 +77,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     faults.install(app)
     app.include_router(_api(shoal, worker, settings))
     app.include_router(_house(worker, metrics))
+    app.include_router(page())
     app.add_middleware(BodyLimit, most=settings.max_body)
     app.add_middleware(Counted, metrics=metrics)
     if settings.origins:
@@ -149,7 +152,9 @@ def _house(worker: Worker, metrics: Metrics) -> APIRouter:
 def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
     about = {
         "context": worker.engine.context, "rows": worker.engine.scheduler.capacity, "max_n": settings.max_n,
-        "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None,
+        "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None, "seeds": settings.seeds,
+        "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
+        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None,
     }  # fmt: skip
     return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
 

@@ -1,0 +1,45 @@
+"""The playground: a page at / that shows what many samples and their drafts look like. It uses the API as any client does."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Response
+
+from shoal.serve.faults import Fault
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+"""Nothing but this server's own files runs on the page, and nothing a model writes can become markup."""
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def page() -> APIRouter:
+    """The routes of the page and its parts, which are few and small and stay in memory. They need no key: the API does."""
+    folder = files("shoal.serve") / "playground"
+    parts = {part.name: part.read_bytes() for part in folder.iterdir() if _suffix(part.name) in TYPES}
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def index() -> Response:
+        return _answer("index.html")
+
+    @router.get("/playground/{name}")
+    async def part(name: str) -> Response:
+        return _answer(name)
+
+    def _answer(name: str) -> Response:
+        if name not in parts:
+            raise Fault(404, f"the playground has no {name!r}")
+        return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
+
+    return router
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]

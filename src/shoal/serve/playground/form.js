@@ -1,0 +1,81 @@
+// The form: its fields, the link that brings them back, and the request they make.
+
+const OWN = ["chat", "compare"]; // fields of this page, not of the API
+const TEXTS = ["prompt", "suffix"];
+
+const value = (field) => (field.type === "checkbox" ? String(field.checked) : field.value);
+
+function preset(field) {
+  if (field.type === "checkbox") return String(field.defaultChecked);
+  return field.tagName === "SELECT" ? field.options[0].value : field.defaultValue;
+}
+
+function put(field, text) {
+  if (field.type === "checkbox") field.checked = text === "true";
+  else field.value = text;
+  if (field.selectedIndex === -1) field.selectedIndex = 0; // a link may ask for what there is not
+}
+
+const named = (form) => [...form.elements].filter((field) => field.name);
+const offered = (form) => named(form).filter((field) => !field.disabled);
+
+/** Whatever differs from what a fresh page has, as a URL's hash. */
+export function toHash(form) {
+  const changed = named(form).filter((field) => value(field) !== preset(field));
+  return new URLSearchParams(changed.map((field) => [field.name, value(field)])).toString();
+}
+
+/** The inverse: fields that the hash does not name get what a fresh page has. */
+export function fromHash(form, hash) {
+  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  for (const field of named(form)) put(field, given.get(field.name) ?? preset(field));
+}
+
+/** Shows what a model allows, and disables what it does not. */
+export function allow(form, { shoal: about }) {
+  const { n, max_tokens, seed, speculation, compare, chat, suffix } = form.elements;
+  n.max = about.max_n;
+  max_tokens.max = about.max_tokens;
+  seed.disabled = !about.seeds;
+  speculation.disabled = compare.disabled = !about.speculation;
+  show(chat, about.chat);
+  show(suffix, about.fill_in_middle);
+}
+
+function show(field, offers) {
+  field.disabled = !offers;
+  field.parentElement.hidden = !offers;
+}
+
+/** Draft lengths to choose from, up to the longest. */
+export function offerLengths(select, longest) {
+  for (let k = 1; k <= longest; k++) select.add(new Option(`at most ${k}`, String(k)));
+}
+
+/** What to ask, and on which path. A seed is drawn here if none is given: then plain decoding can be asked for the same. */
+export function request(form) {
+  const fields = Object.fromEntries(offered(form).map((field) => [field.name, field]));
+  const body = { stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
+  for (const [name, field] of Object.entries(fields)) {
+    const text = field.value;
+    if (OWN.includes(name) || text === "") continue;
+    body[name] = TEXTS.includes(name) ? text : field.type === "number" ? Number(text) : choice(name, text);
+  }
+  if (fields.seed) body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
+  return fields.chat?.checked ? conversation(body) : ["v1/completions", body];
+}
+
+function choice(name, text) {
+  if (name === "stop") return stops(text);
+  return /^\d+$/.test(text) ? Number(text) : text;
+}
+
+function stops(text) {
+  const escapes = { n: "\n", t: "\t", "\\": "\\" };
+  const lines = text.split("\n").filter((line) => line !== "");
+  return lines.map((line) => line.replace(/\\([nt\\])/g, (_, escaped) => escapes[escaped]));
+}
+
+function conversation({ prompt, suffix: _, ...body }) {
+  return ["v1/chat/completions", { ...body, messages: [{ role: "user", content: prompt }] }];
+}

@@ -1,0 +1,156 @@
+// The page: what happens when something is pressed.
+
+import { allow, fromHash, offerLengths, request, toHash } from "./form.js";
+import { comparison, showFigures, showSpeed } from "./gauge.js";
+import { Run } from "./run.js";
+import { Samples } from "./samples.js";
+import { ApiError, servedModel } from "./stream.js";
+
+const at = (id) => document.getElementById(id);
+const form = at("form");
+const [run, stop, key, error, theme] = ["run", "stop-button", "key", "error", "theme"].map(at);
+const NARROW = matchMedia("(width < 56rem)");
+
+let current = null; // the AbortController of what is running
+let known = false; // whether the server has told what it allows
+
+// ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+async function start() {
+  current?.abort();
+  const mine = (current = new AbortController());
+  remember();
+  complain(null);
+  stop.disabled = false;
+  form.setAttribute("aria-busy", "true");
+  try {
+    if (!known) await learn();
+    await sample(mine.signal);
+  } catch (failure) {
+    if (!mine.signal.aborted) complain(failure);
+    else if (current === mine) say("Stopped.");
+  } finally {
+    if (current === mine) rest();
+  }
+}
+
+function rest() {
+  current = null;
+  form.removeAttribute("aria-busy");
+  if (document.activeElement === stop) run.focus(); // a disabled button would lose the focus
+  stop.disabled = true;
+}
+
+async function sample(signal) {
+  const [path, body] = request(form);
+  const samples = new Samples(at("samples"), body.n);
+  const [mine, drafts] = [new Run(), body.speculation !== "off" && !form.elements.speculation.disabled];
+  at("empty").hidden = true;
+  at("mine-label").textContent = drafts ? "speculative" : "plain";
+  const speed = drafts ? "Plain decoding has not been measured yet." : "No drafts: this run is plain decoding itself.";
+  const show = () => (showFigures(mine, body.seed), showSpeed(mine, null, speed));
+  show();
+  say(`Drawing ${count(body.n, "sample")}…`);
+  if (NARROW.matches) at("results").scrollIntoView();
+  const take = (choice) => (samples.add(choice), show());
+  await mine.follow(path, body, key.value, signal, take, (usage) => samples.end(usage));
+  show();
+  const done = summary(mine);
+  say(done);
+  if (drafts && form.elements.compare.checked) await compare(mine, done, path, body, signal);
+}
+
+/** Asks for the same once more without drafts, out of sight. */
+async function compare(mine, done, path, body, signal) {
+  say(`${done} Now decoding plainly, to compare…`);
+  const plain = new Run();
+  await plain.follow(path, { ...body, speculation: "off" }, key.value, signal);
+  showSpeed(mine, plain, comparison(mine, plain, body.seed !== undefined));
+  say(`${done} ${at("times").textContent} the speed of plain decoding.`);
+}
+
+const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+
+function summary(mine) {
+  const length = (mine.sum("committed") / Math.max(mine.sum("rounds"), 1)).toFixed(2);
+  const samples = count(mine.choices.size, "sample");
+  return `${samples}, ${count(mine.sum("committed"), "token")} in ${mine.seconds.toFixed(2)} s, acceptance length ${length}.`;
+}
+
+// ── saying ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+function say(text) {
+  at("status").textContent = text;
+}
+
+/** Shows an error, at the field that caused it if one did; null takes the last one away. */
+function complain(failure) {
+  for (const field of form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+  error.hidden = failure === null;
+  error.textContent = failure === null ? "" : reason(failure);
+  if (failure === null) return;
+  say("");
+  if (failure.status === 401) at("key-field").hidden = false;
+  const field = failure.status === 401 ? key : form.elements[failure.param];
+  field?.setAttribute("aria-invalid", "true");
+  reveal(field);
+  field?.focus();
+}
+
+/** A field that is folded away can neither be focused nor corrected. */
+function reveal(field) {
+  field?.closest("details")?.setAttribute("open", "");
+}
+
+function reason(failure) {
+  return failure instanceof ApiError ? failure.message : `The server cannot be reached (${failure.message}).`;
+}
+
+// ── what the server is, what the link says ──────────────────────────────────────────────────────────────────────────
+
+async function learn() {
+  const model = await servedModel(key.value);
+  allow(form, model);
+  at("model").textContent = model.id;
+  document.title = `${model.id} · shoal playground`;
+  known = true;
+}
+
+function remember() {
+  const hash = toHash(form);
+  history.replaceState(null, "", hash ? `#${hash}` : location.pathname);
+}
+
+function dress(choice) {
+  theme.value = choice;
+  document.documentElement.dataset.theme = choice;
+}
+
+async function copyLink() {
+  remember();
+  await navigator.clipboard.writeText(location.href);
+  say("The link is copied.");
+}
+
+// ── wiring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+form.addEventListener("submit", (event) => (event.preventDefault(), start()));
+form.addEventListener("change", remember);
+form.addEventListener("invalid", (event) => reveal(event.target), true);
+stop.addEventListener("click", () => current?.abort());
+addEventListener("hashchange", () => fromHash(form, location.hash));
+addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  if (event.key === "Escape") current?.abort();
+});
+
+key.value = sessionStorage.getItem("shoal-key") ?? "";
+key.addEventListener("change", () => sessionStorage.setItem("shoal-key", key.value));
+theme.addEventListener("change", () => (localStorage.setItem("shoal-theme", theme.value), dress(theme.value)));
+dress(localStorage.getItem("shoal-theme") ?? "");
+at("link").hidden = !navigator.clipboard; // only where the connection is secure, or local
+at("link").addEventListener("click", copyLink);
+
+offerLengths(form.elements.speculation, 16);
+fromHash(form, location.hash);
+learn().catch(complain);

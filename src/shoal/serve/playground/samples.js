@@ -1,0 +1,86 @@
+// The columns: one per sample, filled token by token, ranked as they go.
+
+const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
+
+function element(name, className, text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+/** One column. */
+class Sample {
+  constructor(index) {
+    this.figures = { mean_logprob: null, committed: 0, drafted: 0, accepted: 0, rounds: 0 };
+    this.node = element("article", "sample");
+    const title = element("h2", "", `Sample ${index + 1}`);
+    title.id = `sample-${index + 1}`;
+    this.node.setAttribute("aria-labelledby", title.id);
+    this.rank = element("span", "rank");
+    this.about = element("p", "about", "waiting");
+    this.text = element("pre", "text");
+    const head = element("header", "");
+    head.append(title, this.rank);
+    this.node.append(head, this.about, this.text);
+  }
+
+  /** Takes what a chunk brings. */
+  add({ tokens, ...figures }) {
+    this.figures = figures;
+    this.text.append(...tokens.map(tokenNode));
+    this.describe();
+  }
+
+  /** Takes how it ended. */
+  end({ ended_by, error }) {
+    this.node.classList.toggle("failed", error !== null);
+    this.describe(error ?? `ended by ${ended_by}`);
+  }
+
+  describe(...more) {
+    const { mean_logprob, committed, rounds } = this.figures;
+    const length = rounds ? committed / rounds : null;
+    const figures = [`mean log-prob ${number(mean_logprob, 3)}`, `${committed} tokens`, `${number(length, 2)} per pass`];
+    const unbroken = figures.map((text) => text.replaceAll(" ", "\u00a0"));
+    this.about.textContent = [...unbroken, ...more].join(" · ");
+  }
+
+  showRank(rank) {
+    this.rank.textContent = rank === null ? "" : `#${rank}`;
+    this.rank.title = rank === null ? "" : `rank ${rank} by mean log-probability`;
+    this.node.classList.toggle("best", rank === 1);
+  }
+}
+
+function tokenNode({ text, logprob, from_draft }) {
+  const node = element("span", from_draft ? "token draft" : "token", text);
+  node.title = `${from_draft ? "accepted draft" : "the target's own"}, log-prob ${number(logprob, 3)}`;
+  return node;
+}
+
+/** All columns of a run. */
+export class Samples {
+  constructor(container, n) {
+    this.all = Array.from({ length: n }, (_, index) => new Sample(index));
+    container.replaceChildren(...this.all.map((sample) => sample.node));
+  }
+
+  /** Takes a choice of a chunk. */
+  add(choice) {
+    if (!choice.shoal) return; // the opening of a conversation has nothing yet
+    this.all[choice.index].add(choice.shoal);
+    this.rank();
+  }
+
+  /** Takes the usage that ends an answer. */
+  end(usage) {
+    for (const took of usage.choices) this.all[took.index].end(took);
+  }
+
+  rank() {
+    const mean = (sample) => sample.figures.mean_logprob;
+    const ranked = this.all.filter((sample) => mean(sample) !== null).sort((a, b) => mean(b) - mean(a));
+    for (const sample of this.all) sample.showRank(ranked.indexOf(sample) + 1 || null);
+  }
+}

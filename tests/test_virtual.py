@@ -76,4 +76,6 @@ def test_facts_are_read_again_from_where_they_were_written(tmp_path: Path) -> No
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 0, done.output
     assert "1: 10.0, 9: 20.0" in done.output
-    assert len(json.loads(out.read_text())) == 2 * 2 * len(virtual.QUEUES)
+    written = json.loads(out.read_text())
+    assert written["prices"]["verify"] == {"1": 0.01, "9": 0.02}
+    assert len(written["lines"]) == 2 * 2 * len(virtual.QUEUES)

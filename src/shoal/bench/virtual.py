@@ -308,7 +308,8 @@ def main(
     )
     show(found, console)
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        report = {"prices": asdict(facts), "tokens": tokens, "runs": runs, "lines": [asdict(one) for one in found]}
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _ms(prices: dict[int, float]) -> str:

@@ -27,8 +27,8 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs fim constraints models selfcheck strict quantize linears tensor_parallel runner distributions history "
-    "truncation attention cache static",
+    "base": "round outputs fim constraints memory models selfcheck strict quantize linears tensor_parallel runner distributions "
+    "history truncation attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",
 }
 
@@ -50,6 +50,7 @@ WITHIN = {
     "quantize": "linears",
     "selfcheck": "runner",
     "runner": "attention cache static",
+    "memory": "runner",
     "static": "attention cache distributions truncation",
     "attention": "cache",
     "distributions": "history truncation constraints round",
@@ -77,9 +78,10 @@ RESERVED = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "llguidance": "constraints",
+    "ray": "serve",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
-DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "llguidance", "shoal.attention.kernels", "shoal.serve")
+DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "shoal.attention.kernels", "shoal.serve")
 TORCH_FREE = f"{PLACES['words']} scheduler"  # pure Python: tested and reasoned about without a tensor
 
 

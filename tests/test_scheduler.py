@@ -78,12 +78,12 @@ class Slots:
     def _fill(self, piece: Piece) -> None:
         """A prompt is computed from its start to its end, by one row, in one place."""
         row = piece.row
-        assert self.owner[row.slot] is row
+        assert self.owner[piece.slot] is row
         assert piece.start == self.done.get(row, 0)
         self.done[row] = piece.stop
         self.cells.update(dict.fromkeys(cells_of(row)[piece.start : piece.stop], row.group))
         if piece.stop == row.prompt_length - 1:
-            self.prompt[row.slot] = row.group
+            self.prompt[piece.slot] = row.group
             self.computed.append(row.group)
 
 
@@ -127,7 +127,7 @@ def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequenc
 
     for kind, argument in schedule:
         if kind == "add":
-            new = group(groups, int(argument), length=1 + groups % 4)  # type: ignore[call-overload]
+            new = group(groups, int(argument), length=1 + 3 * (groups % 4))  # type: ignore[call-overload]
             groups += 1
             rows += new
             scheduler.add(new)
@@ -203,6 +203,22 @@ def test_holes_are_closed_from_the_end() -> None:
     scheduler.remove([rows[0], rows[2]])
     assert said(scheduler.next_round()) == ([rows[4], rows[1], rows[3]], [], [Move(rows[4], 4, 0), Move(rows[3], 3, 2)])
     assert [row.slot for row in (rows[4], rows[1], rows[3])] == [0, 1, 2]
+
+
+def test_a_prompt_is_completed_where_it_was_begun_and_then_moves() -> None:
+    scheduler, slots = Scheduler(3, chunk=2), Slots()
+    rows, long = group(0, 2), group(1, 1, length=6)
+    scheduler.add(rows)
+    slots.carry_out(scheduler.next_round())
+    scheduler.add(long)
+    seen = []
+    for end in (rows[1:], [], []):
+        round_ = scheduler.next_round()
+        slots.carry_out(round_)
+        seen += [(piece.slot, piece.start, piece.stop) for piece in round_.pieces]
+        scheduler.remove(end)
+    assert seen == [(2, 0, 2), (2, 2, 4), (2, 4, 5)]
+    assert said(round_) == ([rows[0], long[0]], [], [Move(long[0], 2, 1)])
 
 
 def test_cancelling_waiting_and_running_rows() -> None:

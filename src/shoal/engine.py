@@ -22,6 +22,7 @@ from shoal.draft import Drafter, ModelDrafter
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
 from shoal.history import require_ids
 from shoal.lookahead import Controller, Lookahead, as_controller
+from shoal.memory import Memory
 from shoal.noise import row_seed
 from shoal.outputs import Detokenizer, finish, visible_text
 from shoal.prefill import policy_for, prefill
@@ -47,7 +48,7 @@ class Engine:
         kv_bytes: what the caches of all models may take; rows wait until there is room. None = no limit but the machine's.
 
     Attributes:
-        stats: what was done so far.
+        stats: what was done so far. memory: what the caches take and may take.
     """
 
     def __init__(
@@ -66,12 +67,9 @@ class Engine:
         self.context = min(model.context for model in self.models)
         self.lookahead, self.tokenizer, self.eos = controller, tokenizer, tuple(eos)
         self.rule = rule or Rejection()
-        self.kv_bytes = kv_bytes
-        fits = None if kv_bytes is None else self._fits
-        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=fits)
-        if kv_bytes is not None:
-            for model in self.models:
-                _meet(model)
+        # A pass may write up to `limit` unused columns beyond a row's last token.
+        self.memory = Memory(self.models, self.context, controller.limit + 1, kv_bytes)
+        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=self.memory.fits)
         self.stats = Stats()
         self._groups = 0
 
@@ -119,21 +117,11 @@ class Engine:
                 )
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
-        self._check_memory(request)
+        self.memory.check(request)
         require_ids(request.sampling, self.target.vocab_size)
         top = request.top_logprobs
         if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
             raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")
-
-    def _check_memory(self, request: Request) -> None:
-        """Alone, a row takes as much whether or not its prompt is stored apart."""
-        most = min(len(request.prompt_ids) + request.limits.max_new_tokens, self.context)
-        need = 0 if self.kv_bytes is None else self._bytes(1, most + self.lookahead.limit + 1, 0)
-        if self.kv_bytes is not None and need > self.kv_bytes:
-            raise RequestError(
-                f"a row of up to {most} tokens takes {need} bytes of KV cache, and there are {self.kv_bytes}: shorten the prompt "
-                "or lower max_new_tokens"
-            )
 
     def _constraint(self, request: Request) -> Constraint | None:
         """Raises RequestError: a grammar that cannot be compiled, or not here."""
@@ -214,45 +202,14 @@ class Engine:
 
     def _prefill(self, round_: Round) -> None:
         started = time.perf_counter()
-        sizes = round_.slots, self._capacity(round_.seated), round_.cells
-        if self.kv_bytes is not None and self._bytes(*sizes, grown=True) > self.kv_bytes:
-            for model in self.models:
-                model.trim(*sizes)
+        self.memory.make_room(round_)
         for model in self.models:
-            model.reserve(*sizes)
             computed = prefill(model, round_)
             model.passes, model.seconds = 0, 0.0
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.pieces)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += time.perf_counter() - started
-
-    @property
-    def cache_bytes(self) -> int:
-        """What the caches of all models take now."""
-        return sum(model.cache.nbytes() for model in self.models)
-
-    def _fits(self, rows: Sequence[Row], slots: int, cells: int) -> bool:
-        return self.kv_bytes is None or self._bytes(slots, self._capacity(rows), cells) <= self.kv_bytes
-
-    def _bytes(self, slots: int, capacity: int, cells: int, grown: bool = False) -> int:
-        """What caches of that size take, or those that there are when they have grown to it."""
-        wanted = [(slots, capacity, cells)] * len(self.models)
-        if grown:
-            wanted = [
-                (max(slots, model.cache.slots), max(capacity, model.cache.capacity), max(cells, model.cache.cells))
-                for model in self.models
-            ]
-        return sum(model.cache_bytes(*sizes) for model, sizes in zip(self.models, wanted, strict=True))
-
-    def _capacity(self, rows: Sequence[Row]) -> int:
-        """Tokens per slot: a pass may write up to `limit` unused columns beyond a row's last token."""
-        return max((self._room(row) for row in rows), default=0) + self.lookahead.limit + 1
-
-    def _room(self, row: Row) -> int:
-        """Most tokens that the row's slot will hold."""
-        most = min(row.prompt_length + row.request.limits.max_new_tokens, self.context)
-        return most if row.prefix is None else most - row.prefix.length
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
         """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""
@@ -302,12 +259,3 @@ class Engine:
             stats.seconds_draft += draft_model.seconds
         for model in self.models:
             model.passes, model.seconds = 0, 0.0
-
-
-def _meet(model: Runner) -> None:
-    """One token through the model: only then is it known what a token takes in its cache."""
-    model.reserve(1, 1)
-    if not model.cache.bytes_per_token():
-        model.feed([0], torch.zeros(1, 1, dtype=torch.long, device=model.device), [1], want_logits=False)
-        model.cache.rollback(0, 0)
-        model.passes, model.seconds = 0, 0.0

@@ -63,7 +63,7 @@ def compute(runner: Runner, pieces: Sequence[Piece]) -> int:
         rows = max(1, BUDGET // min(longest, CHUNK))
         batch, todo = todo[:rows], todo[rows:]
         for first in range(0, longest, CHUNK):
-            part = [(piece.row.slot, tokens) for piece in batch if (tokens := _tokens(piece, first))]
+            part = [(piece.slot, tokens) for piece in batch if (tokens := _tokens(piece, first))]
             width = max(len(tokens) for _, tokens in part)
             block = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for _, tokens in part], device=runner.device)
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)

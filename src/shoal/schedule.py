@@ -26,9 +26,10 @@ class Admission:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or its slot."""
+    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or the slot it has before the round's moves."""
 
     row: Row
+    slot: int
     start: int
     stop: int
 

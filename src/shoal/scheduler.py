@@ -129,7 +129,7 @@ class Scheduler:
         self._filling = row if self._filled < length else None
         if self._filling is None:
             self._resident[row.slot] = row.group if row.prefix is None else NOBODY
-        pieces.append(Piece(row, start, self._filled))
+        pieces.append(Piece(row, row.slot, start, self._filled))
         return self._filled - start
 
     def _admit(self, left: int, fresh: Collection[int]) -> Admission | None:

@@ -149,7 +149,8 @@ def _tell(url: str, settings: Settings, json_output: bool) -> None:
 
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
-    stderr().print(f"shoal serves {settings.model} at {url} (Ctrl-C stops)", markup=False, highlight=False, soft_wrap=True)
+    said = f"shoal serves {settings.model} at {url}, with a page to try it at {url.removesuffix('v1')} (Ctrl-C stops)"
+    stderr().print(said, markup=False, highlight=False, soft_wrap=True)
     if not settings.keys and not any(f"//{place}" in url for place in LOOPBACK):
         stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
 

@@ -7,5 +7,6 @@ worker.py       the one thread that owns the models; tickets.py: what of a reque
 forms.py        rows -> choices of the two APIs; replies.py: whole or as a stream
 faults.py       every error in OpenAI's shape
 keys.py  bodies.py  metrics.py      who may ask, how much, and what is counted
+page.py         the playground at /, whose files lie in playground/
 app.py          the routes; run.py: uvicorn, signals, draining
 """

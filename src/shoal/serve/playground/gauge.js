@@ -6,34 +6,43 @@ function write(id, text) {
   at(id).textContent = text;
 }
 
-/** The counts of a run so far. */
-export function showFigures(run, seed) {
-  const [committed, rounds, drafted, accepted] = ["committed", "rounds", "drafted", "accepted"].map((name) => run.sum(name));
+/** Nothing has come yet. */
+export function reset(seed, drafts) {
   at("figures").hidden = false;
+  for (const id of ["acceptance", "accepted", "tokens", "seconds", "times"]) write(id, "–");
+  write("used-seed", seed ?? "none");
+  write("mine-label", drafts ? "speculative" : "plain");
+  write("gauge-note", drafts ? "Plain decoding has not been measured yet." : "No drafts: this run is plain decoding itself.");
+  at("plain-row").hidden = !drafts;
+  for (const id of ["mine", "plain"]) bar(id, 0, 1);
+}
+
+/** The counts and the speed of a run so far. */
+export function showFigures(run) {
+  const counts = ["committed", "rounds", "drafted", "accepted"];
+  const [committed, rounds, drafted, accepted] = counts.map((name) => run.sum(name));
   write("acceptance", rounds ? (committed / rounds).toFixed(2) : "–");
   write("accepted", drafted ? `${accepted} of ${drafted}` : "none drafted");
   write("tokens", committed);
   write("seconds", run.seconds.toFixed(2));
-  write("used-seed", seed ?? "none");
+  bar("mine", run.rate, run.rate);
 }
 
-/** The bars. `plain` is null while nothing was measured to compare with; `note` says what was. */
-export function showSpeed(run, plain, note) {
-  const most = Math.max(run.rate, plain?.rate ?? 0, 1e-9);
+/** Both speeds on one scale, and what the texts prove. */
+export function showComparison(run, plain, seeded) {
+  const most = Math.max(run.rate, plain.rate);
   bar("mine", run.rate, most);
-  bar("plain", plain?.rate ?? 0, most);
-  write("times", plain?.rate && run.rate ? `${(run.rate / plain.rate).toFixed(2)}×` : "–");
-  write("gauge-note", note);
+  bar("plain", plain.rate, most);
+  write("times", plain.rate ? `${(run.rate / plain.rate).toFixed(2)}×` : "–");
+  const how = "Both measured just now in this browser, prompt and network included, one run each.";
+  const same = `${run.agreeing(plain)} of ${run.choices.size} samples`;
+  const texts = seeded
+    ? `With the same seed plain decoding wrote the same text in ${same}.`
+    : "This server keeps no seeds, so plain decoding drew other samples.";
+  write("gauge-note", `${how} ${texts}`);
 }
 
 function bar(id, rate, most) {
   write(id, rate ? `${rate.toFixed(0)} tok/s` : "–");
-  at(`${id}-bar`).style.setProperty("--share", rate / most);
-}
-
-/** What the plain run was, and what it proves. */
-export function comparison(run, plain, seeded) {
-  const how = "Both measured just now in this browser, prompt and network included, one run each.";
-  if (!seeded) return `${how} This server keeps no seeds, so plain decoding drew other samples.`;
-  return `${how} With the same seed plain decoding wrote the same text in ${run.agreeing(plain)} of ${run.choices.size} samples.`;
+  at(`${id}-bar`).style.setProperty("--share", rate ? rate / most : 0);
 }

@@ -1,10 +1,10 @@
 // The page: what happens when something is pressed.
 
 import { allow, fromHash, offerLengths, request, toHash } from "./form.js";
-import { comparison, showFigures, showSpeed } from "./gauge.js";
+import { reset, showComparison, showFigures } from "./gauge.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
-import { ApiError, servedModel } from "./stream.js";
+import { ApiError, ask, servedModel } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
 const form = at("form");
@@ -43,29 +43,33 @@ function rest() {
 
 async function sample(signal) {
   const [path, body] = request(form);
-  const samples = new Samples(at("samples"), body.n);
-  const [mine, drafts] = [new Run(), body.speculation !== "off" && !form.elements.speculation.disabled];
-  at("empty").hidden = true;
-  at("mine-label").textContent = drafts ? "speculative" : "plain";
-  const speed = drafts ? "Plain decoding has not been measured yet." : "No drafts: this run is plain decoding itself.";
-  const show = () => (showFigures(mine, body.seed), showSpeed(mine, null, speed));
-  show();
-  say(`Drawing ${count(body.n, "sample")}…`);
-  if (NARROW.matches) at("results").scrollIntoView();
-  const take = (choice) => (samples.add(choice), show());
-  await mine.follow(path, body, key.value, signal, take, (usage) => samples.end(usage));
-  show();
+  const drafts = body.speculation !== "off" && !form.elements.speculation.disabled;
+  say(`Asking for ${count(body.n, "sample")}…`);
+  const mine = new Run();
+  const answer = await ask(path, body, key.value, signal);
+  const columns = clear(body, drafts);
+  await mine.follow(answer, (choice) => { columns.add(choice); showFigures(mine); }, (usage) => columns.end(usage));
   const done = summary(mine);
   say(done);
   if (drafts && form.elements.compare.checked) await compare(mine, done, path, body, signal);
+}
+
+/** Makes room for the samples of a request that the server has taken. */
+function clear(body, drafts) {
+  at("empty").hidden = true;
+  reset(body.seed, drafts);
+  const columns = new Samples(at("samples"), body.n);
+  say(`Drawing ${count(body.n, "sample")}…`);
+  if (NARROW.matches) at("results").scrollIntoView();
+  return columns;
 }
 
 /** Asks for the same once more without drafts, out of sight. */
 async function compare(mine, done, path, body, signal) {
   say(`${done} Now decoding plainly, to compare…`);
   const plain = new Run();
-  await plain.follow(path, { ...body, speculation: "off" }, key.value, signal);
-  showSpeed(mine, plain, comparison(mine, plain, body.seed !== undefined));
+  await plain.follow(await ask(path, { ...body, speculation: "off" }, key.value, signal));
+  showComparison(mine, plain, body.seed !== undefined);
   say(`${done} ${at("times").textContent} the speed of plain decoding.`);
 }
 
@@ -74,7 +78,8 @@ const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 function summary(mine) {
   const length = (mine.sum("committed") / Math.max(mine.sum("rounds"), 1)).toFixed(2);
   const samples = count(mine.choices.size, "sample");
-  return `${samples}, ${count(mine.sum("committed"), "token")} in ${mine.seconds.toFixed(2)} s, acceptance length ${length}.`;
+  const tokens = count(mine.sum("committed"), "token");
+  return `${samples}, ${tokens} in ${mine.seconds.toFixed(2)} s, acceptance length ${length}.`;
 }
 
 // ── saying ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +139,10 @@ async function copyLink() {
 
 // ── wiring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-form.addEventListener("submit", (event) => (event.preventDefault(), start()));
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  start();
+});
 form.addEventListener("change", remember);
 form.addEventListener("invalid", (event) => reveal(event.target), true);
 stop.addEventListener("click", () => current?.abort());
@@ -145,8 +153,11 @@ addEventListener("keydown", (event) => {
 });
 
 key.value = sessionStorage.getItem("shoal-key") ?? "";
-key.addEventListener("change", () => sessionStorage.setItem("shoal-key", key.value));
-theme.addEventListener("change", () => (localStorage.setItem("shoal-theme", theme.value), dress(theme.value)));
+key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
+theme.addEventListener("change", () => {
+  localStorage.setItem("shoal-theme", theme.value);
+  dress(theme.value);
+});
 dress(localStorage.getItem("shoal-theme") ?? "");
 at("link").hidden = !navigator.clipboard; // only where the connection is secure, or local
 at("link").addEventListener("click", copyLink);

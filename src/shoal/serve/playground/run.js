@@ -1,19 +1,17 @@
 // One answer as it comes: its texts, its counts, and the time it took in this browser.
 
-import { events } from "./stream.js";
-
-/** Adds up the choices of a streamed answer. */
+/** Adds up the choices of a streamed answer. Its clock starts when it is made. */
 export class Run {
   constructor() {
     this.choices = new Map();
-    this.seconds = 0;
+    this.started = performance.now();
+    this.seconds = 0; // until the last event
   }
 
-  /** Streams a request; `onChoice` sees each choice of each chunk after it is counted, `onEnd` the usage. */
-  async follow(path, body, key, signal, onChoice = () => {}, onEnd = () => {}) {
-    const started = performance.now();
-    for await (const event of events(path, body, key, signal)) {
-      this.seconds = (performance.now() - started) / 1000;
+  /** Follows an answer to its end; `onChoice` sees each choice of each event after it is counted, `onEnd` the usage. */
+  async follow(answer, onChoice = () => {}, onEnd = () => {}) {
+    for await (const event of answer) {
+      this.seconds = (performance.now() - this.started) / 1000;
       for (const choice of event.choices) {
         this.count(choice);
         onChoice(choice);

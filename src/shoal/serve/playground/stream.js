@@ -18,10 +18,15 @@ export async function servedModel(key) {
   return (await response.json()).data[0];
 }
 
-/** The events of a streamed answer, as objects. Aborting `signal` closes the connection, and the server drops its rows. */
-export async function* events(path, body, key, signal) {
+/** Asks, and returns the events of the answer once the server has taken the request. Aborting `signal` closes the
+ *  connection, and the server drops its rows. */
+export async function ask(path, body, key, signal) {
   const response = await fetch(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
   if (!response.ok) throw await refusal(response);
+  return events(response);
+}
+
+async function* events(response) {
   for await (const data of messages(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);

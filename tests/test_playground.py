@@ -1,0 +1,370 @@
+"""The page at /, in a real browser: it shows what the API tells, asks for what its controls say, and runs nothing it should not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import shoal
+from serving import PATIENCE, Gate, Served, legible, pair, served
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'shoal[dev]'")
+expect: Any = playwright.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+CONTROLS = "input, select, textarea"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as api:
+        running = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A scripted pair: it answers at once, and has no tokens to fill in with."""
+    with served(pair()) as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages, each in a profile of its own; what their scripts complain about fails the test."""
+    contexts, complaints = [], []
+
+    def complain(message: Any) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:  # a status of 400 is an answer
+            complaints.append(message.text)
+
+    def make(url: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        context.set_default_timeout(PATIENCE * 1000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", complain)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    expect.set_options(timeout=PATIENCE * 1000)
+    yield make
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def asked(page: Any, answer: str = "data: [DONE]\n\n") -> list[dict[str, Any]]:
+    """Answers requests of a page in the server's place; the list holds what they asked, path included."""
+    got: list[dict[str, Any]] = []
+
+    def fulfil(route: Any) -> None:
+        got.append({"path": route.request.url.split("/v1/")[1], **route.request.post_data_json})
+        route.fulfill(status=200, content_type="text/event-stream", body=answer)
+
+    page.route("**/completions", fulfil)
+    return got
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Waits until it holds; a hang is a failure."""
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def background(page: Any) -> str:
+    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def fits(page: Any) -> bool:
+    """Nothing is to be scrolled to sideways."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+# ── what it shows ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., Any]) -> None:
+    prompt, options = "def add(a, b):\n", {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+    bundled = shoal.load(dtype="float32", quantize="target=off,draft=off")
+    samples = bundled.generate(prompt, 3, max_new_tokens=24, lookahead=4, rule="coupled", **options)[0].samples
+    with served(bundled) as server:
+        page = opened(f"{server.url}/#n=3&max_tokens=24&seed=7")
+        expect(page.locator("#suffix")).to_be_enabled()  # the bundled pair was trained to fill in
+        page.get_by_label("Prompt").fill(prompt)
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("status")).to_contain_text("the speed of plain decoding")
+        stats = server.worker.engine.stats
+        assert stats.drafted == sum(sample.drafted for sample in samples)
+        assert stats.accepted == sum(sample.accepted for sample in samples)
+        assert stats.committed == 2 * sum(len(sample.token_ids) for sample in samples)  # once more, and without a draft
+    columns = page.get_by_role("article").all()
+    assert [column.locator("pre").text_content() for column in columns] == [sample.text for sample in samples]
+    tinted = [[("draft" in token.get_attribute("class")) for token in column.locator(".token").all()] for column in columns]
+    assert tinted == [list(sample.from_draft) for sample in samples]
+    means = [sample.mean_logprob for sample in samples]
+    ranks = [sorted(means, reverse=True).index(mean) + 1 for mean in means]
+    assert [column.locator(".rank").inner_text() for column in columns] == [f"#{rank}" for rank in ranks]
+    best = page.locator(".best").inner_text().replace("−", "-").replace("\xa0", " ")
+    assert f"mean log-prob {max(means):.3f}" in best
+    assert f"ended by {samples[means.index(max(means))].finish_reason}" in best
+    assert page.locator("#accepted").inner_text() == f"{stats.accepted} of {stats.drafted}"
+    rounds = sum(sample.rounds for sample in samples)
+    assert page.locator("#acceptance").inner_text() == f"{stats.committed / 2 / rounds:.2f}"
+    assert re.fullmatch(r"\d+\.\d\d×", page.locator("#times").inner_text())
+    assert "wrote the same text in 3 of 3 samples" in page.locator("#gauge-note").inner_text()
+
+
+def test_a_plain_run_is_called_plain(opened: Callable[..., Any], server: Served) -> None:
+    before = server.worker.engine.stats.committed
+    page = opened(f"{server.url}/#n=2&max_tokens=8&speculation=off")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("2 samples, 16 tokens")
+    expect(page.locator("#gauge-note")).to_contain_text("this run is plain decoding itself")
+    assert page.locator("#samples .draft").count() == 0
+    assert page.locator("#accepted").inner_text() == "none drafted"
+    assert server.worker.engine.stats.committed == before + 16  # nothing was run to compare with
+
+
+def test_a_texts_markup_stays_text(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=1&compare=false")
+    evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    token = {"id": 1, "text": evil, "logprob": -0.5, "from_draft": True}
+    details = {"tokens": [token], "mean_logprob": -0.5, "committed": 1, "drafted": 1, "accepted": 1, "rounds": 1}
+    chunk = {"choices": [{"index": 0, "text": evil, "finish_reason": None, "shoal": details}]}
+    asked(page, f"data: {json.dumps(chunk)}\n\ndata: {json.dumps({'error': {'message': evil, 'param': None}})}\n\n")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("alert")).to_have_text(evil)
+    assert page.locator("pre").text_content() == evil
+    assert page.locator("pre img, pre script, #error *").count() == 0
+    assert "taken" not in page.title()
+
+
+# ── what it asks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_untouched_controls_ask_for_nothing(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(server.url)
+    got = asked(page)
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("the speed of plain decoding")
+    seeds = [request.pop("seed") for request in got]
+    assert len(seeds) == 2  # drawn once: plain decoding is asked for the very same
+    assert seeds[0] == seeds[1]
+    prompt = page.get_by_label("Prompt").input_value()
+    fresh = {"path": "completions", "prompt": prompt, "n": 4, "max_tokens": 128, "temperature": 0.8, "top_p": 0.95}
+    always = {"stream": True, "stream_options": {"include_usage": True}, "shoal": {"details": True}}
+    assert got == [fresh | always | {"speculation": way} for way in ("auto", "off")]
+
+
+def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with served(pair(), chat_template=template) as server:
+        page = opened(server.url)
+        got = asked(page)
+        expect(page.get_by_label("Send as a message")).to_be_visible()
+        page.get_by_text("More", exact=True).click()
+        fields = {
+            "Prompt": "hi", "Samples (n)": "2", "Most tokens": "5", "Temperature": "0.25", "Top p": "0.5", "Seed": "-3",
+            "Top k": "40", "Min p": "0.1", "Repetition penalty": "1.5", "Time budget, seconds": "2.5",
+            "Stop strings": "END\n\\n\\n\na\\\\nb",
+        }  # fmt: skip
+        for label, text in fields.items():
+            page.get_by_label(label, exact=True).fill(text)
+        page.get_by_label("Speculation").select_option("3")
+        page.get_by_label("Then decode the same plainly").uncheck()
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("status")).to_contain_text("0 tokens")
+        page.get_by_label("Send as a message").check()
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("status")).to_contain_text("0 tokens")
+    (completion, chat) = got
+    assert completion.pop("path") == "completions"
+    assert chat.pop("path") == "chat/completions"
+    prompt = completion.pop("prompt")
+    assert chat.pop("messages") == [{"role": "user", "content": prompt}]
+    assert completion == chat
+    for name in ("stream", "stream_options", "shoal"):
+        del completion[name]
+    assert completion == {
+        "n": 2, "max_tokens": 5, "temperature": 0.25, "top_p": 0.5, "seed": -3, "top_k": 40, "min_p": 0.1,
+        "repetition_penalty": 1.5, "time_budget": 2.5, "stop": ["END", "\n\n", "a\\nb"], "speculation": 3,
+    }  # fmt: skip
+
+
+def test_what_a_server_does_not_have_is_not_offered(opened: Callable[..., Any]) -> None:
+    with served(pair(), rule="rejection", max_n=6) as server:
+        page = opened(server.url)
+        expect(page.locator("#seed")).to_be_disabled()
+        expect(page.locator("#suffix")).to_be_hidden()
+        expect(page.locator("#chat")).to_be_hidden()
+        assert page.locator("#n").get_attribute("max") == "6"
+        page.locator("#max_tokens").fill("4")
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#gauge-note")).to_contain_text("keeps no seeds")
+        assert page.locator("#used-seed").inner_text() == "none"
+
+
+# ── links, keys, stopping, errors ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_link_brings_the_controls_back(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(server.url)
+    assert page.evaluate("location.hash") == ""
+    page.get_by_label("Prompt").fill("a&b=\n#ü")
+    page.get_by_label("Samples (n)").fill("7")
+    page.get_by_label("Speculation").select_option("off")
+    page.get_by_label("Then decode the same plainly").uncheck()
+    link = page.evaluate("location.href")
+    other = opened(link)
+    assert other.get_by_label("Prompt").input_value() == "a&b=\n#ü"
+    assert other.get_by_label("Samples (n)").input_value() == "7"
+    assert other.get_by_label("Speculation").input_value() == "off"
+    assert not other.get_by_label("Then decode the same plainly").is_checked()
+    assert other.get_by_label("Temperature").input_value() == "0.8"
+    other.evaluate("location.hash = '#temperature=0&speculation=99'")
+    expect(other.get_by_label("Temperature")).to_have_value("0")
+    assert other.get_by_label("Samples (n)").input_value() == "4"  # not in the hash: as on a fresh page
+    assert other.get_by_label("Speculation").input_value() == "auto"
+
+
+@pytest.mark.parametrize("way", ["button", "Escape"])
+def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> None:
+    gate = Gate(legible(0), length=40)
+    with served(pair(gate)) as server:
+        page = opened(f"{server.url}/#prompt=hello&n=3&max_tokens=900")
+        stop = page.get_by_role("button", name="Stop")
+        assert stop.is_disabled()
+        page.get_by_role("button", name="Run").click()
+        assert gate.reached.wait(PATIENCE)
+        expect(page.locator("article").nth(2).locator(".token").first).to_be_attached()
+        assert server.worker.rows == 3
+        if way == "button":
+            stop.click()
+        else:
+            page.keyboard.press(way)
+        expect(page.get_by_role("status")).to_have_text("Stopped.")
+        gate.opened.set()
+        eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
+        assert server.worker.engine.stats.committed < 3 * 900  # and nothing was run to compare with what had been stopped
+        assert stop.is_disabled()
+        expect(page.get_by_role("button", name="Run")).to_be_focused()
+
+
+def test_with_the_keyboard_alone(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#max_tokens=6")
+    expect(page.locator("#model")).to_have_text("tiny")
+    reached = [""]
+    while reached[-1] != "run" and len(reached) < 30:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.localName"))
+    order = "link theme prompt n max_tokens temperature top_p seed speculation summary compare run".split()
+    assert [place for place in reached if place in order] == order  # Stop has nothing to stop
+    page.get_by_label("Samples (n)").focus()
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("2")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("status")).to_contain_text("2 samples, 12 tokens")
+    expect(page.get_by_label("Samples (n)")).to_be_focused()  # a run takes the focus nowhere
+    assert page.get_by_role("article", name="Sample 2").count() == 1
+    assert page.evaluate(f"[...document.querySelectorAll('{CONTROLS}')].every((control) => control.labels.length)")
+
+
+def test_an_error_is_told_at_its_field(opened: Callable[..., Any]) -> None:
+    with served(pair(), queue=0) as server:  # eight samples at most
+        page = opened(f"{server.url}/#n=9")
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("alert")).to_contain_text("9 samples were asked for at once; this server takes 8")
+        field = page.get_by_label("Samples (n)")
+        expect(field).to_be_focused()
+        assert field.get_attribute("aria-invalid") == "true"
+        field.fill("2")
+        page.get_by_label("Most tokens").fill("4")
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("status")).to_contain_text("2 samples, 8 tokens")
+        assert page.get_by_role("alert").is_hidden()
+        assert field.get_attribute("aria-invalid") is None
+
+
+def test_a_server_that_is_gone_is_told(opened: Callable[..., Any]) -> None:
+    with served(pair()) as server:
+        page = opened(server.url)
+        expect(page.locator("#model")).to_have_text("tiny")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
+
+
+def test_the_key_is_asked_for_and_kept_for_the_tab_only(opened: Callable[..., Any]) -> None:
+    with served(pair(), keys=("secret-key",)) as server:
+        page = opened(f"{server.url}/#max_tokens=4")
+        key = page.get_by_label("API key")
+        expect(key).to_be_focused()
+        expect(page.get_by_role("alert")).to_contain_text("an API key is needed")
+        key.fill("wrong")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("alert")).to_contain_text("the API key is wrong")
+        key.fill("secret-key")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("status")).to_contain_text("4 samples, 16 tokens")
+        assert page.evaluate("sessionStorage.getItem('shoal-key')") == "secret-key"
+        kept = page.evaluate("JSON.stringify(localStorage) + location.href + document.cookie")
+        assert "secret-key" not in kept
+
+
+# ── how it looks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_light_and_dark(opened: Callable[..., Any], server: Served) -> None:
+    light, dark = opened(server.url, color_scheme="light"), opened(server.url, color_scheme="dark")
+    colours = [background(page) for page in (light, dark)]
+    assert colours[0] != colours[1]
+    for page, choice, colour in ((light, "dark", colours[1]), (dark, "light", colours[0])):
+        page.get_by_label("Theme").select_option(choice)
+        assert background(page) == colour
+        page.reload()
+        assert background(page) == colour
+        page.get_by_label("Theme").select_option("system")
+    assert [background(page) for page in (light, dark)] == colours
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Served, width: int) -> None:
+    page = opened(f"{server.url}/#n=4&max_tokens=24&prompt={'x' * 300}", viewport={"width": width, "height": 800})
+    page.get_by_text("More", exact=True).click()
+    assert fits(page)
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("the speed of plain decoding")
+    assert fits(page)
+    left = {column.bounding_box()["x"] for column in page.get_by_role("article").all()}
+    assert len(left) == (1 if width == 390 else 4)  # below each other, or side by side
+    assert page.get_by_role("button", name="Stop").is_visible()
+
+
+def test_only_its_own_files_run_on_it(server: Served) -> None:
+    page = httpx.get(server.url)
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    assert not re.search(r"<script(?! type=\"module\" src=)|\sstyle=|\son\w+=|https?://", page.text)
+    parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert {Path(part).suffix for part in parts} == {".js", ".css", ".svg"}
+    for part in parts:
+        response = httpx.get(f"{server.url}/{part}")
+        assert response.status_code == 200
+        assert response.headers["content-security-policy"] == policy
+    missing = httpx.get(f"{server.url}/playground/secrets")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+    assert httpx.get(f"{server.url}/openapi.json").json()["paths"].keys().isdisjoint({"/", "/playground/{name}"})

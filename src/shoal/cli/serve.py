@@ -33,12 +33,17 @@ from shoal.cli.options import (
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
-    from shoal.api import Shoal
     from shoal.serve.settings import Settings
 
-ADDRESS, LIMITS = "Address and access", "Limits"
+ADDRESS, LIMITS, MACHINES = "Address and access", "Limits", "More than one process"
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+CpusOption = Annotated[
+    float, typer.Option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.", rich_help_panel=MACHINES)
+]
+GpusOption = Annotated[
+    float, typer.Option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.", rich_help_panel=MACHINES)
+]
 
 
 def serve(
@@ -110,6 +115,26 @@ def serve(
     max_batch: MaxBatchOption = 16,
     compile_passes: CompileOption = "auto",
     strict: StrictOption = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
+        ),
+    ] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: pairs at least.", rich_help_panel=MACHINES)] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas", rich_help_panel=MACHINES),
+    ] = None,
+    target_requests: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more.",
+            rich_help_panel=MACHINES,
+        ),
+    ] = 4.0,
+    cpus: CpusOption = 1.0,
+    gpus: GpusOption = 0.0,
     log_level: Annotated[LogLevel, typer.Option(help="What is logged on stderr.", rich_help_panel=OUTPUT)] = "info",
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout once requests are answered.", rich_help_panel=OUTPUT)
@@ -119,28 +144,35 @@ def serve(
 
     Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for those who run it.
     SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults: docs/serving.md.
-    It needs [bold]pip install 'shoal\\[serve]'[/].
+    It needs [bold]pip install 'shoal\\[serve]'[/], and --ray [bold]pip install 'shoal\\[ray]'[/].
     """
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
         compile_passes, quantize, strict,
     )  # fmt: skip
-    parse_lookahead(lookahead)
+    controller = parse_lookahead(lookahead)
+    source.quieten_transformers()
     try:
-        from shoal.serve import keys, run, settings
+        from shoal.serve import keys, recipe, run, settings
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install 'shoal[serve]'") from error
     allowed = settings.Settings(
         model=name or model or "bundled", queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body, timeout=timeout,
         seeds=rule != "rejection", keys=keys.read_keys(api_key_file), origins=tuple(cors_origin or ()),
-        chat_template=None if chat_template is None else _read(chat_template),
+        chat_template=None if chat_template is None else read_template(chat_template),
     )  # fmt: skip
+    kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
+    served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, kv_bytes)
+    cluster = ray_cluster() if ray else None
     listening = run.bind(host, port)  # a port that is taken is found before a model is loaded
+    port = listening.getsockname()[1]
+    ready = partial(_tell, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", allowed, json_output)
     with listening:
-        kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
-        app = _app(source.load(), parse_lookahead(lookahead), rule, kv_bytes, allowed)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
-        run.run(app, listening, drain, log_level, ready=partial(_tell, url, allowed, json_output))
+        if cluster is None:
+            run.run(served.app(), listening, drain, log_level, ready)
+            return
+    many = cluster.Replicas(replicas, max_replicas or replicas, target_requests, queue + max_batch, drain)
+    cluster.run(served, host, port, many, cluster.Share(cpus, gpus), ready)
 
 
 def _tell(url: str, settings: Settings, json_output: bool) -> None:
@@ -155,16 +187,18 @@ def _tell(url: str, settings: Settings, json_output: bool) -> None:
         stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
 
 
-def _read(template: Path) -> str:
+def read_template(template: Path) -> str:
+    """A chat template's text. Raises RequestError for a file that cannot be read."""
     try:
         return template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the chat template {str(template)!r}: {error}") from error
 
 
-def _app(shoal: Shoal, lookahead: str | int, rule: str, kv_bytes: int | None, settings: Settings) -> Any:
-    from shoal.accept import RULES
-    from shoal.serve.app import make_app
-
-    chosen = RULES["coupled" if rule == "auto" else rule]
-    return make_app(shoal, lambda: shoal.engine(lookahead, chosen(), kv_bytes=kv_bytes), settings)
+def ray_cluster() -> Any:
+    """The module for --ray. Raises RequestError where its packages are missing."""
+    try:
+        from shoal.serve import cluster
+    except ImportError as error:
+        raise RequestError(f"--ray needs more packages ({error}): pip install 'shoal[ray]'") from error
+    return cluster

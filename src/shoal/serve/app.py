@@ -29,7 +29,7 @@ from shoal.serve.page import page
 from shoal.serve.replies import EventStream, Reply
 from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings
-from shoal.serve.translate import Order, Translator
+from shoal.serve.translate import Order, Translator, require_model
 from shoal.serve.worker import Worker
 
 T = TypeVar("T", bound=Asked)
@@ -99,7 +99,7 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     model = _model(shoal, worker, settings)
 
     async def answer(request: Request, asked: T, form: forms.Form, translate: Callable[[T], Order]) -> Response:
-        _require_model(asked.model or settings.model, settings)
+        require_model(asked.model or settings.model, settings)
         order = await run_in_threadpool(translate, asked)  # long texts take their time
         reply = Reply(worker, shoal.tokenizer, settings.model, form, order)
         if order.stream:
@@ -125,7 +125,7 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     @router.get("/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def one_model(name: str) -> answers.Model:
         """The same by its name."""
-        _require_model(name, settings)
+        require_model(name, settings)
         return model
 
     return router
@@ -157,12 +157,6 @@ def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None,
     }  # fmt: skip
     return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
-
-
-def _require_model(name: str, settings: Settings) -> None:
-    if name != settings.model:
-        message = f"there is no model {name!r} here; this server has {settings.model!r}"
-        raise Fault(404, message, param="model", code="model_not_found")
 
 
 async def _unless_gone(request: Request, answer: Awaitable[forms.Json]) -> Response:

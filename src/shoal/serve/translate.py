@@ -167,6 +167,13 @@ class Translator:
         )  # fmt: skip
 
 
+def require_model(name: str, settings: Settings) -> None:
+    """Raises Fault for a name that is not the served model's."""
+    if name != settings.model:
+        message = f"there is no model {name!r} here; this server has {settings.model!r}"
+        raise Fault(404, message, param="model", code="model_not_found")
+
+
 def _grammar(asked: Asked) -> Grammar | None:
     wanted = asked.response_format
     if wanted is None or isinstance(wanted, TextFormat):

@@ -1,0 +1,224 @@
+"""`shoal batch`: a file of requests -> a file of answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from shoal.cli.options import (
+    MODELS,
+    SPEED,
+    AttentionOption,
+    CompileOption,
+    DeviceOption,
+    DraftOption,
+    DraftRevisionOption,
+    DtypeOption,
+    JsonOption,
+    LocalOption,
+    MaxBatchOption,
+    ModelOption,
+    QuantizeOption,
+    RevisionOption,
+    Rule,
+    Source,
+    StrictOption,
+    TrustOption,
+    parse_lookahead,
+)
+from shoal.cli.serve import LIMITS, MACHINES, CpusOption, GpusOption, ray_cluster, read_template
+from shoal.cli.views import stderr, stdout
+from shoal.errors import InternalError, RequestError
+
+if TYPE_CHECKING:
+    from shoal.serve.lines import Json, Ledger, Line
+    from shoal.serve.recipe import Recipe
+
+    Answer = Callable[[Sequence[Line], Callable[[Json], None]], None]
+
+EXIT_INTERRUPTED = 130
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="A request per line, in JSON.", show_default=False)],
+    answers: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="An answer per line; what is there already is kept.", show_default=False)
+    ],
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    draft_revision: DraftRevisionOption = None,
+    local_files_only: LocalOption = False,
+    trust_remote_code: TrustOption = False,
+    quantize: QuantizeOption = "auto",
+    name: Annotated[
+        str | None,
+        typer.Option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, for a tokenizer without.", rich_help_panel=MODELS)
+    ] = None,
+    max_n: Annotated[int, typer.Option(min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)] = 1024,
+    kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="GiB that the keys and values of all samples may take; more wait.", show_default="no limit",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds; samples unfinished then are written as they are.", rich_help_panel=LIMITS)
+    ] = 3600.0,
+    lookahead: Annotated[
+        str,
+        typer.Option(
+            "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
+            help="Draft length: tokens proposed per row and round. A line may ask for less.", rich_help_panel=SPEED,
+        ),
+    ] = "auto",
+    rule: Annotated[
+        Rule, typer.Option(help="How drafts are judged. auto: coupled if any line has a seed.", rich_help_panel=SPEED)
+    ] = "auto",
+    attention: AttentionOption = "auto",
+    max_batch: MaxBatchOption = 16,
+    compile_passes: CompileOption = "auto",
+    strict: StrictOption = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Through Ray Data: workers on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
+        ),
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="With --ray: so many pairs.", rich_help_panel=MACHINES)] = 2,
+    cpus: CpusOption = 1.0,
+    gpus: GpusOption = 0.0,
+    json_output: JsonOption = False,
+) -> int:  # fmt: skip
+    """Answer a file of requests: exactly one answer per id, in the order in which they are ready.
+
+    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ... (docs/serving.md). What is
+    wrong with a line is its answer. Begin again after a kill: what is answered is not asked again.
+    It needs [bold]pip install 'shoal\\[serve]'[/], and --ray [bold]pip install 'shoal\\[ray]'[/].
+    """
+    source = Source(
+        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
+        compile_passes, quantize, strict,
+    )  # fmt: skip
+    controller = parse_lookahead(lookahead)
+    source.quieten_transformers()
+    try:
+        from shoal.serve import lines, recipe, settings
+    except ImportError as error:
+        raise RequestError(f"shoal batch needs more packages ({error}): pip install 'shoal[serve]'") from error
+    asked = list(lines.read_lines(requests))
+    if rule == "auto":
+        rule = "coupled" if any(line.seeded for line in asked) else "rejection"
+    allowed = settings.Settings(
+        model=name or model or "bundled", max_n=max_n, max_tokens=max_tokens, timeout=timeout, seeds=rule == "coupled",
+        chat_template=None if chat_template is None else read_template(chat_template),
+    )  # fmt: skip
+    kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
+    served = recipe.Recipe(source.load, allowed, controller, rule, kv_bytes)
+    with lines.Ledger(answers) as ledger:
+        tally = Tally(len(asked), sum(line.id in ledger.ids for line in asked))
+        try:
+            _answer(asked, ledger, tally, partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served))
+        except KeyboardInterrupt:
+            stderr().print(f"interrupted: {tally}; the same command goes on from there", highlight=False)
+            return EXIT_INTERRUPTED
+    if json_output:
+        print(json.dumps(tally.document()))
+    else:
+        stdout().print(str(tally), markup=False, soft_wrap=True)
+    return 0
+
+
+@dataclass
+class Tally:
+    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now."""
+
+    lines: int
+    kept: int
+    answered: int = 0
+    failed: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    started_at: float = field(default_factory=time.perf_counter)
+
+    def add(self, entry: Json) -> None:
+        """Counts an answer."""
+        self.answered += 1
+        self.failed += "error" in entry
+        for took in entry.get("usage", {}).get("choices", ()):
+            self.tokens += took["completion_tokens"]
+            self.drafted += took["drafted"]
+            self.accepted += took["accepted"]
+
+    @property
+    def seconds(self) -> float:
+        """Since the models began to load."""
+        return time.perf_counter() - self.started_at
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def document(self) -> dict[str, Any]:
+        """As --json prints it."""
+        counts = {name: value for name, value in vars(self).items() if name != "started_at"}
+        return {**counts, "seconds": self.seconds, "tokens_per_second": self.speed}
+
+    def __str__(self) -> str:
+        before = f" ({self.kept} of them before)" if self.kept else ""
+        failed = f", {self.failed} with an error" if self.failed else ""
+        return (
+            f"{self.kept + self.answered} of {self.lines} lines answered{before}{failed}: "
+            f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, {self.speed:.0f} tokens/s"
+        )
+
+
+def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer) -> None:
+    """Answers what has no answer yet."""
+    waiting = [line for line in asked if line.id not in ledger.ids]
+    pace = TextColumn("{task.fields[pace]}")
+    columns = (
+        TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
+    )  # fmt: skip
+    console = stderr()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=tally.lines, completed=tally.kept, pace="")
+
+        def done(entry: Json) -> None:
+            if ledger.write(entry):
+                tally.add(entry)
+                bar.update(task, advance=1, pace=f"{tally.speed:.0f} tokens/s")
+
+        if waiting:
+            answer(waiting, done)
+    missing = [line.id for line in waiting if line.id not in ledger.ids]
+    if missing:
+        raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
+
+
+def _here(recipe: Recipe, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
+    recipe.offline().answer(lines, done)
+
+
+def _over_ray(
+    recipe: Recipe, workers: int, cpus: float, gpus: float, lines: Sequence[Line], done: Callable[[Json], None]
+) -> None:
+    cluster = ray_cluster()
+    cluster.answer(lines, recipe, done, workers, cluster.Share(cpus, gpus))

@@ -1,0 +1,167 @@
+"""More than one process, by Ray: each loads the recipe's pair and does what one alone would do. Needs the extra `shoal[ray]`.
+
+Ray Data deals out the lines of a batch, and those of a killed process once more. Ray Serve puts replicas of the server behind one
+address, adds and removes them, and starts those anew whose engine has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import ray
+from fastapi import FastAPI
+from ray import data as ray_data
+from ray import serve as ray_serve
+
+from shoal.serve.lines import Json, Line
+from shoal.serve.recipe import Recipe
+
+TASK = 64
+"""Most lines of a task: so many are asked again when a process dies, and at a task's end its batch runs empty."""
+TURNS = 4
+"""Tasks for each process, if there are lines enough: who is quick has more of them."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each process has of its machine: CPUs, which are its threads too, and of GPUs, which may be a part of one."""
+
+    cpus: float = 1
+    gpus: float = 0
+
+    @property
+    def options(self) -> dict[str, float]:
+        """In Ray's words."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Within it there is a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for as long."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+# ── a batch ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], workers: int, share: Share) -> None:
+    """Answers lines as `Offline.answer` does, by so many workers; `done` is called here."""
+    task = min(max(len(lines) // (TURNS * workers), 1), TASK)
+    items = [{"line": json.dumps(asdict(line))} for line in lines]
+    with connected():
+        _quieten()
+        dealt = ray_data.from_items(items, override_num_blocks=math.ceil(len(lines) / task))
+        pool = ray_data.ActorPoolStrategy(size=workers)
+        answers = dealt.map_batches(Answerer, fn_constructor_args=(recipe,), batch_size=None, compute=pool, **share.options)
+        for row in answers.iter_rows():
+            done(json.loads(row["answer"]))
+
+
+class Answerer:
+    """A worker: it loads once, and answers one task after the other."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._pair = recipe.offline()
+
+    def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        """Answers the lines of a task, all or none: what a killed worker had answered of it never leaves it."""
+        answers: list[str] = []
+        lines = [Line(**json.loads(line)) for line in batch["line"]]
+        self._pair.answer(lines, lambda entry: answers.append(json.dumps(entry)))
+        return {"answer": answers}
+
+
+def _quieten() -> None:
+    """The command has a progress bar of its own."""
+    ray_data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+
+# ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many there are.
+
+    Attributes:
+        least, most: of them. wanted: requests, running and waiting, of each; beyond, there is one more.
+        open: requests of each at most; more wait in front of it. drain: seconds for those to end when a replica is to go.
+    """
+
+    least: int = 1
+    most: int = 1
+    wanted: float = 4
+    open: int = 256
+    drain: float = 30
+
+
+def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
+    """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before."""
+
+    def app() -> FastAPI:
+        return recipe.app()
+
+    deployment = ray_serve.deployment(
+        ray_serve.ingress(app)(Replica), name="shoal", ray_actor_options=share.options, max_ongoing_requests=replicas.open,
+        graceful_shutdown_timeout_s=replicas.drain,
+        autoscaling_config={
+            "min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": replicas.wanted,
+        },
+    )  # fmt: skip
+    ray_serve.run(deployment.bind(), name="shoal")
+
+
+class Replica:
+    """One server; Ray Serve adds the application, as `app`."""
+
+    app: FastAPI
+
+    def check_health(self) -> None:
+        """Asked by Ray Serve, which starts a replica anew where this raises."""
+        if not self.app.state.worker.alive:
+            raise RuntimeError("the engine has stopped")
+
+
+def run(recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[], None]) -> None:
+    """Serves until SIGTERM or Ctrl-C; then open requests have the drain to finish.
+
+    Args:
+        ready: called once requests are answered.
+
+    Raises:
+        KeyboardInterrupt: at the end, if it was Ctrl-C.
+    """
+    with connected(), _until_told() as told:
+        ray_serve.start(http_options={"host": host, "port": port})
+        try:
+            deploy(recipe, replicas, share)
+            ready()
+            told.wait()
+        finally:
+            ray_serve.shutdown()
+
+
+@contextmanager
+def _until_told() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets."""
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -24,7 +24,7 @@ from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
-PATIENCE = 60  # seconds until a wait is a hang
+PATIENCE = 110  # seconds until a wait is a hang
 
 
 @dataclass

@@ -350,11 +350,11 @@ def test_suffix_fills_in(bundled: Served) -> None:
 def bundled() -> Iterator[Served]:
     import shoal
 
-    with served(shoal.load(), lookahead="auto") as running:
+    with served(shoal.load()) as running:
         yield running
 
 
-def test_the_bundled_pair_greedily_under_auto(bundled: Served) -> None:
+def test_the_bundled_pair_greedily(bundled: Served) -> None:
     prompts = ["def add(a, b):\n", "def is_even(n):\n"]
     answer = bundled.post(prompt=prompts, temperature=0, n=2, max_tokens=40).json()
     result = bundled.shoal.generate(prompts, 2, temperature=0, max_new_tokens=40, lookahead="off")

@@ -33,6 +33,7 @@ from shoal.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
 CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone
+COUNTED_TOKENS = 64  # new tokens over which memory is counted on a CPU: the profiler keeps every event, gigabytes in long runs
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ class Referee:
         if device.type == "cpu" and way.countable and key not in self._peaks:
             knowledge, self._measured.knowledge = self._measured.knowledge, copy.deepcopy(self._measured.knowledge)
             try:
-                self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, work))
+                short = replace(work, max_new_tokens=min(work.max_new_tokens, COUNTED_TOKENS))
+                self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, short))
             finally:
                 self._measured.knowledge = knowledge
         return watch.seconds

@@ -193,7 +193,7 @@ class Auto:
 
 
 class _Rest:
-    """Plain rounds without a plan, more of them each time that a plan for as many rows finds nothing: planning has its price too."""
+    """Plain rounds without a plan, more of them each time that a plan for as many rows finds nothing: planning costs, too."""
 
     def __init__(self) -> None:
         self._rows = self._length = self._left = 0

@@ -33,7 +33,7 @@ from shoal.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
 CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone
-COUNTED_TOKENS = 64  # new tokens over which memory is counted on a CPU: the profiler keeps every event, gigabytes in long runs
+COUNTED_TOKENS = 64  # over which memory is counted on a CPU: the profiler keeps gigabytes of events in long runs
 
 
 @dataclass(frozen=True)

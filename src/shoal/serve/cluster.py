@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import ray
@@ -23,6 +23,7 @@ from ray import serve as ray_serve
 from shoal.serve.lines import Json, Line
 from shoal.serve.recipe import Recipe
 
+NAME = "shoal"
 TASK = 64
 """Most lines of a task: so many are asked again when a process dies, and at a task's end its batch runs empty."""
 TURNS = 4
@@ -117,13 +118,13 @@ def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
         return recipe.app()
 
     deployment = ray_serve.deployment(
-        ray_serve.ingress(app)(Replica), name="shoal", ray_actor_options=share.options, max_ongoing_requests=replicas.open,
+        ray_serve.ingress(app)(Replica), name=NAME, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
         graceful_shutdown_timeout_s=replicas.drain,
         autoscaling_config={
             "min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": replicas.wanted,
         },
     )  # fmt: skip
-    ray_serve.run(deployment.bind(), name="shoal")
+    ray_serve.run(deployment.bind(), name=NAME)
 
 
 class Replica:
@@ -153,7 +154,17 @@ def run(recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, 
             ready()
             told.wait()
         finally:
-            ray_serve.shutdown()
+            _withdraw(replicas.drain)
+
+
+def _withdraw(drain: float) -> None:
+    """Ends the application, and Ray Serve if that was all it had."""
+    for _ in range(1 + math.ceil(drain / 60)):
+        with suppress(TimeoutError):  # Ray waits for a minute
+            ray_serve.delete(NAME)
+            break
+    if not ray_serve.status().applications:
+        ray_serve.shutdown()
 
 
 @contextmanager

@@ -1,0 +1,366 @@
+"""A server under load: many clients at once, of all kinds, against the bundled pair on this machine.
+
+    python benchmarks/load.py --minutes 5            # 64 clients; half of the time with speculation, half without
+    python benchmarks/load.py --minutes 5 --json
+
+It starts `shoal serve` on a free loopback port and ends it. Exit code 1 if any request fails; if a greedy or seeded answer is not
+what `generate` gives offline; if a text does not fit its grammar or holds a stop string; if rows are left in the server when all
+clients are gone; if the server's memory grows in the second half of a run of two minutes or more; if SIGTERM does not end it.
+Times to the first token and per token are those of streams that were read to their end, as their client saw them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import shoal
+
+Json = dict[str, Any]
+PROMPTS = (
+    "def is_even(n):\n", "def add(a, b):\n", "import math\n\n\ndef area(radius):\n", "class Stack:\n    def __init__(self):\n",
+    "# The sum of a list.\ndef total(numbers):\n", "def reverse(text):\n    \"\"\"Return text backwards.\"\"\"\n",
+)  # fmt: skip
+LONG = "".join(f"def step_{i}(value):\n    return value + {i}\n\n\n" for i in range(40)) + "def step_40(value):\n"
+REGEX = r"[a-z]{2,8}(, [a-z]{2,8}){0,3}"
+SCHEMA = {
+    "type": "object", "properties": {"name": {"enum": ["a", "b"]}, "even": {"type": "boolean"}}, "required": ["name", "even"],
+    "additionalProperties": False,
+}  # fmt: skip
+PLACED = {"dtype": "float32", "quantize": "off"}  # decided here, not by measurement: both sides must be the same
+PHASES = ("auto", "off")
+PATIENCE = 600  # seconds until an answer is a hang
+LEVEL = 1.05  # of the server's memory, last quarter to second
+LONG_ENOUGH = 120  # seconds from which memory is judged
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        texts: what must come back; None = not known before. fits: what each choice must do, by its text and `ended_by`.
+        leave: go away after so many events.
+    """
+
+    kind: str
+    body: Json
+    texts: tuple[str, ...] | None = None
+    fits: Callable[[str, str], bool] = lambda text, ended_by: True
+    leave: int | None = None
+
+
+@dataclass
+class Seen:
+    """What clients saw in one phase."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def document(self) -> Json:
+        """Counts, and times in milliseconds."""
+        return {
+            "requests": dict(self.kinds), "failures": self.failures, "seconds": self.seconds, "tokens": self.tokens,
+            "tokens_per_second": self.tokens / self.seconds, "streams": len(self.first),
+            "first_token_ms": percentiles(self.first), "per_token_ms": percentiles(self.between),
+        }  # fmt: skip
+
+
+def percentiles(seconds: list[float]) -> Json | None:
+    """p50 and p95 in milliseconds; None of fewer than two."""
+    if len(seconds) < 2:
+        return None
+    cuts = statistics.quantiles(seconds, n=20, method="inclusive")
+    return {"p50": 1000 * cuts[9], "p95": 1000 * cuts[18]}
+
+
+# ── what is asked ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def known_asks() -> list[Ask]:
+    """Greedy and seeded requests, with what the library gives for them offline."""
+    pair, asks = shoal.load(**PLACED), []
+    for place, prompt in enumerate(PROMPTS):
+        limits = {"max_tokens": 16 + 16 * place, "stop": ["\n\n", "else"] if place % 2 else []}
+        for kind, n, chosen in (
+            ("greedy", 1 + place % 3, {"temperature": 0}),
+            ("seeded", 4, {"temperature": 0.8, "seed": place}),
+        ):
+            options = {**chosen, "max_new_tokens": limits["max_tokens"], "stop": limits["stop"]}
+            samples = pair.generate(prompt, n, lookahead="off", rule="coupled", **options)[0].samples
+            body = {"prompt": prompt, "n": n, **chosen, **limits}
+            asks.append(Ask(kind, body, tuple(sample.text for sample in samples)))
+    return asks
+
+
+def asks(known: list[Ask], chance: random.Random) -> Iterator[Ask]:
+    """What one client asks, without end."""
+    complete = ("eos", "stop")
+    while True:
+        prompt = chance.choice(PROMPTS)
+        told = chance.choice(known)
+        stop = chance.choice(["return", "\n    ", "n"])
+        sampled = {"prompt": prompt, "n": chance.randint(1, 4), "max_tokens": chance.randint(1, 96), "top_p": 0.95}
+        yield chance.choice([
+            told,
+            Ask(f"{told.kind} stream", {**told.body, "stream": True}, told.texts),
+            Ask("stream", {**sampled, "stream": True, "min_p": 0.02}),
+            Ask("cancel", {**sampled, "max_tokens": 512, "stream": True}, leave=chance.randint(1, 6)),
+            Ask("stop", {**sampled, "stop": [stop]}, fits=lambda text, ended_by, stop=stop: stop not in text),
+            Ask("best_of", {**sampled, "n": 1, "best_of": 4, "logprobs": 2}),
+            Ask("long", {**sampled, "prompt": LONG, "repetition_penalty": 1.1}),
+            Ask(
+                "regex", {**sampled, "grammar": {"type": "regex", "text": REGEX}},
+                fits=lambda text, ended_by: ended_by not in complete or bool(re.fullmatch(REGEX, text)),
+            ),
+            Ask(
+                "schema", {**sampled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+                fits=lambda text, ended_by: ended_by not in complete or set(json.loads(text)) == {"name", "even"},
+            ),
+        ])  # fmt: skip
+
+
+# ── clients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def client(http: httpx.AsyncClient, asking: Iterator[Ask], speculation: str, until: float, seen: Seen) -> None:
+    """Asks one thing after the other; whatever goes wrong is a failure, and it goes on."""
+    for ask in asking:
+        if time.perf_counter() > until:
+            return
+        seen.kinds[ask.kind] += 1
+        body = {**ask.body, "speculation": speculation}
+        try:
+            found = await (streamed(http, body, ask.leave, seen) if ask.body.get("stream") else whole(http, body, seen))
+        except Exception as error:
+            seen.failures.append(f"{ask.kind}: {type(error).__name__}: {error}")
+            continue
+        texts = tuple(text for text, _ in found)
+        if ask.texts not in (None, texts):
+            seen.failures.append(f"{ask.kind}: offline it is {ask.texts!r}, served {texts!r}")
+        if not all(ask.fits(*one) for one in found):
+            seen.failures.append(f"{ask.kind}: {found!r} does not fit")
+
+
+async def whole(http: httpx.AsyncClient, body: Json, seen: Seen) -> list[tuple[str, str]]:
+    """Texts and endings of an answer."""
+    response = await http.post("/v1/completions", json=body)
+    if response.status_code != 200:
+        raise RuntimeError(f"{response.status_code}: {response.text}")
+    answer = response.json()
+    seen.tokens += answer["usage"]["completion_tokens"]
+    ends = [took["ended_by"] for took in answer["usage"]["choices"]]
+    return [(choice["text"], end) for choice, end in zip(answer["choices"], ends, strict=True)]
+
+
+async def streamed(http: httpx.AsyncClient, body: Json, leave: int | None, seen: Seen) -> list[tuple[str, str]]:
+    """The same of a stream; nothing of one that is left."""
+    body |= {"stream_options": {"include_usage": True}, "shoal": {"details": True}}
+    texts, ends = [""] * body["n"], [""] * body["n"]
+    clocks: list[list[tuple[float, int]]] = [[] for _ in texts]
+    asked = time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
+        async for number, event in numbered(events(response)):
+            if number == leave:
+                return []
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+                clocks[choice["index"]].append((time.perf_counter(), choice["shoal"]["committed"]))
+            for took in (event["usage"] or {}).get("choices", ()):
+                ends[took["index"]] = took["ended_by"]
+                seen.tokens += took["completion_tokens"]
+    if not all(ends):
+        raise RuntimeError("the stream ended without its usage")
+    seen.first.append(min(clock[0][0] for clock in clocks) - asked)
+    for (start, before), (end, after) in ((clock[0], clock[-1]) for clock in clocks):
+        if after > before:
+            seen.between.append((end - start) / (after - before))
+    return list(zip(texts, ends, strict=True))
+
+
+async def events(response: httpx.Response) -> AsyncIterator[Json]:
+    """The objects of a stream, which must end as streams do."""
+    line = ""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RuntimeError(str(event["error"]))
+            yield event
+        elif line == "data: [DONE]":
+            return
+    raise RuntimeError("the stream broke off")
+
+
+async def numbered(items: AsyncIterator[Json]) -> AsyncIterator[tuple[int, Json]]:
+    """Items with their numbers, from 0."""
+    number = 0
+    async for item in items:
+        yield number, item
+        number += 1
+
+
+# ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def server(options: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process; SIGTERM must end it."""
+    flags = [part for name, value in PLACED.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", *flags, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        if not told:
+            raise SystemExit("the server did not start")
+        yield json.loads(told)["url"].removesuffix("/v1"), process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+
+
+def resident(process: int) -> int | None:
+    """Bytes of memory; None where the system does not tell."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def watch(process: int, sizes: list[int]) -> None:
+    """Notes the memory now and then."""
+    while True:
+        size = resident(process)
+        if size is not None:
+            sizes.append(size)
+        await asyncio.sleep(0.5)
+
+
+async def rows(http: httpx.AsyncClient) -> float:
+    """How many the server says it has, running and waiting; -1 if its engine is gone."""
+    figures = dict(
+        line.rsplit(" ", 1) for line in (await http.get("/metrics")).text.splitlines() if line.startswith("shoal_")
+    )
+    return (
+        float(figures["shoal_rows_running"]) + float(figures["shoal_rows_waiting"]) if float(figures["shoal_up"]) else -1.0
+    )
+
+
+# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def load(url: str, process: int, known: list[Ask], seconds: float, clients: int, seed: int) -> Json:
+    """Both phases; what was seen and what was left."""
+    sizes: list[int] = []
+    limits = httpx.Limits(max_connections=clients + 1)
+    found: Json = {"clients": clients, "phases": {}}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
+        watcher = asyncio.create_task(watch(process, sizes))
+        for phase in PHASES:
+            seen, started = Seen(), time.perf_counter()
+            until = started + seconds / len(PHASES)
+            each = [asks(known, random.Random(f"{seed} {phase} {number}")) for number in range(clients)]
+            await asyncio.gather(*(client(http, asking, phase, until, seen) for asking in each))
+            seen.seconds = time.perf_counter() - started
+            found["phases"][phase] = seen.document()
+        watcher.cancel()
+        left = await rows(http)
+        for _ in range(100):  # the last cancellations may be a round away
+            if left <= 0:
+                break
+            await asyncio.sleep(0.1)
+            left = await rows(http)
+    found["rows_left"] = left
+    found["memory"] = memory(sizes)
+    return found
+
+
+def memory(sizes: list[int]) -> Json | None:
+    """The server's, in MiB: medians of the quarters of the run."""
+    if len(sizes) < 4:
+        return None
+    quarters = [sizes[len(sizes) * i // 4 : len(sizes) * (i + 1) // 4] for i in range(4)]
+    return {"quarters_mib": [round(statistics.median(part) / 2**20) for part in quarters]}
+
+
+def failures(found: Json, seconds: float, code: int | None) -> list[str]:
+    """Everything that must not be."""
+    wrong = [f"{name}: {failure}" for name, phase in found["phases"].items() for failure in phase["failures"]]
+    if found["rows_left"]:
+        wrong.append(f"{found['rows_left']:g} rows are left in the server")
+    if found["memory"] and seconds >= LONG_ENOUGH:
+        _, second, _, last = found["memory"]["quarters_mib"]
+        if last > LEVEL * second:
+            wrong.append(f"memory grew from {second} to {last} MiB")
+    if code != 0:
+        wrong.append(f"SIGTERM ended the server with exit code {code}")
+    return wrong
+
+
+def show(found: Json) -> None:
+    """A table."""
+    print("speculation  requests  streams  tokens/s   first token p50, p95    per token p50, p95")
+    for name, phase in found["phases"].items():
+        times = [
+            f"{part['p50']:8.0f} {part['p95']:8.0f} ms" if (part := phase[key]) else f"{'too few':>20}"
+            for key in ("first_token_ms", "per_token_ms")
+        ]
+        count = sum(phase["requests"].values())
+        print(f"{name:<11}  {count:8}  {phase['streams']:7}  {phase['tokens_per_second']:8.0f}   {times[0]}   {times[1]}")
+    print(
+        "memory by quarters of the run:",
+        found["memory"] and found["memory"]["quarters_mib"],
+        "MiB; rows left:",
+        found["rows_left"],
+    )
+    for failure in found["failures"][:20]:
+        print("FAILED", failure)
+    print(f"{len(found['failures'])} failures")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="of both phases together")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0, help="of what clients ask")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    arguments, options = parser.parse_known_args()  # the rest is for `shoal serve`
+    seconds = 60 * arguments.minutes
+    known = known_asks()
+    with server(options) as (url, process):
+        found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed))
+    found["failures"] = failures(found, seconds, process.returncode)
+    print(json.dumps(found)) if arguments.json else show(found)
+    return int(bool(found["failures"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The load test itself, for three seconds: it finds nothing where nothing is wrong, and what is wrong it finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+LOAD = Path(__file__).parents[1] / "benchmarks" / "load.py"
+
+
+@pytest.fixture(scope="module")
+def load() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("load", LOAD)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["load"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_three_seconds_of_it() -> None:
+    command = [sys.executable, str(LOAD), "--minutes", "0.05", "--clients", "8", "--json", "--max-batch", "8"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads(run.stdout)
+    assert (found["failures"], run.returncode) == ([], 0), run.stderr
+    assert found["rows_left"] == 0
+    for phase in found["phases"].values():
+        assert sum(phase["requests"].values()) >= 8
+        assert phase["tokens"] > 0
+
+
+GOOD: dict[str, Any] = {
+    "phases": {"auto": {"failures": []}}, "rows_left": 0, "memory": {"quarters_mib": [300, 400, 405, 410]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({}, 0, []),
+        ({"phases": {"auto": {"failures": ["stop: x"]}}}, 0, ["auto: stop: x"]),
+        ({"rows_left": 2.0}, 0, ["2 rows are left in the server"]),
+        ({"memory": {"quarters_mib": [300, 400, 440, 480]}}, 0, ["memory grew from 400 to 480 MiB"]),
+        ({}, None, ["SIGTERM ended the server with exit code None"]),
+    ],
+)
+def test_what_is_wrong_is_told(load: ModuleType, changed: Any, code: int | None, said: list[str]) -> None:
+    assert load.failures({**GOOD, **changed}, 300, code) == said
+
+
+def test_times_are_told_in_percentiles(load: ModuleType) -> None:
+    assert load.percentiles([i / 1000 for i in range(101)]) == {"p50": pytest.approx(50), "p95": pytest.approx(95)}
+    assert load.percentiles([1.0]) is None

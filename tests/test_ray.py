@@ -1,0 +1,128 @@
+"""More than one process: nothing lost, nothing doubled, and with seeds the tokens of one, though a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal import load
+from shoal.api import Shoal
+from shoal.serve.lines import Line
+from shoal.serve.recipe import Recipe
+from shoal.serve.run import bind
+from shoal.serve.settings import Settings
+from shoal.testing import save_pair
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install 'shoal[ray]'")
+
+from shoal.serve import cluster  # noqa: E402
+
+PATIENCE = 100
+THIN = cluster.Share(cpus=0.5)  # so that two fit into two CPUs beside what Ray itself runs
+
+
+@pytest.fixture(scope="module")
+def two_cpus() -> Iterator[None]:
+    """A small cluster on this machine alone; what is defined here travels to it by value."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20, _node_ip_address="127.0.0.1",
+        configure_logging=False,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of a tiny pair."""
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def load_and_tell(pair: tuple[Path, Path], told: Path) -> Shoal:
+    """Loads the pair, and leaves the process's number."""
+    (told / str(os.getpid())).touch()
+    return load(*pair, dtype="float32", quantize="off", max_batch=4)
+
+
+def processes(told: Path) -> set[int]:
+    """Those that loaded, this one aside."""
+    return {int(file.name) for file in told.iterdir()} - {os.getpid()}
+
+
+def recipe(pair: tuple[Path, Path], told: Path) -> Recipe:
+    return Recipe(partial(load_and_tell, pair, told), Settings("tiny"), lookahead=3)
+
+
+def essence(entry: dict[str, Any]) -> str:
+    """An answer without its clock."""
+    return json.dumps({name: value for name, value in entry.items() if name != "created"})
+
+
+def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    bodies = [{"id": i, "prompt": f"line {i}", "seed": i, "n": 2, "max_tokens": 24} for i in range(48)]
+    bodies[5] |= {"prompt": None}
+    lines = [Line(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
+    alone: list[Any] = []
+    recipe(pair, tmp_path).offline().answer(lines, alone.append)
+    together: list[Any] = []
+    killed: list[tuple[int, int]] = []
+
+    def done(entry: dict[str, Any]) -> None:
+        if not killed:
+            victim = min(processes(tmp_path))
+            os.kill(victim, signal.SIGKILL)
+            killed.append((victim, len(together)))
+        together.append(entry)
+
+    cluster.answer(lines, recipe(pair, tmp_path), done, 2, THIN)
+    assert [entry["id"] for entry in alone] != list(range(48)), "answers come as they are ready"
+    assert sorted(entry["id"] for entry in together) == list(range(48))
+    assert {entry["id"]: essence(entry) for entry in together} == {entry["id"]: essence(entry) for entry in alone}
+    assert sum("error" in entry for entry in together) == 1
+    took = [choice for entry in together for choice in entry.get("usage", {}).get("choices", ())]
+    assert len(took) == 47 * 2
+    assert sum(choice["drafted"] for choice in took) > sum(choice["accepted"] for choice in took) > 0
+    assert killed[0][1] == 0, "and almost everything was still to be done"
+    assert len(processes(tmp_path)) == 3, "two workers, and one in the killed one's place"
+
+
+def test_replicas_answer_as_one_server(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+    url, served = f"http://127.0.0.1:{port}", recipe(pair, tmp_path)
+    ready, got, many = threading.Event(), [], cluster.Replicas(least=2, most=2, drain=5)
+    body = {"prompt": "hello", "n": 2, "seed": 3, "max_tokens": 24}
+
+    def use() -> None:
+        got.extend(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json() for _ in range(16))
+        got.append(httpx.post(f"{url}/v1/completions", json={**body, "nn": 1}, timeout=PATIENCE).json())
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=PATIENCE) as stream:
+            got.append("".join(stream.iter_lines()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client = threading.Thread(target=lambda: (ready.wait(PATIENCE), use()), daemon=True)
+    client.start()
+    cluster.run(served, "127.0.0.1", port, many, THIN, ready.set)
+    client.join()
+    samples = served.load().generate("hello", 2, seed=3, max_new_tokens=24, lookahead=3)[0].samples
+    *answers, refused, stream = got
+    assert len(answers) == 16
+    for answer in answers:
+        assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+        assert [took["drafted"] for took in answer["usage"]["choices"]] == [sample.drafted for sample in samples]
+    assert refused["error"]["code"] == "unknown_field"
+    assert stream.endswith("data: [DONE]")
+    assert len(processes(tmp_path)) == 2
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")

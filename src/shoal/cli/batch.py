@@ -105,10 +105,10 @@ def batch(
     gpus: GpusOption = 0.0,
     json_output: JsonOption = False,
 ) -> int:  # fmt: skip
-    """Answer a file of requests: exactly one answer per id, in the order in which they are ready.
+    """Answer a file of requests: exactly one answer per id, as they are ready.
 
-    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ... (docs/serving.md). What is
-    wrong with a line is its answer. Begin again after a kill: what is answered is not asked again.
+    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ...
+    What is wrong with a line is its answer. After a kill the same command goes on. docs/serving.md.
     It needs [bold]pip install 'shoal\\[serve]'[/], and --ray [bold]pip install 'shoal\\[ray]'[/].
     """
     source = Source(

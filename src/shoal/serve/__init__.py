@@ -9,4 +9,6 @@ faults.py       every error in OpenAI's shape
 keys.py  bodies.py  metrics.py      who may ask, how much, and what is counted
 page.py         the playground at /, whose files lie in playground/
 app.py          the routes; run.py: uvicorn, signals, draining
+offline.py      the same without HTTP, for files (lines.py)
+recipe.py       what another process needs to do either; cluster.py: such processes, on Ray
 """

@@ -12,7 +12,7 @@ export function reset(seed, drafts) {
   for (const id of ["acceptance", "accepted", "tokens", "seconds", "times"]) write(id, "–");
   write("used-seed", seed ?? "none");
   write("mine-label", drafts ? "speculative" : "plain");
-  write("gauge-note", drafts ? "Plain decoding has not been measured yet." : "No drafts: this run is plain decoding itself.");
+  write("gauge-note", drafts ? "Plain decoding has not been measured." : "No drafts: this run is plain decoding itself.");
   at("plain-row").hidden = !drafts;
   for (const id of ["mine", "plain"]) bar(id, 0, 1);
 }

@@ -99,7 +99,7 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
     axes.set(xscale="log", yscale="log", xlabel="throughput, tokens/s", ylabel="ms per token of a row (mean over rows)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
+        axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")  # all of them overlap
     axes.tick_params(which="minor", labelsize=7)
     axes.set_title("numbers: batch size; lower right is better", loc="left", fontsize=9, pad=10)
     _finish(axes)

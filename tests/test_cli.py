@@ -27,7 +27,7 @@ SAMPLE_KEYS = {
     "text", "token_ids", "mean_logprob", "finish_reason", "finished_at_s", "rounds", "drafted", "accepted",
 }  # fmt: skip
 STATS_KEYS = {
-    "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "row_rounds", "drafted", "accepted",
+    "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "prefill_chunks", "row_rounds", "drafted", "accepted",
     "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds_propose", "seconds_verify",
     "seconds_accept", "seconds_commit", "seconds", "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",

@@ -16,7 +16,11 @@ from shoal.request import Row, Sample
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row has no distribution at a draft position: if it comes that far, it ends there, as it would by plain decoding."""
+    """Why a row has no distribution at a draft position: if it comes that far, it ends there, as it would by plain decoding.
+
+    A model that makes NaN of a token may, where that is a draft, fail the row earlier: its attention may carry NaN to the positions
+    before, as hidden keys count with weight 0, and 0 * NaN is NaN.
+    """
 
     position: int
     error: ShoalError

@@ -48,7 +48,7 @@ from shoal.config import Limits, Sampling, split_options
 from shoal.errors import RequestError
 from shoal.request import Output, Result, Sample
 
-EXIT_INTERRUPTED = 130
+EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
 
 
@@ -138,7 +138,8 @@ def generate(
     prompts = read_prompts(prompt or [], prompt_file or [])
     result, interrupted = _run(source, prompts, n, top_logprobs, options)
     deliver(result, prompts, form, interrupted)
-    return EXIT_INTERRUPTED if interrupted else 0
+    failed = _report_failures(result)
+    return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,16 @@ def deliver(result: Result, prompts: Sequence[str], form: Form, interrupted: boo
     text = io.StringIO()
     _print(result, prompts, form, Console(file=text, width=FILE_WIDTH))
     write_whole(form.output, text.getvalue())
+
+
+def _report_failures(result: Result) -> bool:
+    """Whether samples failed, each on its own, and a line that says so."""
+    samples = [sample for output in result for sample in output.samples]
+    failed = [sample.error for sample in samples if sample.error]
+    if failed:
+        line = " ".join(f"error: {len(failed)} of {len(samples)} samples failed; the first: {failed[0]}".split())
+        stderr().print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return bool(failed)
 
 
 def _print(result: Result, prompts: Sequence[str], form: Form, console: Console) -> None:
@@ -241,6 +252,8 @@ def _sample(sample: Sample, form: Form) -> dict[str, Any]:
         "drafted": sample.drafted,
         "accepted": sample.accepted,
     }
+    if sample.error:
+        entry["error"] = sample.error
     if form.logprobs:
         entry["logprobs"] = [_finite(value) for value in sample.logprobs]
         entry["processed_logprobs"] = [_finite(value) for value in sample.processed_logprobs]

@@ -1,0 +1,261 @@
+"""Long prompts in pieces between rounds, and rows admitted by the memory they need: the same tokens, nobody stalled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.accept import Coupled
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.lookahead import Fixed
+from shoal.request import Request, Row
+from shoal.runner import Runner
+from shoal.schedule import Piece
+from shoal.scheduler import CHUNK, Scheduler
+from shoal.sharing import Prefix
+from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing.scripted import hashed, mixed, runner, scripted
+
+VOCAB = 12
+LONG = tuple(1 + i * i % 11 for i in range(41))
+OTHER = tuple(1 + i % 7 for i in range(30))
+
+
+def pair(real: bool) -> tuple[Runner, Runner]:
+    if real:
+        return runner(tiny_model("llama"), 128), runner(tiny_model("llama", seed=1, layers=1), 128)
+    return scripted(hashed(VOCAB, 0), VOCAB), scripted(mixed(hashed(VOCAB, 0), hashed(VOCAB, 1)), VOCAB)
+
+
+def engine_of(
+    chunk: int = CHUNK, prompts: str = "copied", k: int = 3, max_batch: int = 8, real: bool = False, **more: int
+) -> Engine:
+    return Engine(*pair(real), Fixed(k), max_batch=max_batch, rule=Coupled(), prompts=prompts, chunk=chunk, **more)
+
+
+def ask(engine: Engine, prompt: Sequence[int], n: int = 1, new: int = 12) -> list[Row]:
+    return engine.submit(Request(tuple(prompt), n, Sampling(seed=len(prompt)), Limits(max_new_tokens=new)))
+
+
+def finish(engine: Engine) -> None:
+    while engine.step():
+        pass
+    assert engine.scheduler.idle
+
+
+def new_tokens(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.tokens[row.prompt_length :] for row in rows]
+
+
+def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) -> list[list[int]]:
+    engine = engine_of(real=real, k=0)
+    rows = ask(engine, prompt, n, new)
+    finish(engine)
+    return new_tokens(rows)
+
+
+# ── pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, CHUNK])
+def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prompts: str) -> None:
+    """Every step commits to the running row and computes at most a chunk; the tokens are those of prompts computed whole."""
+    engine = engine_of(chunk, prompts)
+    first = ask(engine, (1, 2, 3), new=200)
+    engine.step()
+    joined = [*ask(engine, LONG, n=3), *ask(engine, OTHER, n=2)]
+    before = engine.stats.prefill_tokens
+    while not all(row.target_passes for row in joined):
+        computed, length = engine.stats.prefill_tokens, first[0].new_tokens
+        engine.step()
+        assert engine.stats.prefill_tokens - computed <= chunk
+        assert first[0].new_tokens > length
+    engine.cancel(first)
+    finish(engine)
+    assert new_tokens(joined) == alone(LONG, 3) + alone(OTHER, 2)
+    assert engine.stats.prefills == 3
+    assert engine.stats.prefill_tokens - before == len(LONG) - 1 + len(OTHER) - 1
+    tokens = len(LONG) + len(OTHER) - 2
+    least = -(-tokens // chunk)
+    assert 1 + max(2, least) <= engine.stats.prefill_chunks <= 1 + least + 1  # a piece of either prompt may share a chunk
+    assert (engine.stats.prefill_chunks > engine.stats.prefills) == (chunk < tokens)
+    assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+def test_ids_of_a_real_pair(prompts: str) -> None:
+    engine = engine_of(5, prompts, real=True)
+    rows = [*ask(engine, (9, 8, 7), 2, 20)]
+    engine.step()
+    rows += [*ask(engine, range(30, 70), 2), *ask(engine, (4, 5), 1), *ask(engine, range(100, 125), 1)]
+    finish(engine)
+    expected = [alone(range(30, 70), 2, real=True), alone((4, 5), real=True), alone(range(100, 125), real=True)]
+    assert new_tokens(rows) == alone((9, 8, 7), 2, 20, real=True) + [row for rows in expected for row in rows]
+    assert engine.stats.prefill_chunks > engine.stats.prefills == 4
+    assert VOCABULARY > 125
+
+
+def test_with_nobody_waiting_for_a_round_prompts_are_computed_whole() -> None:
+    engine = engine_of(4)
+    rows = [*ask(engine, LONG), *ask(engine, OTHER)]
+    engine.step()
+    assert engine.stats.prefill_chunks == engine.stats.prefills == 2
+    finish(engine)
+    assert new_tokens(rows) == alone(LONG) + alone(OTHER)
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("cancelled", [[0], [0, 1], [1]])
+def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prompts: str) -> None:
+    """Its siblings start again, or never; what is incomplete is never taken for a prompt."""
+    engine = engine_of(6, prompts)
+    running = ask(engine, (1, 2, 3), new=40)
+    engine.step()
+    long = ask(engine, LONG, n=2)
+    other = ask(engine, OTHER)
+    engine.step()
+    engine.step()
+    assert engine.stats.prefill_tokens == 2 + 12
+    assert len(engine.scheduler.running) == 1
+    engine.cancel([long[i] for i in cancelled])
+    finish(engine)
+    kept = [i for i in range(2) if i not in cancelled]
+    assert new_tokens([long[i] for i in kept]) == [alone(LONG, 2)[i] for i in kept]
+    assert all(long[i].new_tokens == 0 for i in cancelled)
+    assert new_tokens([*running, *other]) == alone((1, 2, 3), new=40) + alone(OTHER)
+    restarted = 12 if cancelled == [0] else 0
+    wasted = 12 if cancelled == [0, 1] else len(LONG) - 1 + restarted
+    assert engine.stats.prefill_tokens == 2 + wasted + len(OTHER) - 1
+
+
+def test_a_full_batch_with_a_hole_waits_one_round_for_the_slot_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a round lie side by side even while a prompt is being computed beside them."""
+    engine = engine_of(6, max_batch=3)
+    rows = [ask(engine, (1, 2, i), new=new)[0] for i, new in ((3, 60), (4, 1), (5, 60))]
+    long = ask(engine, LONG)
+    rounds, next_round = [], engine.scheduler.next_round
+    monkeypatch.setattr(engine.scheduler, "next_round", lambda: rounds.append(next_round()) or rounds[-1])
+    places = []
+    for _ in range(5):
+        engine.step()
+        places.append(([row.slot for row in rounds[-1].rows], rounds[-1].filling and rounds[-1].filling.slot))
+    assert places == [([0, 1, 2], None), ([0, 1], None), ([0, 1], 2), ([0, 1], 2), ([0, 1], 2)]
+    finish(engine)
+    assert new_tokens(long) == alone(LONG)
+    assert new_tokens(rows) == [alone((1, 2, i), new=new)[0] for i, new in ((3, 60), (4, 1), (5, 60))]
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_a_chunk_of_nothing(chunk: int) -> None:
+    with pytest.raises(RequestError, match=f"chunk must be >= 1, got {chunk}"):
+        engine_of(chunk)
+
+
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_of(tokens: int, rows: int, shared: int = 0) -> int:
+    """Bytes of both models' caches: 16 per token (an id and a place in float32, twice), and 4 unused columns per slot for k = 3."""
+    engine = engine_of(kv_bytes=1 << 20)
+    per_token = sum(model.cache.bytes_per_token() for model in engine.models)
+    assert per_token == 16
+    return per_token * (rows * (tokens + 4) + shared)
+
+
+@pytest.mark.parametrize("fit", [1, 2, 5])
+def test_rows_wait_for_memory(fit: int) -> None:
+    """As many rows run as fit, whatever max_batch; the caches never take more than they may."""
+    engine = engine_of(kv_bytes=bytes_of(3 + 12, fit))
+    rows = [row for i in range(7) for row in ask(engine, (1, 2, i))]
+    most = 0
+    while engine.step():
+        most = max(most, len(engine.scheduler.running))
+        assert engine.memory.used <= bytes_of(3 + 12, fit)
+    assert most == fit
+    assert new_tokens(rows) == [alone((1, 2, i))[0] for i in range(7)]
+    assert engine.stats.accepted > 0
+
+
+def test_one_byte_less_is_one_row_less() -> None:
+    engine = engine_of(kv_bytes=bytes_of(15, 3) - 1)
+    ask(engine, (1, 2, 3), n=3)
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+
+
+def test_a_shared_prompt_counts_once() -> None:
+    """Four rows of one prompt in memory that holds little more than one copy of it."""
+    tail = 1 + 12
+    memory = bytes_of(tail, 4, len(LONG) - 1)
+    for prompts, together in (("shared", 4), ("copied", 1)):
+        engine = engine_of(prompts=prompts, kv_bytes=memory)
+        rows = ask(engine, LONG, n=4)
+        engine.step()
+        assert len(engine.scheduler.running) == together
+        finish(engine)
+        assert new_tokens(rows) == alone(LONG, 4)
+        assert engine.memory.used <= memory
+        assert engine.stats.prefills == 1
+
+
+def test_a_request_that_never_fits_is_refused_with_figures() -> None:
+    memory = bytes_of(20, 1)
+    engine = engine_of(kv_bytes=memory)
+    ask(engine, (1, 2, 3), new=17)
+    message = (
+        rf"a row of up to 21 tokens takes {bytes_of(21, 1)} bytes of KV cache, and there are {memory}: shorten the prompt"
+    )
+    with pytest.raises(RequestError, match=message):
+        ask(engine, (1, 2, 3), new=18)
+    finish(engine)
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches keep their size while that is no harm; slots of the short rows times the length of the long one would be."""
+    memory = bytes_of(len(LONG) + 12, 1)
+    engine = engine_of(kv_bytes=memory)
+    short = [row for i in range(3) for row in ask(engine, (1, i), new=3)]
+    finish(engine)
+    assert engine.target.cache.slots == 3
+    if not trims:
+        monkeypatch.setattr(Runner, "trim", lambda *_: None)
+    long = ask(engine, LONG)
+    finish(engine)
+    assert (engine.memory.used <= memory) is trims
+    assert new_tokens(long) == alone(LONG)
+    assert new_tokens(short) == [alone((1, i), new=3)[0] for i in range(3)]
+
+
+def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
+    """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
+    most = 12
+    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, cells: cells <= most)
+    low, high = Request((1,) * 7), Request((2,) * 7, 2)
+    rows = [
+        Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)
+        for group, request in enumerate((low, high)) for i in range(request.n)
+    ]  # fmt: skip
+    scheduler.add(rows)
+    assert list(scheduler.next_round().rows) == rows[:2]
+    assert [row.prefix for row in rows[:2]] == [Prefix(0, 6), Prefix(6, 6)]
+    scheduler.remove(rows[:2])
+    most = 6
+    last = scheduler.next_round()
+    assert (list(last.rows), last.cells, rows[2].prefix) == (rows[2:], 6, Prefix(0, 6))
+    assert list(last.pieces) == [Piece(rows[2], 0, 0, 6)]
+
+
+def test_the_caches_of_all_models_count() -> None:
+    plain = Engine(pair(False)[0], None, Fixed(0), rule=Coupled(), kv_bytes=1 << 20)
+    both = engine_of(kv_bytes=1 << 20)
+    assert [len(engine.models) for engine in (plain, both)] == [1, 2]
+    rows = ask(plain, (1, 2, 3))
+    finish(plain)
+    assert plain.memory.used == 8 * (15 + 1)
+    assert plain.stats.target_passes == 12  # the pass that found out what a token takes is no part of the run
+    assert new_tokens(rows) == alone((1, 2, 3))

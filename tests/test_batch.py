@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,17 +203,18 @@ def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write(tmp_path / "in", [{"id": i, "prompt": "hello", "seed": i} for i in range(8)])
+    source = write(tmp_path / "in", [{"id": i, "prompt": "hello", "seed": i} for i in range(40)])
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=2))
     written: list[Any] = []
     keep = Ledger.write
 
-    def write_three(self: Ledger, entry: Any) -> bool:
-        if len(written) == 3:
-            raise KeyboardInterrupt
+    def interrupted(self: Ledger, entry: Any) -> bool:
         written.append(entry["id"])
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
         return keep(self, entry)
 
-    monkeypatch.setattr(Ledger, "write", write_three)
+    monkeypatch.setattr(Ledger, "write", interrupted)
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 130
     assert list(read(tmp_path / "out")) == written
+    assert 3 <= len(written) < 40

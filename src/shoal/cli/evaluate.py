@@ -350,7 +350,9 @@ def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> 
         return 0
     console = stdout()
     for failure in failures:
-        console.print(printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True)
+        console.print(
+            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
+        )
     table = plain_table("language", "passed", "total", "per cent")
     for name, tally in found.items():
         table.add_row(name, str(tally.passed), str(tally.total), f"{100 * tally.passed / tally.total:.1f}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
 
@@ -61,7 +61,7 @@ def _line(number: int, text: str) -> Line:
     return Line(number, text, named if is_id(named) else f"line-{number}", fields.get("seed") is not None)
 
 
-def is_id(value: object) -> bool:
+def is_id(value: object) -> TypeGuard[str | int]:
     """Whether it can name a line."""
     return isinstance(value, (str, int)) and not isinstance(value, bool)
 

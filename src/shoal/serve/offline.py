@@ -74,6 +74,7 @@ class Offline:
 
     def _order(self, line: Line, translator: Translator) -> tuple[Form, Order]:
         body = _body(line)
+        form: Form
         try:
             if "messages" in body:
                 conversation = ChatRequest.model_validate(body)

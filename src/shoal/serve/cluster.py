@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import ray
 from fastapi import FastAPI
@@ -38,7 +39,7 @@ class Share:
     gpus: float = 0
 
     @property
-    def options(self) -> dict[str, float]:
+    def options(self) -> dict[str, Any]:
         """In Ray's words."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
@@ -117,7 +118,7 @@ def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
     def app() -> FastAPI:
         return recipe.app()
 
-    deployment = ray_serve.deployment(
+    deployment: Any = ray_serve.deployment(
         ray_serve.ingress(app)(Replica), name=NAME, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
         graceful_shutdown_timeout_s=replicas.drain,
         autoscaling_config={

@@ -32,6 +32,7 @@ from transformers.utils import logging
 SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
 
 logging.disable_progress_bar()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))  # tiny models: more threads only wait for each other
 

@@ -180,10 +180,12 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
 # ── history ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_token_late(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+def one_token_late(
+    logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0, **more: Any
+) -> Tensor:
     """Draft position j is given the history of position j - 1."""
     late = [[row.tokens[-1], *draft[:-1]] if draft else [] for row, draft in zip(rows, drafts, strict=True)]
-    return real_probabilities(logits, rows, late, first)
+    return real_probabilities(logits, rows, late, first, **more)
 
 
 def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import confine, isolation, warden
 
+LAST_SIGNAL = 64  # Perl and PHP end with 255, which is none
 MIB = 2**20
 PATH = "/usr/local/bin:/usr/bin:/bin"
 PASSED_BY_SIGNAL = {-signal.SIGXCPU: "time", -signal.SIGXFSZ: "files"}
@@ -226,7 +227,7 @@ def _as_job(step: Step, room: str) -> dict[str, Any]:
 
 def _ended(answer: dict[str, Any], way: str, room: str) -> Ended:
     code = answer["returncode"]
-    if way != "limits" and code is not None and code > 128:
+    if way != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
         code = 128 - code  # what is first in a namespace tells of a signal like a shell
     reason = PASSED_BY_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
     texts = {name: answer[name].replace(f"{room}/", "") for name in ("stdout", "stderr")}

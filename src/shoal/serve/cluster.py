@@ -51,6 +51,8 @@ def connected() -> Iterator[None]:
         yield
         return
     ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+    for name in ("ray.data", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # the commands say what there is to say
     try:
         yield
     finally:
@@ -65,7 +67,7 @@ def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], 
     task = min(max(len(lines) // (TURNS * workers), 1), TASK)
     items = [{"line": json.dumps(asdict(line))} for line in lines]
     with connected():
-        _quieten()
+        ray_data.DataContext.get_current().enable_progress_bars = False
         dealt = ray_data.from_items(items, override_num_blocks=math.ceil(len(lines) / task))
         pool = ray_data.ActorPoolStrategy(size=workers)
         answers = dealt.map_batches(Answerer, fn_constructor_args=(recipe,), batch_size=None, compute=pool, **share.options)
@@ -85,12 +87,6 @@ class Answerer:
         lines = [Line(**json.loads(line)) for line in batch["line"]]
         self._pair.answer(lines, lambda entry: answers.append(json.dumps(entry)))
         return {"answer": answers}
-
-
-def _quieten() -> None:
-    """The command has a progress bar of its own."""
-    ray_data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
 
 
 # ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────

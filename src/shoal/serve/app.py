@@ -178,7 +178,7 @@ async def _disconnected(request: Request) -> None:
 
 def _answer(model: Any) -> dict[str, Any]:
     """How a route's answer is described: one object, or events that each hold a part of one."""
-    return {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    return {"model": model, "content": {"text/event-stream": {}}}
 
 
 def _describe(app: FastAPI) -> None:

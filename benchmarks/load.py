@@ -1,6 +1,6 @@
 """A server under load: many clients at once, of all kinds, against the bundled pair on this machine.
 
-    python benchmarks/load.py --minutes 5            # 64 clients; half of the time with speculation, half without
+    python benchmarks/load.py --minutes 5            # 64 clients; in turns with speculation and without
     python benchmarks/load.py --minutes 5 --json
 
 It starts `shoal serve` on a free loopback port and ends it. Exit code 1 if any request fails; if a greedy or seeded answer is not
@@ -46,6 +46,8 @@ SCHEMA = {
 }  # fmt: skip
 PLACED = {"dtype": "float32", "quantize": "off"}  # decided here, not by measurement: both sides must be the same
 PHASES = ("auto", "off")
+TURNS = 4  # of each phase in a long run, so that both meet the same machine
+TURN = 30.0  # seconds that a turn lasts at least
 PATIENCE = 600  # seconds until an answer is a hang
 LEVEL = 1.05  # of the server's memory, last quarter to second
 LONG_ENOUGH = 120  # seconds from which memory is judged
@@ -277,19 +279,24 @@ async def rows(http: httpx.AsyncClient) -> float:
 
 
 async def load(url: str, process: int, known: list[Ask], seconds: float, clients: int, seed: int) -> Json:
-    """Both phases; what was seen and what was left."""
+    """Both phases in turns; what was seen and what was left."""
     sizes: list[int] = []
     limits = httpx.Limits(max_connections=clients + 1)
-    found: Json = {"clients": clients, "phases": {}}
+    found: Json = {"clients": clients}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
         watcher = asyncio.create_task(watch(process, sizes))
-        for phase in PHASES:
-            seen, started = Seen(), time.perf_counter()
-            until = started + seconds / len(PHASES)
-            each = [asks(known, random.Random(f"{seed} {phase} {number}")) for number in range(clients)]
-            await asyncio.gather(*(client(http, asking, phase, until, seen) for asking in each))
-            seen.seconds = time.perf_counter() - started
-            found["phases"][phase] = seen.document()
+        each = {
+            phase: [asks(known, random.Random(f"{seed} {phase} {number}")) for number in range(clients)] for phase in PHASES
+        }
+        seen = {phase: Seen() for phase in PHASES}
+        turns = max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
+        for turn in range(turns):
+            for phase in PHASES if turn % 2 == 0 else PHASES[::-1]:
+                started = time.perf_counter()
+                until = started + seconds / len(PHASES) / turns
+                await asyncio.gather(*(client(http, asking, phase, until, seen[phase]) for asking in each[phase]))
+                seen[phase].seconds += time.perf_counter() - started
+        found["phases"] = {phase: seen[phase].document() for phase in PHASES}
         watcher.cancel()
         left = await rows(http)
         for _ in range(100):  # the last cancellations may be a round away

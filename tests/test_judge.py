@@ -50,13 +50,13 @@ ADD = {  # language: prompt, a completion, tests
         "class Main { public static void main(String[] a) { if (Adder.add(1, 2) != 3) throw new RuntimeException(); } }",
     ),
     "cpp": (
-        "#include <stdexcept>\nint add(int a, int b) {\n",
+        "#include <cstdlib>\n#include <stdexcept>\nint add(int a, int b) {\n",
         "return a + b;\n}",
         'int main() { if (add(1, 2) != 3) throw std::runtime_error("wrong"); }',
     ),
     "perl": ("sub add {\nmy ($a, $b) = @_;\n", "return $a + $b;\n}", 'die "wrong" unless add(1, 2) == 3;'),
     "go": (
-        "package main\nfunc add(a int, b int) int {\n",
+        'package main\nimport "os"\nvar _ = os.Args\nfunc add(a int, b int) int {\n',
         "return a + b\n}",
         'func main() {\nif add(1, 2) != 3 {\npanic("wrong")\n}\n}',
     ),
@@ -69,8 +69,21 @@ ADD = {  # language: prompt, a completion, tests
 }
 
 
+EXIT = {  # language: a statement that ends the process with exit code 0
+    "python": "import os; os._exit(0)",
+    "javascript": "process.exit(0)",
+    "typescript": "process.exit(0)",
+    "java": "if (a == 1) Runtime.getRuntime().halt(0)",  # nothing may follow where nothing can be reached
+    "cpp": "std::_Exit(0)",
+    "perl": "exit 0",
+    "go": "os.Exit(0)",
+    "ruby": "exit! 0",
+    "php": "exit(0)",
+}
+
+
 def test_every_language_has_an_example() -> None:
-    assert ADD.keys() == LANGUAGES.keys()
+    assert ADD.keys() == EXIT.keys() == LANGUAGES.keys()
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -83,6 +96,8 @@ def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
         pytest.skip(str(error))
     completions = [right, right.replace("+", "-"), right.replace("+", "+ ) +")]
     outcomes = [judge(asked, completion, box).outcome for completion in completions]
+    early = judge(asked, right.replace("return", f"{EXIT[language]}; return"), box)
+    assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
     # Without a compiler in between, C++ has no way to say "crash" but by std::terminate: an exception that nobody catches.
     assert outcomes == ["passed", "crash" if language == "cpp" else "failed", "syntax"]
 
@@ -102,6 +117,7 @@ def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
         ("return len(bytes(8 * 2**30))", "memory", "MemoryError"),
         ("while True: print('x' * 999)", "output", "ended by: output"),
         ("return 3  # \ud800 \udcff {}", "passed", ""),
+        ("return type('Any', (), {'__eq__': lambda *_: True})()", "passed", ""),  # a cheat, as docs/judging.md admits
     ],
 )
 def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str, detail: str) -> None:

@@ -175,6 +175,22 @@ def test_ten_gigabytes_are_refused(attack: Callable[..., Ended]) -> None:
     assert ended.stderr.endswith("MemoryError\n")
 
 
+IN_A_CONTAINER = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all")
+"""Before a command of root: without the right to look into other users' processes."""
+
+
+@pytest.fixture(params=["with all rights", "in a container"])
+def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wardens start with the rights of this process, then with those that root has in most containers."""
+    if request.param == "with all rights":
+        return
+    if os.getuid() != 0 or not shutil.which(IN_A_CONTAINER[0]):
+        pytest.skip("only root has rights to lose, by setpriv")
+    start = subprocess.Popen
+    monkeypatch.setattr(sandbox.subprocess, "Popen", lambda command, **how: start([*IN_A_CONTAINER, *command], **how))
+
+
+@pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_memory_is_summed_over_processes(attack: Callable[..., Ended], kind: str) -> None:
     ended = attack(
@@ -191,6 +207,7 @@ def test_memory_is_summed_over_processes(attack: Callable[..., Ended], kind: str
     assert ended.reason == "memory"
 
 
+@pytest.mark.usefixtures("rights")
 def test_memory_that_forks_share_is_counted_once(attack: Callable[..., Ended]) -> None:
     ended = attack(
         """
@@ -239,6 +256,27 @@ def test_a_full_room_is_cleared(attack: Callable[..., Ended], kind: str) -> None
     assert ended.reason == "files"
 
 
+@pytest.mark.usefixtures("rights")
+@pytest.mark.parametrize("kind", ["removed", "in memory"])
+def test_files_without_a_name_are_counted(attack: Callable[..., Ended], kind: str) -> None:
+    ended = attack(
+        f"""
+        import os, time
+        def nameless(number):
+            if {kind!r} == "in memory": return os.memfd_create("x")
+            name = str(number)
+            made = os.open(name, os.O_RDWR | os.O_CREAT)
+            os.unlink(name)
+            return made
+        held = [nameless(number) for number in range(10)]
+        for descriptor in held: os.write(descriptor, bytes(2 * 2**20))
+        time.sleep(1000)
+        """,
+        room_bytes=16 * MIB,
+    )
+    assert ended.reason == "files"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Where it has no business
 
@@ -279,6 +317,29 @@ def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[...
     assert attack(f"import os; os.symlink({str(folder / 'kept')!r}, 'link')").well
     (folder / "kept" / "file").unlink()
     (folder / "kept").rmdir()
+
+
+def test_a_link_in_place_of_the_room_is_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir(mode=0o500)
+    (tmp_path / "room").symlink_to(tmp_path / "kept")
+    warden._clear(str(tmp_path / "room"))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o500
+
+
+def test_no_file_systems_are_mounted(attack: Callable[..., Ended]) -> None:
+    """Not even by root of a user namespace, as which programs may still declare themselves."""
+    if not confine.landlock_version():
+        pytest.skip("the kernel has no Landlock, which refuses mounts")
+    ended = attack(
+        """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        user_and_mounts = 0x10000000 | 0x20000
+        print(libc.unshare(user_and_mounts), libc.mount(b"none", b".", b"tmpfs", 0, None), ctypes.get_errno())
+        """
+    )
+    assert ended.stdout in ("0 -1 1\n", "-1 -1 1\n")  # EPERM
 
 
 def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., Ended]) -> None:

@@ -2,8 +2,8 @@
 
     python -I -S confine.py '{"command": [...], "environment": {...}, "room": "...", "readable": [...], "uid": ..., ...}'
 
-It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock and nothing
-stronger is around it, every file and signal outside. On descriptor 3 it reports: "go" just before the program starts.
+It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock, every file and
+signal outside, and mounts. On descriptor 3 it reports: "go" just before the program starts.
 
 Run by path without the package around it, so it imports the standard library only.
 """
@@ -67,8 +67,7 @@ def main() -> None:
             _stay_behind()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone the warden's
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if spec["landlock"]:
-            _guard_files(spec["room"], spec["readable"])
+        _guard_files(spec["room"], spec["readable"])
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
         os.write(REPORT, b"go")
@@ -126,7 +125,10 @@ def _become(uid: int) -> None:
 
 
 def _guard_files(room: str, readable: list[str]) -> None:
-    """Landlock: all in the room, reading elsewhere but in hidden directories; no TCP, no signals to others."""
+    """Landlock: all in the room, reading elsewhere but in hidden directories; no TCP, no signals to others.
+
+    Mounts are then refused too, also in user namespaces, where a program could else fill memory with file systems of its own.
+    """
     version = landlock_version()
     if not version:
         return

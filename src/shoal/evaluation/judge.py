@@ -68,14 +68,13 @@ def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
     Raises: RequestError if the language cannot be run here, naming what to install; InternalError if the program was not run.
     """
     language, word = LANGUAGES[problem.language], uuid.uuid4().hex
-    source = f"{problem.program(completion)}\n{language.last_words.format(word)}\n"
     run = steps(problem.language, sandbox)
-    ended = sandbox.run({language.file: source}, *run)
+    ended = sandbox.run(_files(language, problem.program(completion), word), *run)
     if ended.reason in ("setup", "stopped"):
         raise InternalError(f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}")
     compiled = ended.step == len(run) - 1
     outcome = _outcome(ended, language, compiled)
-    if outcome == "passed" and language.last_words and word not in ended.stdout:
+    if outcome == "passed" and word not in ended.stdout:
         return Verdict("failed", "it ended before its tests did", ended.seconds)
     return Verdict(outcome, "" if outcome == "passed" else _detail(ended, outcome), ended.seconds)
 
@@ -124,6 +123,13 @@ def tallies(pairs: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[str, Tal
         before = found.get(problem.language, Tally(0, 0))
         found[problem.language] = Tally(before.passed + verdict.passed, before.total + 1)
     return found
+
+
+def _files(language: Language, program: str, word: str) -> dict[str, str]:
+    last_words = language.last_words.format(word)
+    if language.last_file:
+        return {language.file: program, language.last_file: last_words}
+    return {language.file: f"{program}\n{last_words}\n"}
 
 
 def _outcome(ended: Ended, language: Language, compiled: bool) -> Outcome:

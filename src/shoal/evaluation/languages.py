@@ -1,7 +1,7 @@
 """The languages whose programs can be judged: how one is compiled and run, and what that takes.
 
-A program ends with a statement that prints a word of ours, where the language allows a statement there: a completion that
-ends the process early, exit code 0, has not passed its tests.
+A program ends with a statement that prints a word of ours; where statements stand in functions only, a second file calls the
+tests' `main` and then prints it. A completion that ends the process early, exit code 0, has not passed its tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Language:
             ends with an exit code other than 0.
         install: what provides them.
         probe: arguments with which each of these programs says that it is there.
-        last_words: a statement that prints the word put in for {}, after the tests; "" where statements stand in functions only.
+        last_words: what prints the word put in for {}, after the tests: at the end of the program, or in `last_file`.
+        last_file: "", or a second source file, which calls the program's `main` and is started in its place.
         syntax: what the interpreter writes to standard error when it cannot read a program; any of these.
         memory: what it writes when it gets no more memory; any of these.
         libraries: what tests may load beside the standard library.
@@ -47,6 +48,7 @@ class Language:
     compile: tuple[str, ...] = ()
     probe: tuple[str, ...] = ("--version",)
     last_words: str = ""
+    last_file: str = ""
     syntax: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     libraries: tuple[Library, ...] = ()
@@ -65,6 +67,7 @@ _NODE = "Node.js (package nodejs, or https://nodejs.org)"
 _LODASH = Library("lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)")
 _COMPARE = Library("Data::Compare", ("perl", "-MData::Compare", "-e", "1"), "Data::Compare (package libdata-compare-perl)")
 _JAVA_MEMORY = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
+_JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn")
 
 LANGUAGES = {
     "python": Language(
@@ -103,18 +106,29 @@ LANGUAGES = {
     "java": Language(
         title="Java",
         file="Main.java",
-        compile=("javac", *(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn", "Main.java"),
-        run=("java", *_JAVA_MEMORY, "-cp", ".", "Main"),
+        compile=("javac", *_JAVAC_OPTIONS, "Main.java", "LastWords.java"),
+        run=("java", *_JAVA_MEMORY, "-cp", ".", "LastWords"),
         install="a Java development kit (package default-jdk-headless)",
+        last_words="""class LastWords {{
+    public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}"); }}
+}}""",
+        last_file="LastWords.java",
         memory=("java.lang.OutOfMemoryError",),
         bounds=_MANAGED,
     ),
     "cpp": Language(
         title="C++",
         file="main.cpp",
-        compile=("g++", "-std=c++17", "-w", "-o", "main", "main.cpp"),
+        compile=("g++", "-std=c++17", "-w", "-Wl,--wrap=main", "-o", "main", "main.cpp", "last.cpp"),
         run=("./main",),
         install="g++ (package g++)",
+        last_words="""extern "C" int __real_main(int, char **);
+extern "C" int __wrap_main(int count, char **arguments) {{
+    int code = __real_main(count, arguments);
+    __builtin_puts("{}");
+    return code;
+}}""",
+        last_file="last.cpp",
         memory=("std::bad_alloc", "std::bad_array_new_length"),
     ),
     "perl": Language(
@@ -130,9 +144,13 @@ LANGUAGES = {
     "go": Language(
         title="Go",
         file="main.go",
-        compile=("go", "build", "-o", "main", "main.go"),
+        compile=("go", "build", "-o", "main", "main.go", "words.go"),
         run=("./main",),
         install="Go (package golang-go, or https://go.dev)",
+        last_words="""package main
+import "os"
+func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
+        last_file="words.go",  # after main.go, so that its init comes last
         probe=("version",),
         memory=("out of memory", "cannot allocate memory"),
         environment={"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"},

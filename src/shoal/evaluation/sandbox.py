@@ -165,7 +165,6 @@ class Sandbox:
             "around": isolation.around(way, room, readable),
             "readable": readable,
             "confine": Path(confine.__file__).read_text(encoding="utf-8"),
-            "landlock": way != "bubblewrap",  # which has done as much, with mounts
         }
         return _ended(self._ask_warden(job), way, room)
 

@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from typing import Any
 GLANCE, PAUSE = 0.02, 1.0  # seconds between two looks at what runs, at least and at most
 OWN = 4  # processes of the sandbox itself that a look may count: confine, bubblewrap or unshare and their child
 REPORT = 3  # the descriptor on which confine.py reports
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _CAP_SYS_PTRACE = 1, 36, 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -74,7 +75,10 @@ def _furnish(room: str, files: dict[str, str], uid: int | None) -> None:
 
 def _clear(room: str) -> None:
     """Removes the room, however deep and however protected by its user."""
-    for command in (["chmod", "-R", "u+rwX", room], ["rm", "-rf", room]):
+    opening = (
+        [] if os.path.islink(room) else [["chmod", "-R", "u+rwX", room]]
+    )  # it would follow a link put in the room's place
+    for command in (*opening, ["rm", "-rf", room]):
         pid = os.fork()
         if pid == 0:
             os.close(2)
@@ -86,10 +90,11 @@ class _Step:
     """One command from its start until all that it started is gone."""
 
     def __init__(self, job: dict[str, Any], step: dict[str, Any], uid: int | None) -> None:
-        inner = {**step, "uid": uid, "room": job["room"], "readable": job["readable"], "landlock": job["landlock"]}
+        inner = {**step, "uid": uid, "room": job["room"], "readable": job["readable"]}
         command = [*job["around"], sys.executable, "-I", "-S", "-c", job["confine"], json.dumps(inner)]
         self.bounds: dict[str, Any] = step["bounds"]
         self.room: str = job["room"]
+        self.eyes = -1 if uid is None or _sees_everybody() else uid
         self.said = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self.status: int | None = None
         self.began = time.monotonic()
@@ -161,9 +166,11 @@ class _Step:
         running = _descendants()
         if len(running) > self.bounds["processes"] + OWN:
             return "processes"
-        if all(sum(map(size, running)) > self.bounds["memory_bytes"] for size in (_memory, _share)):
-            return "memory"
-        return "files" if _overfull(self.room, self.bounds) else ""
+        with _eyes_of(self.eyes):
+            if all(sum(map(size, running)) > self.bounds["memory_bytes"] for size in (_memory, _share)):
+                return "memory"
+            nameless = _nameless(running)
+        return "files" if _overfull(self.room, self.bounds, nameless) else ""
 
     def _text(self, name: str) -> str:
         return self.said[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
@@ -205,22 +212,53 @@ def _descendants() -> list[int]:
     return found
 
 
+def _sees_everybody() -> bool:
+    """Whether this process may look into those of other users: root in a container often may not."""
+    rights = next(line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:"))
+    return bool(int(rights.split()[1], 16) >> _CAP_SYS_PTRACE & 1)
+
+
+@contextlib.contextmanager
+def _eyes_of(uid: int) -> Iterator[None]:
+    """As a user, who may look into processes of their own but cannot signal this one; -1: as before."""
+    os.setresgid(-1, uid, -1)
+    os.setresuid(-1, uid, -1)
+    try:
+        yield
+    finally:
+        os.setresuid(-1, os.getuid(), -1)
+        os.setresgid(-1, os.getgid(), -1)
+
+
 def _memory(pid: int) -> int:
     """Bytes of memory a process holds, those shared with others included."""
-    return _field(f"/proc/{pid}/status", "RssAnon:") + _field(f"/proc/{pid}/status", "RssShmem:")
+    return _bytes(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") or 0
 
 
 def _share(pid: int) -> int:
-    """The same with shared pages divided among their holders; slower to ask."""
-    return _field(f"/proc/{pid}/smaps_rollup", "Pss:")
+    """The same with shared pages divided among their holders; slower to ask. Who hides them counts as their only holder."""
+    share = _bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
+    return _memory(pid) if share is None else share
 
 
-def _field(path: str, name: str) -> int:
-    with contextlib.suppress(OSError):  # ended meanwhile
-        for line in _read(path).splitlines():
-            if line.startswith(name):
-                return 1024 * int(line.split()[1])
-    return 0
+def _bytes(path: str, *names: str) -> int | None:
+    """The sum of these fields; None from a process that has ended, or may not be looked into."""
+    with contextlib.suppress(OSError):
+        return sum(1024 * int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names))
+    return None
+
+
+def _nameless(pids: list[int]) -> int:
+    """Bytes in open files that no directory shows: removed ones, and those that live in memory (memfd_create)."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    status = os.stat(f"/proc/{pid}/fd/{name}")
+                    if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
+                        sizes[status.st_dev, status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
 
 
 def _read(path: str) -> str:
@@ -228,9 +266,9 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _overfull(room: str, bounds: dict[str, Any]) -> bool:
-    """True if the files in a room take more, or are more, than allowed."""
-    taken = count = 0
+def _overfull(room: str, bounds: dict[str, Any], taken: int) -> bool:
+    """True if the files in a room, with those `taken` bytes elsewhere, take more, or are more, than allowed."""
+    count = 0
     folders = [room]
     while folders:
         with contextlib.suppress(OSError):  # removed meanwhile
@@ -241,7 +279,7 @@ def _overfull(room: str, bounds: dict[str, Any]) -> bool:
                     return True
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-    return False
+    return taken > bounds["room_bytes"]
 
 
 def _dead() -> Iterator[tuple[int, int]]:

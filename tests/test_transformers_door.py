@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
 import shoal
 from shoal import transformers_door
 from shoal.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.stats import Stats
+from shoal.testing import tiny_tokenizer
 
 VOCAB = 61
 
@@ -84,6 +85,62 @@ def test_left_padding_and_several_samples_of_one_prompt(pair: tuple[Any, Any], r
     assert torch.equal(greedy[0, 4:], alone[0, 2:])
 
 
+PADDED = torch.tensor([[0, 0, 0, 7], [9, 3, 4, 4], [0, 5, 9, 7], [0, 5, 9, 7]])
+MASK = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]])
+ENDS = {"eos_token_id": list(range(1, 40)), "pad_token_id": 0}
+STEPS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 1.5},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"exponential_decay_length_penalty": (3, 1.5), **ENDS},
+    {"min_new_tokens": 9, **ENDS},
+    {"min_length": 11, **ENDS},
+    {"forced_eos_token_id": 50},
+    {"begin_suppress_tokens": list(range(30))},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [10 + row, 20 + ids.shape[-1], 40 + row]},
+    {"stopping_criteria": [StopStringCriteria(tiny_tokenizer(), ["P(5", "9"])], "eos_token_id": 60, "pad_token_id": 0},
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: next(iter(step)))
+def test_steps_that_read_ids_see_what_generate_shows_them(
+    pair: tuple[Any, Any], ran: list[Stats], step: dict[str, Any]
+) -> None:
+    """Rows with padding before them: lengths are counted from the whole prompt, and what is held per row is its own."""
+    target, drafter = pair
+    asked: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 16, "do_sample": False, **step}
+    plain = target.generate(PADDED, **asked)
+    ours = target.generate(PADDED, **asked, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3)
+    assert torch.equal(plain, ours)
+    assert ran[0].drafted > 0
+    without = target.generate(PADDED, attention_mask=MASK, max_new_tokens=16, do_sample=False)
+    assert not torch.equal(plain, without)  # the step changes something
+
+
+def test_scores_of_padded_rows(pair: tuple[Any, Any]) -> None:
+    target, drafter = pair
+    asked: dict[str, Any] = {
+        "attention_mask": MASK, "max_new_tokens": 12, "do_sample": False, "min_new_tokens": 5, "repetition_penalty": 1.5, **ENDS,
+        "return_dict_in_generate": True, "output_scores": True,
+    }  # fmt: skip
+    plain = target.generate(PADDED, **asked)
+    ours = target.generate(PADDED, **asked, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert len(ours.scores) == len(plain.scores)
+    for t, (mine, theirs) in enumerate(zip(ours.scores, plain.scores, strict=True)):
+        running = mine.any(dim=-1)  # after its end a row has none
+        assert t > 5 or running.all()
+        torch.testing.assert_close(mine[running], theirs[running], atol=1e-4, rtol=1e-4)
+
+
+def test_time_that_is_over_at_once(pair: tuple[Any, Any]) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_time": 1e-9, "max_new_tokens": 5}
+    ours = pair[0].generate(PROMPT, custom_generate=shoal.custom_generate, **options)
+    assert torch.equal(ours.sequences, PROMPT)
+    assert ours.scores == ()
+
+
 def test_return_dict_scores_and_logits(pair: tuple[Any, Any]) -> None:
     target, drafter = pair
     options: dict[str, Any] = dict(
@@ -147,6 +204,9 @@ def test_the_model_is_its_owners_again(pair: tuple[Any, Any]) -> None:
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams must be 1"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "no contrastive_search"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor is not supported"),
+        ({"inputs_embeds": torch.zeros(2, 4, 32)}, "no inputs_embeds"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "must be off"),
         ({"lookahead": "soon"}, "lookahead must be"),
         ({"attention": "magic"}, "attention must be one of"),
@@ -159,6 +219,10 @@ def test_what_is_refused(pair: tuple[Any, Any], options: dict[str, Any], message
 
 def test_training_mode_is_refused() -> None:
     model = llama(5, 1).train()
+    with pytest.raises(RequestError, match="training mode"):
+        model.generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate)
+    model.eval().generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate)
+    model.train()  # known and checked by now
     with pytest.raises(RequestError, match="training mode"):
         model.generate(PROMPT, max_new_tokens=3, custom_generate=shoal.custom_generate)
 

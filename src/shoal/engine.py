@@ -20,7 +20,7 @@ from shoal.commit import commit
 from shoal.constraints import Constraint, grammars_of
 from shoal.draft import Drafter, ModelDrafter
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
-from shoal.history import require_ids
+from shoal.history import require_ids, require_stateless
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.memory import Memory
 from shoal.noise import row_seed
@@ -119,6 +119,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self.memory.check(request)
         require_ids(request.sampling, self.target.vocab_size)
+        require_stateless(request.sampling.processors)
         top = request.top_logprobs
         if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
             raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")

@@ -26,6 +26,8 @@ _POSITION_INDEPENDENT = frozenset({
     "SuppressTokensLogitsProcessor",
 })  # fmt: skip
 """Transformers processors that read neither input_ids nor the other rows: one call does the whole block."""
+_STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
+"""Transformers processors that go by their earlier calls, one per token of a fixed batch."""
 
 
 def require_ids(sampling: Sampling, vocab: int) -> None:
@@ -38,6 +40,14 @@ def require_ids(sampling: Sampling, vocab: int) -> None:
         wrong = [token for token in ids if not 0 <= token < vocab]
         if wrong:
             raise RequestError(f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's vocabulary")
+
+
+def require_stateless(processors: Sequence[Any]) -> None:
+    """Raises RequestError for a processor that goes by its earlier calls: here they include drafts that are rejected."""
+    for processor in processors:
+        kind = type(processor).__name__
+        if kind in _STATEFUL:
+            raise RequestError(f"processor {kind} is not supported: it goes by its calls before, and drafts may be rejected")
 
 
 def bias_and_penalise(
@@ -199,7 +209,7 @@ def process(
         RequestError: if a processor returns something else than scores of the shape it was given.
     """
     n, q, vocab = scores.shape
-    for independent, run in itertools.groupby(processors, key=_position_independent):
+    for independent, run in itertools.groupby(processors, key=position_independent):
         steps = list(run)
         if independent:
             ids = torch.empty(n * q, 0, dtype=torch.int64, device=scores.device)
@@ -212,7 +222,8 @@ def process(
     return scores
 
 
-def _position_independent(processor: Any) -> bool:
+def position_independent(processor: Any) -> bool:
+    """Whether it is known to read neither ids nor other rows."""
     kind = type(processor)
     return kind.__name__ in _POSITION_INDEPENDENT and kind.__module__.startswith("transformers.")
 

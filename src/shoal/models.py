@@ -104,8 +104,7 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
         RequestError: if the model is in training mode, or strict on an accelerator or with another attention.
         UnsupportedModel: see `capabilities`, `selfcheck` and `strict`.
     """
-    if hf.training:
-        raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
+    require_eval(hf, name)
     door, context = capabilities(hf, name)
     if strict and (hf.device.type != "cpu" or attention not in ("auto", "strict")):
         raise RequestError(f"strict works on a CPU with attention 'auto', got {attention!r} on {hf.device}")
@@ -115,6 +114,12 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
     if checked:
         self_check(runner)
     return make_strict(runner, ROWWISE) if strict else runner
+
+
+def require_eval(hf: Any, name: str) -> None:
+    """Raises RequestError for a model in training mode."""
+    if hf.training:
+        raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
 
 
 def load_runner(

@@ -7,12 +7,15 @@ hence our own argument names.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -23,9 +26,16 @@ from shoal.api import Stream
 from shoal.config import Limits, Sampling, Speculation
 from shoal.engine import Engine
 from shoal.errors import RequestError
+from shoal.history import position_independent, require_stateless
 from shoal.lookahead import Knowledge
 from shoal.request import Request, Row
 from shoal.runner import Runner
+
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+PREPARED = ("attention_mask", "position_ids", "cache_position")
+"""Tensors among `generate`'s arguments that say nothing that the ids and the mask do not."""
+PER_ROW = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
+"""What some of Transformers' processors hold for each row, or each prompt, of the batch."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
 _knowledge: weakref.WeakKeyDictionary[Any, Knowledge] = weakref.WeakKeyDictionary()
@@ -41,8 +51,11 @@ def custom_generate(
         input_ids: [rows, length], `num_return_sequences` already expanded; equal prompts are found again and computed once.
         draft_model: a Transformers model with the same vocabulary; None = plain decoding.
         lookahead: see `shoal.Speculation`. attention: see `shoal.attention`. max_batch: most rows decoded together.
-        model_kwargs: what `generate` prepared; of it only `attention_mask` [rows, length] is used: padding on either side is cut
-            off, so processors see prompts without it. (As a named parameter `generate` would pass it twice.)
+        model_kwargs: what `generate` prepared; of it only `attention_mask` [rows, length] is used: models do not see padding, on
+            either side; processors and criteria do, as in `generate`. (As a named parameter `generate` would pass it twice.)
+
+    `generate` keeps `tokenizer` from methods that are not its own: instead of `stop_strings=...` give it
+    `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
 
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
@@ -50,9 +63,11 @@ def custom_generate(
         seed gives the same tokens, whatever is drafted.
 
     Raises:
-        RequestError: beam search, or outputs shoal does not have (attentions, hidden states).
+        RequestError: beam search and other methods, inputs that are no ids, or outputs shoal does not have (attentions, hidden
+            states).
     """
-    _refuse(generation_config)
+    _refuse(generation_config, model_kwargs)
+    require_stateless(logits_processor)
     target = _runner(model, attention)
     drafter = _runner(draft_model, attention) if draft_model is not None else None
     if drafter is not None:
@@ -60,43 +75,90 @@ def custom_generate(
     knowledge = _knowledge.setdefault(model, Knowledge(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, knowledge)
     engine = Engine(target, drafter, controller, max_batch=min(max_batch, len(input_ids)), rule=Coupled())
-    groups = _groups(input_ids, model_kwargs.get("attention_mask"))
+    apart = any(map(_allowed_by_place, logits_processor))
+    groups = _groups(input_ids, model_kwargs.get("attention_mask"), apart)
     requests = _requests(groups, input_ids, logits_processor, stopping_criteria, generation_config)
     stream = Stream(engine, requests, text=False)
     stream.run()
     rows: list[Row] = [row for _, row in sorted(_placed(groups, stream), key=lambda pair: pair[0])]
-    return _returned(rows, input_ids, logits_processor, generation_config)
+    return _returned(rows, input_ids, generation_config)
 
 
-def _refuse(config: Any) -> None:
-    if (config.num_beams or 1) > 1:
-        raise RequestError(f"shoal samples or decodes greedily: num_beams must be 1, got {config.num_beams}")
+def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
+    mode = config.get_generation_mode()
+    if mode not in MODES:
+        raise RequestError(
+            f"shoal samples or decodes greedily, it does no {mode.value}: num_beams must be 1, penalty_alpha and dola_layers unset"
+        )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise RequestError(
             "shoal returns sequences, scores and logits; output_attentions and output_hidden_states must be off"
         )
+    others = [name for name, value in model_kwargs.items() if isinstance(value, Tensor) and name not in PREPARED]
+    if others:
+        raise RequestError(f"shoal continues token ids alone: give input_ids, and no {' or '.join(others)}")
 
 
 def _runner(model: Any, attention: str) -> Runner:
     """The checked runner of a model object; the self-check runs once per model."""
+    models.require_eval(model, _name(model))
     known = _runners.setdefault(model, {})
     if attention not in known:
-        known[attention] = models.wrap(model, model.config.name_or_path or type(model).__name__, attention)
+        known[attention] = models.wrap(model, _name(model), attention)
     return known[attention]
 
 
-def _groups(input_ids: Tensor, mask: Tensor | None) -> dict[tuple[int, ...], list[int]]:
-    """Equal prompts, without padding -> the rows that asked for them."""
+def _name(model: Any) -> str:
+    return model.config.name_or_path or type(model).__name__
+
+
+Groups = Sequence[tuple[tuple[int, ...], Sequence[int]]]
+"""Prompts without padding, each with the rows that asked for it."""
+
+
+def _groups(input_ids: Tensor, mask: Tensor | None, apart: bool) -> Groups:
+    """Equal prompts are put together, but for rows that must stay apart."""
     keep = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    prompts = [tuple(ids[kept].tolist()) for ids, kept in zip(input_ids, keep, strict=True)]
     groups: dict[tuple[int, ...], list[int]] = {}
-    for i in range(len(input_ids)):
-        groups.setdefault(tuple(input_ids[i][keep[i]].tolist()), []).append(i)
-    return groups
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    return [(prompt, [row]) for row, prompt in enumerate(prompts)] if apart else list(groups.items())
 
 
-def _requests(
-    groups: dict[tuple[int, ...], list[int]], input_ids: Tensor, processors: Any, criteria: Any, config: Any
-) -> list[Request]:
+def _allowed_by_place(processor: Any) -> Any:
+    """`prefix_allowed_tokens_fn`, if that is what it calls: it is told a row's place in the batch."""
+    return getattr(processor, "_prefix_allowed_tokens_fn", None)
+
+
+class _AsInGenerate:
+    """A processor or a criterion called as `generate` calls it: with the prompt as it came. From there it may count lengths."""
+
+    def __init__(self, step: Any, prompt: Tensor, kept: int) -> None:
+        self._step, self._prompt, self._kept = step, prompt, kept
+
+    def __call__(self, ids: Tensor, scores: Any) -> Any:
+        return self._step(torch.cat([self._prompt.to(ids.device), ids[:, self._kept :]], dim=1), scores)
+
+
+def _alone(processor: Any, row: int, rows: int) -> Any:
+    """The processor of one row of the batch."""
+    held = {name: values for name in PER_ROW if isinstance(values := getattr(processor, name, None), (Tensor, list))}
+    allowed = _allowed_by_place(processor)
+    if not held and allowed is None:
+        return processor
+    own = copy.copy(processor)
+    for name, values in held.items():
+        place = row * len(values) // rows
+        setattr(own, name, values[place : place + 1])
+    if "generated_ngrams" in held:
+        own.batch_size = 1
+    if allowed is not None:
+        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    return own
+
+
+def _requests(groups: Groups, input_ids: Tensor, processors: Any, criteria: Any, config: Any) -> list[Request]:
     eos = config._eos_token_tensor
     budget = next((c.max_time for c in criteria if isinstance(c, MaxTimeCriteria)), None)
     limits = Limits(
@@ -107,22 +169,26 @@ def _requests(
     others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))]
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     requests = []
-    for prompt, rows in groups.items():
+    for prompt, rows in groups:
+        whole, first = input_ids[rows[:1]], rows[0]
+        own = [
+            step if position_independent(step) else _AsInGenerate(_alone(step, first, len(input_ids)), whole, len(prompt))
+            for step in processors
+        ]
+        ends = [_AsInGenerate(criterion, whole, len(prompt)) for criterion in others]
         seed = int(torch.randint(1 << 62, ()))
-        sampling = Sampling(temperature=1.0 if config.do_sample else 0.0, processors=tuple(processors), seed=seed)
-        requests.append(Request(prompt, len(rows), sampling, limits, criteria=others, keep_logits=keep))
+        sampling = Sampling(temperature=1.0 if config.do_sample else 0.0, processors=own, seed=seed)
+        requests.append(Request(prompt, len(rows), sampling, limits, criteria=ends, keep_logits=keep))
     return requests
 
 
-def _placed(groups: dict[tuple[int, ...], list[int]], stream: Stream) -> list[tuple[int, Row]]:
+def _placed(groups: Groups, stream: Stream) -> list[tuple[int, Row]]:
     return [
-        (i, row)
-        for places, rows in zip(groups.values(), stream.rows, strict=True)
-        for i, row in zip(places, rows, strict=True)
+        (i, row) for (_, places), rows in zip(groups, stream.rows, strict=True) for i, row in zip(places, rows, strict=True)
     ]
 
 
-def _returned(rows: Sequence[Row], input_ids: Tensor, processors: Any, config: Any) -> Any:
+def _returned(rows: Sequence[Row], input_ids: Tensor, config: Any) -> Any:
     """What `generate` returns."""
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     width = max(row.new_tokens for row in rows)
@@ -131,20 +197,23 @@ def _returned(rows: Sequence[Row], input_ids: Tensor, processors: Any, config: A
     if not config.return_dict_in_generate:
         return sequences
     logits = _by_step([row.logits for row in rows], width) if config.output_logits else None
-    scores = _by_step([_scores(row, processors) for row in rows], width) if config.output_scores else None
+    scores = _by_step([_scores(row) for row in rows], width) if config.output_scores else None
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
 
 
-def _scores(row: Row, processors: Any) -> list[Tensor]:
+def _scores(row: Row) -> list[Tensor]:
     """Processed scores [vocab] of each committed token."""
-    ids = torch.tensor([row.tokens])
-    start = row.prompt_length
+    ids, processors = torch.tensor([row.tokens]), LogitsProcessorList(row.request.sampling.processors)
     return [
-        processors(ids[:, : start + t].to(logits.device), logits[None].float())[0] for t, logits in enumerate(row.logits)
+        processors(ids[:, : row.prompt_length + t].to(logits.device), logits[None].float())[0]
+        for t, logits in enumerate(row.logits)
     ]
 
 
 def _by_step(rows: Sequence[Sequence[Tensor]], width: int) -> tuple[Tensor, ...]:
     """Per row and step -> per step [rows, vocab] float32."""
-    blank = torch.zeros_like(rows[0][0], dtype=torch.float32)
+    found = next((step for row in rows for step in row), None)
+    if found is None:  # the time was over before the first round
+        return ()
+    blank = torch.zeros_like(found, dtype=torch.float32)
     return tuple(torch.stack([row[t].float() if t < len(row) else blank for row in rows]) for t in range(width))

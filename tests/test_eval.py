@@ -571,11 +571,15 @@ def test_given_solutions_are_judged_without_a_model(
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
     code, out, _ = shoal(capsys, "functions", "--limit", 2, "--solutions", "canonical", "--json")
     assert code == 0
-    assert json.loads(out)["languages"] == {"python": {"passed": 2, "total": 2}}
+    counted = {"passed": 2, "total": 2, "problems": 2, "without_solution": 0}
+    assert json.loads(out)["languages"] == {"python": counted}
     problems, wrong = tmp_path / "set.jsonl", tmp_path / "wrong.jsonl"
-    problems.write_text(json.dumps(PROBLEM))
+    problems.write_text("\n".join(map(json.dumps, (PROBLEM, {**PROBLEM, "task_id": "b", "canonical_solution": None}))))
+    code, out, _ = shoal(capsys, "humaneval", "--data", problems, "--solutions", "canonical")
+    assert code == 0
+    assert re.search(r"python +2 +1 +1 +1 +100\.0", out)  # problems, without a solution, passed, of
     wrong.write_text(json.dumps({"task_id": "a", "completion": "    return 2\n"}))
     code, out, _ = shoal(capsys, "humaneval", "--data", problems, "--solutions", wrong)
     assert code == 0  # all were judged
-    assert re.search(r"python\s+0\s+1\s+0\.0", out)
+    assert re.search(r"python +2 +1 +0 +1 +0\.0", out)
     assert "a: failed: AssertionError" in out

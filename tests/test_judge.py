@@ -167,10 +167,12 @@ def test_verdicts_come_in_order_and_are_counted(box: Sandbox) -> None:
     bodies = ["import time; time.sleep(0.3); return a + b", "return 0", "return a + b", "return ("]
     pairs = [(problem("python", prompt, tests, f"T/{place}"), f"    {body}") for place, body in enumerate(bodies)]
     prompt, right, tests = ADD["perl"]
-    pairs.append((problem("perl", prompt, tests), right))
+    pairs.append((problem("perl", prompt, tests, "T/4"), right))
     verdicts = list(judge_all(pairs, box, workers=3))
     assert [verdict.outcome for verdict in verdicts] == ["passed", "failed", "passed", "syntax", "passed"]
-    assert tallies(pairs, verdicts) == {"python": Tally(2, 4), "perl": Tally(1, 1)}
+    problems = [*(asked for asked, _ in pairs), problem("python", prompt, tests, "T/9"), problem("go", "", "", "T/10")]
+    counted = {"python": Tally(2, 4, problems=5, without_solution=1), "perl": Tally(1, 1, 1, 0), "go": Tally(0, 0, 1, 1)}
+    assert tallies(problems, pairs, verdicts) == counted
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, GeneratorExit])

@@ -144,13 +144,14 @@ def test_solutions_belong_to_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"task_id": "T/9", "completion": ""}, "line 1: no problem has the task id 'T/9'"),
+        ("", "samples.jsonl holds no completions"),
+        ({"task_id": "T/9", "completion": ""}, "line 1: none of the 1 problems has the task id 'T/9'"),
         ({"task_id": "T/0"}, "line 1: expected text in the field 'completion'"),
         ({"task_id": "T/0", "completion": "", "language": "cobol"}, "line 1: unknown language 'cobol'"),
         ({"task_id": "T/0", "completion": "", "language": "java"}, "line 1: 'T/0' is a problem in python, not in java"),
     ],
 )
-def test_a_solution_that_fits_no_problem_is_told(tmp_path: Path, record: dict[str, str], message: str) -> None:
+def test_a_solution_that_fits_no_problem_is_told(tmp_path: Path, record: object, message: str) -> None:
     problems = read_mbxp(write(tmp_path / "set.jsonl", RECORD))
     with pytest.raises(RequestError, match=message):
         read_solutions(write(tmp_path / "samples.jsonl", record), problems)

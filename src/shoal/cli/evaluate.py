@@ -133,6 +133,7 @@ def evaluate(
     if solutions is not None:
         return _judge(Suite.read(set_, data, limit, chat), solutions, workers, json_output)
     budgets = parse_budgets(time_budget)
+    suite = Suite.read(set_, data, limit, chat)  # first: a broken file is told before torch is there
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max(n, 1), trust_remote_code, local_files_only,
         compile_passes, quantize, strict,
@@ -141,7 +142,6 @@ def evaluate(
         source, ways, n, lookahead or "auto", seed, rule=rule, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, time_budget=None if math.isinf(max(budgets)) else max(budgets),
     )  # fmt: skip
-    suite = Suite.read(set_, data, limit, chat)
     if plot and out is not None:
         from shoal.evaluation.figure import require_matplotlib
 
@@ -338,14 +338,14 @@ def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> 
     pairs = read_solutions(solutions, suite.problems)
     with Sandbox() as sandbox:
         verdicts = list(_watch("judging", judge_all(pairs, sandbox, workers), len(pairs)))
-    found = tallies(pairs, verdicts)
+    found = tallies(suite.problems, pairs, verdicts)
     failures = [
         {"task_id": problem.task_id, "language": problem.language, "headline": verdict.headline, **asdict(verdict)}
         for (problem, _), verdict in zip(pairs, verdicts, strict=True)
         if not verdict.passed
     ]
     if as_json:
-        languages = {name: {"passed": tally.passed, "total": tally.total} for name, tally in found.items()}
+        languages = {name: asdict(tally) for name, tally in found.items()}
         print(json.dumps({"languages": languages, "failures": failures, "isolation": sandbox.isolation}))
         return 0
     console = stdout()
@@ -353,9 +353,10 @@ def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> 
         console.print(
             printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
         )
-    table = plain_table("language", "passed", "total", "per cent")
+    table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
     for name, tally in found.items():
-        table.add_row(name, str(tally.passed), str(tally.total), f"{100 * tally.passed / tally.total:.1f}")
+        share = f"{100 * tally.passed / tally.total:.1f}" if tally.total else "–"
+        table.add_row(name, *map(str, (tally.problems, tally.without_solution, tally.passed, tally.total)), share)
     console.print(table)
     console.print(f"programs were executed in: {sandbox.isolation}", markup=False)
     return 0

@@ -56,10 +56,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many completions of a language passed, of how many."""
+    """How many completions of a language passed, of how many; how many problems there are, and how many have no completion."""
 
     passed: int
     total: int
+    problems: int
+    without_solution: int
 
 
 def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
@@ -105,7 +107,8 @@ def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Pair
         source: "canonical", or a path; a record has `task_id` and `completion`, and may name its `language` (mxeval's format).
 
     Raises:
-        RequestError: the file is malformed, or a record is of no problem or another language; with file and line.
+        RequestError: the file is malformed, or a record is of no problem or another language; with file and line. There is no
+            completion at all.
     """
     if source == "canonical":
         pairs = [(problem, problem.canonical) for problem in problems if problem.canonical is not None]
@@ -113,15 +116,21 @@ def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Pair
             raise RequestError("none of these problems has a canonical solution")
         return pairs
     known = {problem.task_id: problem for problem in problems}
-    return [_solution(record, known, where) for where, record in records(Path(source))]
+    pairs = [_solution(record, known, where) for where, record in records(Path(source))]
+    if not pairs:
+        raise RequestError(f"{source} holds no completions")
+    return pairs
 
 
-def tallies(pairs: Iterable[Pair], verdicts: Iterable[Verdict]) -> dict[str, Tally]:
-    """Passed and total per language, in the order in which the languages come."""
-    found: dict[str, Tally] = {}
-    for (problem, _), verdict in zip(pairs, verdicts, strict=True):
-        before = found.get(problem.language, Tally(0, 0))
-        found[problem.language] = Tally(before.passed + verdict.passed, before.total + 1)
+def tallies(problems: Sequence[Problem], pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> dict[str, Tally]:
+    """What became of the completions of each language, in the order in which the languages come."""
+    given, found = {problem.task_id for problem, _ in pairs}, {}
+    for language in dict.fromkeys(problem.language for problem in problems):
+        passed = [
+            verdict.passed for (problem, _), verdict in zip(pairs, verdicts, strict=True) if problem.language == language
+        ]
+        names = {problem.task_id for problem in problems if problem.language == language}
+        found[language] = Tally(sum(passed), len(passed), len(names), len(names - given))
     return found
 
 
@@ -153,7 +162,7 @@ def _detail(ended: Ended, outcome: Outcome) -> str:
 def _solution(record: dict[str, object], known: dict[str, Problem], where: str) -> Pair:
     problem = known.get(text_field(record, "task_id", where))
     if problem is None:
-        raise RequestError(f"{where}: no problem has the task id {record['task_id']!r}")
+        raise RequestError(f"{where}: none of the {len(known)} problems has the task id {record['task_id']!r}")
     if "language" in record and known_language(text_field(record, "language", where), where) != problem.language:
         raise RequestError(f"{where}: {problem.task_id!r} is a problem in {problem.language}, not in {record['language']}")
     return problem, text_field(record, "completion", where)

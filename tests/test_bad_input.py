@@ -51,6 +51,11 @@ def test_an_empty_prompt_of_text(prompts: Any) -> None:
     refused(prompts, "the prompt is empty: at least one token", tiny_tokenizer())
 
 
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    refused("a\ud83d", r"the prompt is not text: U\+D83D at position 1", tiny_tokenizer())
+    refused(["a", "\udcff"], r"the prompt is not text: U\+DCFF at position 0", tiny_tokenizer())
+
+
 @pytest.mark.parametrize("prompts", [[], (), None, 5, 1.5, {}], ids=str)
 def test_no_prompts(prompts: Any) -> None:
     refused(prompts, "prompts must be a text, texts or lists of token ids, at least one, got")

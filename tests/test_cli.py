@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import run
-from shoal.cli.generate import write_whole
+from shoal.cli.files import write_whole
 from shoal.cli.streaming import follow
-from shoal.cli.views import Board, printable, stdout
+from shoal.cli.views import Board, plain_table, printable, stdout
 from shoal.testing import save_pair
 
 SAMPLE_KEYS = {
@@ -178,10 +180,49 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.txt"]
 
 
+def test_a_link_is_followed_and_a_pipe_is_no_file_to_replace(tmp_path: Path) -> None:
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    link.symlink_to(file)
+    write_whole(link, "through")
+    assert (link.is_symlink(), file.read_text()) == (True, "through")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "passed on")
+    assert os.read(reader, 100) == b"passed on"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+
+
+def test_a_disk_that_is_full_is_one_line(
+    shoal: Command, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shoal.cli.files.os.replace", fail)
+    file = tmp_path / "out.txt"
+    answer = shoal("generate", *tiny.pair, "-p", "x", "--max-new-tokens", 2, "--output", file)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == f"error: cannot write {str(file)!r}: No space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_of_stray_bytes(shoal: Command, tiny: Models) -> None:
+    """What is no UTF-8 on a command line reaches Python as halves of surrogate pairs."""
+    for command in ("generate", "demo", "check"):
+        answer = shoal(command, *tiny.pair, "-p", os.fsdecode(b"a\xff"), "--json")
+        assert answer.code == 2
+        assert answer.json["error"]["message"].endswith("is not text: U+DCFF at position 1 stands for no character")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["-p", ""], "prompt from --prompt is empty"),
+        (["-p", "x", "--output", "."], "cannot write '.': it is a directory"),
+        (["-p", "x", "--max-batch", "0"], "--max-batch"),
+        (["-p", "x", "--top-logprobs", "-1"], "--top-logprobs"),
         (["-p", "x", "-n", "0"], "-n"),
         (["-p", "x", "--temperature", "-1"], "temperature must be >= 0"),
         (["-p", "x", "--lookahead", "psychic"], "psychic"),
@@ -357,6 +398,19 @@ def test_board_colours_accepted_tokens_and_shows_all_text(tiny: Models) -> None:
         assert row.text.plain == printable(sample.text)
         assert {span.style for span in row.text.spans} == {"green", "yellow"}
         assert row.rounds == sample.rounds
+
+
+def test_a_narrow_terminal_loses_words_before_figures() -> None:
+    table = plain_table("", "plain", "speculative")
+    table.add_row("milliseconds per token, mean over rows", "123.45", "67.89")
+    console = Console(width=40, file=io.StringIO())
+    console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(word in shown for word in ("plain", "speculative", "123.45", "67.89"))
+    board = Board(Console(width=40, height=10, file=io.StringIO()), 8, str)
+    board.console.print(board.render())
+    lines = board.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line[:5] for line in lines[:8]] == [f"row {row}" for row in range(1, 9)]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shoal import lookahead, models
 from shoal.accept import RULES, Rule
-from shoal.config import Limits, Sampling, Speculation, split_options
+from shoal.config import Limits, Sampling, Speculation, require_text, split_options
 from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.quantize import parse as parse_formats
@@ -166,8 +166,7 @@ class Shoal:
                 raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r}") from None
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, and this model was given none")
-        if not item:
-            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        require_text(item, "the prompt")
         return tuple(self.tokenizer.encode(item))
 
     def _encoded(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def require_text(text: str, name: str) -> None:
+    """What a model can continue.
+
+    Raises:
+        RequestError: it is empty, or holds half of a surrogate pair: bytes that were no UTF-8, or an escape cut in two.
+    """
+    if not text:
+        raise RequestError(f"{name} is empty: at least one token is needed to continue from")
+    half = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+    if half is not None:
+        raise RequestError(f"{name} is not text: U+{ord(text[half]):04X} at position {half} stands for no character")
+
+
 GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 
 

@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shoal.cli.generate import EXIT_INTERRUPTED, write_whole
+from shoal.cli.files import read_prompts, require_writable, write_whole
+from shoal.cli.generate import EXIT_INTERRUPTED
 from shoal.cli.options import (
     MODELS,
     OUTPUT,
@@ -37,7 +38,6 @@ from shoal.cli.options import (
     StrictOption,
     TrustOption,
     parse_lookahead,
-    read_prompts,
 )
 from shoal.cli.views import stderr
 from shoal.errors import RequestError
@@ -172,8 +172,8 @@ class Destination:
 
     def __post_init__(self) -> None:
         for path in (self.json, self.plot):
-            if path is not None and not path.parent.is_dir():
-                raise RequestError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+            if path is not None:
+                require_writable(path)
         if self.results is not None and not self.results.is_dir():
             raise RequestError(f"--results {str(self.results)!r} is not a directory")
         if self.plot is not None:

@@ -32,7 +32,7 @@ from shoal.cli.options import (
     TrustOption,
 )
 from shoal.cli.views import Status, stdout
-from shoal.errors import RequestError
+from shoal.config import require_text
 
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure
@@ -72,8 +72,8 @@ def check(
 
     Every check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one failed.
     """
-    if prompt and not all(prompt):
-        raise RequestError("a prompt is empty; it must hold at least one character")
+    for text in prompt or []:
+        require_text(text, "the prompt")
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only,
         quantize=quantize, strict=strict,

@@ -30,7 +30,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.streaming import follow
 from shoal.cli.views import Board, Status, plain_table, printable, show_output, stdout
-from shoal.config import split_options
+from shoal.config import require_text, split_options
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -107,10 +107,9 @@ def demo(
 
     Last, decodes greedily both ways: the tokens must be identical.
     """
-    if not prompt:
-        raise RequestError("the prompt is empty; it must hold at least one character")
+    require_text(prompt, "the prompt")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    job = Job(prompt, n, parse_lookahead(lookahead or "off"), options)
+    job = Job(prompt, n, parse_lookahead(lookahead), options)
     split_options({**options, "lookahead": job.lookahead})
     console = stdout()
     with Status() as status:
@@ -141,7 +140,7 @@ def show_live(model: Shoal, job: Job, console: Console) -> Result | None:
     def decode(ids: list[int]) -> str:
         return str(model.tokenizer.decode(ids, skip_special_tokens=True))
 
-    console.print(Text(job.prompt.rstrip(), style="dim"))
+    console.print(Text(printable(job.prompt.rstrip()), style="dim"))
     stream = model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
     with Board(console, job.n, decode) as board:
         result, interrupted = follow(stream, board.add)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shoal.cli.files import read_prompts, require_writable, write_whole
 from shoal.cli.options import (
     OUTPUT,
     SAMPLING,
@@ -40,7 +39,6 @@ from shoal.cli.options import (
     TrustOption,
     given,
     parse_lookahead,
-    read_prompts,
 )
 from shoal.cli.streaming import follow
 from shoal.cli.views import Progress, show_output, stderr, stdout
@@ -97,7 +95,7 @@ def generate(
         float | None,
         typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
     ] = None,
-    lookahead: LookaheadOption = None,
+    lookahead: LookaheadOption = "auto",
     rule: RuleOption = "auto",
     attention: AttentionOption = "auto",
     max_batch: MaxBatchOption = 16,
@@ -112,7 +110,7 @@ def generate(
         bool, typer.Option("--logprobs", help="Log-probabilities of the tokens (with --json).", rich_help_panel=OUTPUT)
     ] = False,
     top_logprobs: Annotated[
-        int, typer.Option(help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
+        int, typer.Option(min=0, help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
     ] = 0,
     output: Annotated[
         Path | None,
@@ -127,7 +125,7 @@ def generate(
     options = given(
         temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
-        lookahead=None if lookahead is None else parse_lookahead(lookahead), rule=rule,
+        lookahead=parse_lookahead(lookahead), rule=rule,
     )  # fmt: skip
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
@@ -155,8 +153,8 @@ class Form:
     def __post_init__(self) -> None:
         if (self.logprobs or self.top_logprobs) and not self.json:
             raise RequestError("--logprobs and --top-logprobs are part of the JSON output: add --json")
-        if self.output is not None and not self.output.parent.is_dir():
-            raise RequestError(f"cannot write {str(self.output)!r}: there is no directory {str(self.output.parent)!r}")
+        if self.output is not None:
+            require_writable(self.output)
 
     def samples(self, output: Output) -> Sequence[Sample]:
         """A prompt's samples in the order in which they are shown."""
@@ -209,25 +207,6 @@ def _print(result: Result, prompts: Sequence[str], form: Form, console: Console)
         first_line = next((line for line in prompt.splitlines() if line.strip()), "")
         title = f"prompt {index} of {len(prompts)}: {first_line}" if len(prompts) > 1 else None
         show_output(console, output, title, form.ranked)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that nobody ever sees a part of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def document(result: Result, prompts: Sequence[str], form: Form) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,7 +29,13 @@ DraftOption = Annotated[
     str | None,
     typer.Option("--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.", rich_help_panel=MODELS),
 ]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.", rich_help_panel=MODELS)]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16.",
+        rich_help_panel=MODELS,
+    ),
+]  # fmt: skip
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODELS)]
 RevisionOption = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of the target.", rich_help_panel=MODELS)
@@ -71,10 +76,10 @@ TensorParallelOption = Annotated[
     ),
 ]  # fmt: skip
 MaxBatchOption = Annotated[
-    int, typer.Option("--max-batch", help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
+    int, typer.Option("--max-batch", min=1, help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
 ]
 LookaheadOption = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
         help="Draft length: tokens proposed per row and round; off or 0 = plain decoding, auto = by measured prices.",
@@ -162,33 +167,3 @@ def display_name(runner: Runner) -> str:
 def dtype_name(runner: Runner) -> str:
     """The bare name: float32, not torch.float32."""
     return str(runner.dtype).removeprefix("torch.")
-
-
-def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    """The prompts of a command line: texts, then whole files; stdin where there is neither.
-
-    Raises:
-        RequestError: for a file that cannot be read, an empty prompt, or none at all.
-    """
-    found = [("--prompt", text) for text in prompts]
-    found += [(str(file), _read(file)) for file in files]
-    if not found:
-        if sys.stdin.isatty():
-            raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin")
-        try:
-            found = [("stdin", sys.stdin.read())]
-        except UnicodeDecodeError as error:
-            raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
-    for name, text in found:
-        if not text:
-            raise RequestError(f"the prompt from {name} is empty; it must hold at least one character")
-    return [text for _, text in found]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot read prompt file {str(file)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"prompt file {str(file)!r} is not UTF-8 text: {error.reason}") from error

@@ -223,6 +223,8 @@ class Board:
 
     def _lines(self) -> Table:
         table = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            table.add_column(no_wrap=True)
         for index, row in enumerate(self.rows, 1):
             line = row.text.copy()
             line.plain = line.plain.replace("\n", " ")
@@ -248,5 +250,5 @@ def plain_table(*columns: str) -> Table:
     """A table that reads well in a terminal and in a text file: first column words, the others figures."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table

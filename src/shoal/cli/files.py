@@ -1,0 +1,92 @@
+"""Prompts that commands read, and files that they write."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from shoal.config import require_text
+from shoal.errors import RequestError
+
+
+def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    """The prompts of a command line: texts, then whole files; stdin where there is neither.
+
+    Raises:
+        RequestError: for a file that cannot be read, a prompt that is empty or no text, or none at all.
+    """
+    found = [("--prompt", text) for text in prompts]
+    found += [(str(file), _read(file)) for file in files]
+    if not found:
+        if sys.stdin.isatty():
+            raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin")
+        try:
+            found = [("stdin", sys.stdin.read())]
+        except UnicodeDecodeError as error:
+            raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
+    for name, text in found:
+        require_text(text, f"the prompt from {name}")
+    return [text for _, text in found]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot read prompt file {str(file)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt file {str(file)!r} is not UTF-8 text: {error.reason}") from error
+
+
+def require_writable(path: Path) -> None:
+    """Raises RequestError while there are no results yet that could be lost."""
+    written = path if _special(path) else path.resolve().parent
+    if not written.is_dir() and not _special(path):
+        reason = f"there is no directory {str(path.parent)!r}"
+    elif path.is_dir():
+        reason = "it is a directory"
+    elif not os.access(written, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise RequestError(f"cannot write {str(path)!r}: {reason}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that nobody ever sees a part of it; into a pipe or a device, as into any.
+
+    Raises:
+        RequestError: it cannot be written; what was there before is there still.
+    """
+    try:
+        if _special(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise RequestError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def _special(path: Path) -> bool:
+    """Whether something stands there that must not be replaced by a file."""
+    return path.exists() and not path.is_file()
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -18,6 +18,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine import Engine
 from shoal.errors import BadLogits, ModelError, RequestError
 from shoal.lookahead import Fixed
+from shoal.models import wrap
 from shoal.request import Request, Row
 from shoal.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
@@ -27,6 +28,7 @@ VOCAB = 12
 BAD = 11
 HEALTHY = hashed(VOCAB, 0)
 DRAFTER = mixed(HEALTHY, hashed(VOCAB, 1))
+ONLY_BAD = torch.nn.functional.one_hot(torch.tensor(BAD), VOCABULARY)
 NAN = torch.full((VOCAB,), torch.nan, dtype=torch.float64)
 
 
@@ -87,6 +89,39 @@ def test_nan_on_a_path_that_is_rejected() -> None:
     assert engine.stats.accepted == 0
     _, sampled = run(scripted(after_a_wrong_token, VOCAB), None, 0, [(1, 2)], temperature=1)
     assert sampled[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("attention", ["pad", "split", "reference"])
+def test_nan_of_a_draft_itself(attention: str) -> None:
+    """Its keys are NaN, which reaches the positions before it in the pass: its row ends early, and no other does."""
+    model = tiny_model("llama")
+    target, drafts_bad = (
+        wrap(model, "target", attention),
+        scripted(lambda _: 99.0 * ONLY_BAD, VOCABULARY),
+    )
+    limits = Limits(max_new_tokens=10)
+
+    def tokens(most: int | None) -> tuple[Engine, list[Row]]:
+        engine = Engine(target, drafts_bad, Fixed(3))
+        rows = [
+            engine.submit(Request(ids, 1, Sampling(temperature=0), limits, max_draft=max_draft))[0]
+            for ids, max_draft in (((1, 2), most), ((3, 4, 5), 0))
+        ]
+        while engine.step():
+            pass
+        return engine, rows
+
+    _, plain = tokens(0)
+    assert BAD not in [token for row in plain for token in row.tokens]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD] = torch.nan
+    _, still_plain = tokens(0)
+    engine, rows = tokens(None)
+    assert new_tokens(still_plain) == new_tokens(plain)
+    assert (rows[0].finish_reason, new_tokens(rows)[0], rows[0].drafted) == ("error", [], 3)
+    assert "draft position 0" in str(rows[0].error)
+    assert (rows[1].finish_reason, new_tokens(rows)[1]) == ("length", new_tokens(plain)[1])
+    assert engine.stats.accepted == 0
 
 
 @pytest.mark.parametrize("after", [2, 4])

@@ -16,10 +16,11 @@ from shoal.request import Row, Sample
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row has no distribution at a draft position: if it comes that far, it ends there, as it would by plain decoding.
+    """Why a row has no distribution at a draft position: if it comes that far, it ends there.
 
-    A model that makes NaN of a token may, where that is a draft, fail the row earlier: its attention may carry NaN to the positions
-    before, as hidden keys count with weight 0, and 0 * NaN is NaN.
+    By plain decoding it would end there too, but for one case: a draft that makes NaN of its own keys or values. Those hidden from
+    a position count with weight 0, and 0 * NaN is NaN, so that all positions of the row in that pass fail, and the row ends before
+    a draft that might have been rejected. Neither its committed tokens nor other rows are reached.
     """
 
     position: int

@@ -47,7 +47,9 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 def check(
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="Text to measure acceptance on; repeatable. Without any, some code."),
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="Text to measure acceptance on; repeatable. Without any, some code."
+        ),
     ] = None,
     model: ModelOption = None,
     draft: DraftOption = None,

@@ -52,10 +52,12 @@ FILE_WIDTH = 100
 
 def generate(
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable. Without any, stdin is the prompt.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; repeatable. Without any, stdin is the prompt."),
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option("--prompt-file", "-f", help="A file that is one prompt, whole; repeatable.")
+        list[Path] | None,
+        typer.Option("--prompt-file", "-f", metavar="FILE", help="A file that is one prompt, whole; repeatable."),
     ] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
@@ -89,7 +91,8 @@ def generate(
         typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING)
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING),
     ] = None,
     time_budget: Annotated[
         float | None,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import llguidance
 import llguidance.hf
 import numpy as np
@@ -368,35 +369,99 @@ def test_a_model_narrower_or_wider_than_its_tokenizer(vocab: int) -> None:
     assert max(free.token_ids) > 256
 
 
-SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
-    ({"type": "boolean"}, lambda v: isinstance(v, bool)),
-    ({"type": "integer", "minimum": -5, "maximum": 17}, lambda v: isinstance(v, int) and -5 <= v <= 17),
-    ({"enum": ["red", 7, None, {"a": [1]}]}, lambda v: v in ("red", 7, None, {"a": [1]})),
-    ({"const": "λ \"quoted\" \\"}, lambda v: v == "λ \"quoted\" \\"),
-    ({"type": "string", "maxLength": 4}, lambda v: isinstance(v, str) and len(v) <= 4),
-    ({"type": "string", "pattern": "^[A-C]{2}-[0-9]{2}$"}, lambda v: bool(re.fullmatch("[A-C]{2}-[0-9]{2}", v))),
-    ({"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3}, lambda v: v in ([None] * 2, [None] * 3)),
-    ({"anyOf": [{"const": 1}, {"type": "array", "items": {"const": "x"}, "maxItems": 1}]}, lambda v: v in (1, [], ["x"])),
-    (
-        {
-            "$defs": {"leaf": {"enum": ["l", "r"]}},
-            "type": "object",
-            "properties": {"on": {"type": "boolean"}, "side": {"$ref": "#/$defs/leaf"}},
-            "required": ["on", "side"],
-            "additionalProperties": False,
-        },
-        lambda v: set(v) == {"on", "side"} and v["side"] in ("l", "r") and isinstance(v["on"], bool),
-    ),
-]  # fmt: skip
+# As the JSON Schema test suite has them: one keyword at a time, then those that are hard together.
+SCHEMAS: dict[str, Any] = {
+    "type": {"type": "boolean"},
+    "types": {"type": ["integer", "null"], "maximum": 99, "minimum": -9},
+    "enum": {"enum": ["red", 7, None, {"a": [1]}, 1.5, True]},
+    "const": {"const": "λ \"quoted\" \\ \u2028 \n"},
+    "minimum, maximum": {"type": "integer", "minimum": -5, "maximum": 17},
+    "exclusiveMinimum, exclusiveMaximum": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "multipleOf": {"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 40},
+    "minLength, maxLength": {"type": "string", "minLength": 2, "maxLength": 4},
+    "maxLength in characters": {"type": "string", "minLength": 1, "maxLength": 2, "pattern": "^[é😀]+$"},
+    "pattern": {"type": "string", "pattern": "^[A-C]{2}-[0-9]{2}$"},
+    "pattern, anywhere": {"type": "string", "pattern": "[0-9]{2}", "maxLength": 8},
+    "format date": {"type": "string", "format": "date"},
+    "format ipv4": {"type": "string", "format": "ipv4"},
+    "format uuid": {"type": "string", "format": "uuid"},
+    "items, minItems, maxItems": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
+    "prefixItems": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": "x"}], "items": False},
+    "properties, required": {
+        "type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "required": ["a"],
+        "additionalProperties": False,
+    },
+    "additionalProperties": {
+        "type": "object", "required": ["ab"], "additionalProperties": {"type": "boolean"}, "maxProperties": 1,
+    },
+    "patternProperties": {
+        "type": "object", "patternProperties": {"^x[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}, "maxProperties": 3},
+    "names to be escaped": {
+        "type": "object", "properties": {"q\"\\é\n": {"type": "null"}}, "required": ["q\"\\é\n"], "additionalProperties": False,
+    },
+    "anyOf": {"anyOf": [{"const": 1}, {"type": "array", "items": {"const": "x"}, "maxItems": 1}]},
+    "oneOf, one at most": {"oneOf": [{"type": "boolean"}, {"const": 3}]},
+    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]},
+    "$ref": {
+        "$defs": {"leaf": {"enum": ["l", "r"]}}, "type": "object",
+        "properties": {"on": {"type": "boolean"}, "side": {"$ref": "#/$defs/leaf"}}, "required": ["on", "side"],
+        "additionalProperties": False,
+    },
+    "$ref to a name with / and ~": {"$defs": {"a/b~c": {"const": 7}}, "$ref": "#/$defs/a~1b~0c"},
+    "$ref beside others": {"$defs": {"x": {"type": "integer", "minimum": 0}}, "$ref": "#/$defs/x", "maximum": 5},
+    "$ref to itself": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+    "annotations": {"type": "boolean", "title": "x", "description": "y", "default": True, "examples": [True]},
+    "names that are keywords": {
+        "type": "object", "properties": {"enum": {"type": "boolean"}, "$ref": {"type": "null"}}, "required": ["enum", "$ref"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+UNKNOWN: dict[str, Any] = {
+    "not": {"not": {"type": "string"}},
+    "uniqueItems": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True},
+    "contains": {"type": "array", "contains": {"const": 1}},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
+    "if": {"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
+    "$dynamicRef": {"$dynamicRef": "#node"},
+    "oneOf": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}]},
+    "format: phone": {"type": "string", "format": "phone"},
+}
 
 
-@pytest.mark.parametrize(("schema", "valid"), SCHEMAS, ids=[str(i) for i in range(len(SCHEMAS))])
-def test_json_schemas(schema: dict[str, Any], valid: Callable[[Any], bool]) -> None:
-    result = made().generate([PROMPT], n=3, grammar=Grammar("json_schema", {**schema, **COMPACT}), seed=2, lookahead=3)
-    samples = result[0].samples
-    assert [sample.finish_reason for sample in samples] == ["eos"] * 3
-    assert all(valid(json.loads(sample.text)) for sample in samples), [sample.text for sample in samples]
+def closing(seed: int) -> History:
+    """Printable for the most part, and quick to end what it has begun."""
+    script, tips = hashed(VOCABULARY, seed), torch.zeros(VOCABULARY, dtype=torch.float64)
+    tips[95:END] = -6.0
+    tips[encode('"]}')] = 3.0
+    tips[END] = 8.0
+    return lambda ids: script(ids) + tips
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_ends_by_itself_is_valid(name: str) -> None:
+    schema = SCHEMAS[name]
+    target = closing(0)
+    pair = made(target, mixed(target, closing(1), every=3))
+    result = pair.generate([PROMPT], n=4, grammar=Grammar("json_schema", schema), seed=2, lookahead=3, max_new_tokens=80)
+    complete = [sample.text for sample in result[0].samples if sample.finish_reason == "eos"]
+    assert len(complete) > 1
+    for text in complete:
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
     assert result.stats.drafted > 0
+    assert {sample.finish_reason for sample in result[0].samples} <= {"eos", "length"}
+
+
+@pytest.mark.parametrize("keyword", UNKNOWN)
+def test_a_keyword_that_could_not_be_kept_is_refused_by_name(keyword: str) -> None:
+    with pytest.raises(RequestError, match=f"(?i)the json_schema grammar cannot be used.*{re.escape(keyword)}"):
+        made().generate([PROMPT], grammar=Grammar("json_schema", UNKNOWN[keyword]))
 
 
 def test_any_json_object_and_a_lark_grammar() -> None:
@@ -481,16 +546,69 @@ def test_what_a_grammar_needs() -> None:
         constraints.Grammars(SimpleNamespace(), VOCABULARY)
 
 
-def test_a_grammar_that_llguidance_gives_up_on_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Lets llguidance do less than it would."""
     real = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: real(step_max_items=3, verbose_errors=False))
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: real(verbose_errors=False, **limits))
+    monkeypatch.setattr(constraints, "_known", {})
+
+
+WIDENING = Grammar("lark", 'start: "x"' + 40 * ' "a"?' + ' "."')
+"""One thing is possible at first, and then so much that a small bound is passed."""
+
+
+def test_a_grammar_that_llguidance_gives_up_on_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_limits(monkeypatch, max_items_in_row=30)
     engine = made().engine(3, shoal.accept.Coupled())
-    hard = engine.submit(Request(PROMPT, 1, Sampling(grammar=Grammar("json_object"), seed=0), Limits(max_new_tokens=9)))[0]
+    hard = engine.submit(Request(PROMPT, 1, Sampling(grammar=WIDENING, seed=0), Limits(max_new_tokens=9)))[0]
     other = engine.submit(Request(PROMPT, 1, Sampling(seed=0), Limits(max_new_tokens=9)))[0]
     while engine.step():
         pass
     assert hard.finish_reason == "error"
+    assert hard.tokens[len(PROMPT) :] == encode("x")
     assert "the grammar could not be followed any further: " in str(hard.error)
-    assert "Too many items" in str(hard.error)
+    assert "Current row has" in str(hard.error)
     alone = made().generate([PROMPT], seed=0, lookahead=3, max_new_tokens=9)[0].samples[0]
     assert tuple(other.tokens[3:]) == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("lark", "start: a\na: start"), Grammar("json_schema", {"$ref": "#"}), Grammar("regex", "[^\\x00-\\u{10ffff}]")],
+)
+def test_a_grammar_that_nothing_fits_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(RequestError, match=f"the {grammar.kind} grammar cannot be used: no text fits it"):
+        made().generate([PROMPT], grammar=grammar)
+
+
+CHAINS = {
+    "rules": Grammar("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "ab"'),
+    "references": Grammar("json_schema", {
+        "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(2500)} | {"d2500": {"const": 12}},
+        "$ref": "#/$defs/d0",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_long_chain_does_not_end_the_process(name: str) -> None:
+    """On a stack of 8 MB these do."""
+    made().generate([PROMPT], n=2, grammar=CHAINS[name], seed=0, lookahead=3)
+
+
+def test_a_grammar_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "_known", {})
+    read: list[Grammar] = []
+    real = constraints.Grammars._read
+    monkeypatch.setattr(constraints.Grammars, "_read", lambda self, grammar: read.append(grammar) or real(self, grammar))
+    engine, others = made(), [Grammar("regex", f"a{{{i}}}") for i in (1, 2)]
+    texts = [
+        engine.generate([PROMPT], grammar=asked, seed=0)[0].samples[0].text for asked in (*others, *others, WORDS, WORDS)
+    ]
+    assert texts[:4] == ["a", "aa", "a", "aa"]
+    assert texts[4] == texts[5]
+    assert read == [*others, WORDS]
+    wrong = Grammar("regex", "(")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot be used"):
+            engine.generate([PROMPT], grammar=wrong)

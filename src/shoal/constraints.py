@@ -10,9 +10,11 @@ of a row: they are allowed exactly where the text is complete.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,11 @@ from shoal.errors import RequestError
 from shoal.request import Row
 
 _END = "<|end of a text|>"
+STACK = 2**28
+"""Bytes of stack to read grammars with. llguidance follows rules into rules, at some 3 KB each, and has no bound but the process's
+end: on a usual stack a grammar of 20 KB is enough."""
+KEPT = 64
+"""Grammars that are remembered: the same few come again and again, and a large one takes a second to read."""
 
 
 class Grammars:
@@ -49,13 +56,19 @@ class Grammars:
             self._alphabet = self._library.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=self._end)
         except (AttributeError, ValueError) as error:
             raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
+        self._known = lru_cache(KEPT)(lambda grammar: _reader().submit(self._read, grammar).result())
 
     def begin(self, grammar: Grammar) -> Constraint:
-        """The constraint of a text that is still empty.
+        """The constraint of a text that is still empty; any thread may ask.
 
         Raises:
-            RequestError: for a schema, expression or grammar that is wrong or has something llguidance does not know.
+            RequestError: for a schema, expression or grammar that is wrong, has something llguidance does not know, or is too
+                much for it from the start.
         """
+        return Constraint(self._known(grammar), self._end, self._alphabet.vocab_size)
+
+    def _read(self, grammar: Grammar) -> Any:
+        """The matcher of an empty text."""
         matcher = self._library.LLMatcher
         readers = {
             "json_schema": matcher.grammar_from_json_schema,
@@ -65,9 +78,23 @@ class Grammars:
         }
         limits = self._library.LLParserLimits(verbose_errors=False)
         made = matcher(self._alphabet, readers[grammar.kind](grammar.text), log_level=0, limits=limits)
+        if not made.is_error():
+            made.compute_bitmask()
         if made.is_error():
-            raise RequestError(f"the {grammar.kind} grammar cannot be used: {made.get_error().strip()}")
-        return Constraint(made, self._end, self._alphabet.vocab_size)
+            raise RequestError(f"the {grammar.kind} grammar cannot be used: {_short(made.get_error())}")
+        return made
+
+
+@cache
+def _reader() -> ThreadPoolExecutor:
+    """A thread with a stack of `STACK` bytes."""
+    usual = threading.stack_size(STACK)
+    try:
+        pool = ThreadPoolExecutor(1, "shoal-grammars")
+        pool.submit(int).result()  # its thread begins with the first job
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDictionary()
@@ -203,7 +230,15 @@ def _fill_slowly(row: Row, draft: Sequence[int], first: int, bits: np.ndarray[An
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    return _short(text).partition("\n")[0]
+
+
+def _short(text: str) -> str:
+    """An error of llguidance, which may quote all of a grammar."""
+    text = text.strip().removesuffix("<non-verbose/>").strip()
+    if text == "NoExtensionBias":
+        return "no text fits it"
+    return text if len(text) <= 500 else f"{text[:500]} ..."
 
 
 def _llguidance() -> Any:

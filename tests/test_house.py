@@ -26,7 +26,7 @@ PLACES = {
     "edges": "__init__ __main__ cli train bench evaluation serve testing reference transformers_door",
     "api": "api",
     "engine": "engine",
-    "stages": "scheduler prefill draft lookahead verify accept commit",
+    "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears tensor_parallel runner distributions "
     "history truncation attention cache static",
     "words": "request schedule sharing config errors stats noise ranking",

@@ -9,6 +9,7 @@ import pytest
 from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
+from shoal.errors import RequestError
 from shoal.lookahead import Fixed, by_name
 from shoal.request import Request, Sample
 from shoal.testing.scripted import hashed, scripted
@@ -44,3 +45,11 @@ def test_auto_keeps_to_it() -> None:
     free, plain = run([None, 0], by_name("auto"))
     assert free.drafted > 0
     assert (plain.rounds, plain.drafted, plain.accepted) == (NEW, 0, 0)
+
+
+@pytest.mark.parametrize("most", [-1, 2.5, "3"])
+def test_what_is_no_draft_length(most: Any) -> None:
+    engine = Engine(scripted(hashed(9, 0), 9), scripted(hashed(9, 0), 9), Fixed(3))
+    with pytest.raises(RequestError, match="max_draft must be an integer >= 0 or None, got"):
+        engine.submit(Request((1,), max_draft=most))
+    assert engine.scheduler.idle

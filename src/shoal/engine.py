@@ -7,7 +7,6 @@ acceptance and a row that ends inside a round are all cases of it.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,14 +16,12 @@ from torch import Tensor
 
 from shoal.accept import Rejection, Rule
 from shoal.commit import commit
-from shoal.constraints import Constraint, grammars_of
 from shoal.draft import Drafter, ModelDrafter
-from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
-from shoal.history import require_ids, require_stateless
+from shoal.errors import BadLogits, ModelError, ShoalError
+from shoal.intake import Intake
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.memory import Memory
-from shoal.noise import row_seed
-from shoal.outputs import Detokenizer, finish, visible_text
+from shoal.outputs import finish, visible_text
 from shoal.prefill import policy_for, prefill
 from shoal.request import Request, Row
 from shoal.round import Commit, Outcome, Proposal, Scores
@@ -65,13 +62,12 @@ class Engine:
             self.models.append(drafter_model.fork())
             self.drafter = ModelDrafter(self.models[1], target.vocab_size)
         self.context = min(model.context for model in self.models)
-        self.lookahead, self.tokenizer, self.eos = controller, tokenizer, tuple(eos)
-        self.rule = rule or Rejection()
+        self.lookahead, self.rule = controller, rule or Rejection()
         # A pass may write up to `limit` unused columns beyond a row's last token.
         self.memory = Memory(self.models, self.context, controller.limit + 1, kv_bytes)
         self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=self.memory.fits)
+        self.intake = Intake(self.models, self.memory, self.context, tokenizer, eos)
         self.stats = Stats()
-        self._groups = 0
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -84,54 +80,9 @@ class Engine:
         Raises:
             RequestError: before anything is computed, if the request cannot be served.
         """
-        self._check(request)
-        constraint = self._constraint(request)
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        deadline = request.submitted_at + request.limits.time_budget if request.limits.time_budget else None
-        eos = frozenset(self.eos if request.limits.eos is None else request.limits.eos)
-        rows = [
-            Row(
-                request, self._groups, i, row_seed(seed, i), list(request.prompt_ids), eos, self.context, deadline,
-                detokenizer=Detokenizer(self.tokenizer, request.prompt_ids, request.limits.stop) if self.tokenizer else None,
-                watched=self.tokenizer is not None and (stream or bool(request.limits.stop)),
-                constraint=constraint and constraint.fork(),
-            )
-            for i in range(request.n)
-        ]  # fmt: skip
-        self._groups += 1
+        rows = self.intake.rows(request, watched=stream)
         self.scheduler.add(rows)
         return rows
-
-    def _check(self, request: Request) -> None:
-        ids = request.prompt_ids
-        if not isinstance(request.n, int) or request.n < 1:
-            raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
-        if not ids:
-            raise RequestError("the prompt is empty: at least one token is needed to continue from")
-        if not all(0 <= token < self.target.vocab_size for token in ids):
-            raise RequestError(f"prompt ids must be in 0..{self.target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
-        for model in self.models:
-            if len(ids) >= model.context:
-                raise RequestError(
-                    f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included"
-                )
-        if request.limits.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none")
-        self.memory.check(request)
-        require_ids(request.sampling, self.target.vocab_size)
-        require_stateless(request.sampling.processors)
-        top = request.top_logprobs
-        if not isinstance(top, int) or not 0 <= top <= self.target.vocab_size:
-            raise RequestError(f"top_logprobs must be an integer in 0..{self.target.vocab_size}, got {top!r}")
-
-    def _constraint(self, request: Request) -> Constraint | None:
-        """Raises RequestError: a grammar that cannot be compiled, or not here."""
-        grammar = request.sampling.grammar
-        if grammar is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("a grammar needs a tokenizer, and this engine has none")
-        return grammars_of(self.tokenizer, self.target.vocab_size).begin(grammar)
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; what they have is returned, marked "cancelled"."""
@@ -170,12 +121,10 @@ class Engine:
         clock.append(self._now())
         commits = commit(rows, proposal, scores, verdict)
         self._settle(rows)
-        if proposal.faults or scores.faults:
-            self._scrub(proposal, scores)
+        self._scrub(proposal, scores)
         clock.append(self._now())
         self._count(proposal, commits, clock)
-        drafted = [len(drafts) for drafts in proposal.drafts]
-        self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))
+        self._learn(proposal, accepted, clock)
         return ended + commits
 
     def _now(self) -> float:
@@ -206,7 +155,7 @@ class Engine:
         self.memory.make_room(round_)
         for model in self.models:
             computed = prefill(model, round_)
-            model.passes, model.seconds = 0, 0.0
+            model.spent()  # no part of a round
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.pieces)
         self.stats.prefill_tokens += computed
@@ -253,10 +202,12 @@ class Engine:
         stats.seconds_verify += clock[2] - clock[1]
         stats.seconds_accept += clock[3] - clock[2]
         stats.seconds_commit += clock[4] - clock[3]
-        stats.target_passes += self.target.passes
-        stats.seconds_target += self.target.seconds
-        for draft_model in self.models[1:]:
-            stats.draft_passes += draft_model.passes
-            stats.seconds_draft += draft_model.seconds
-        for model in self.models:
-            model.passes, model.seconds = 0, 0.0
+        target, *drafting = [model.spent() for model in self.models]
+        stats.target_passes += target[0]
+        stats.seconds_target += target[1]
+        stats.draft_passes += sum(passes for passes, _ in drafting)
+        stats.seconds_draft += sum(seconds for _, seconds in drafting)
+
+    def _learn(self, proposal: Proposal, accepted: list[int], clock: Sequence[float]) -> None:
+        drafted = [len(drafts) for drafts in proposal.drafts]
+        self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))

@@ -31,7 +31,7 @@ class Runner:
         hf: the Transformers model, never modified. name: as the user wrote it.
         door: "interface" or "mask". attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
-        cache: the slot cache. passes, seconds: forward calls so far and time spent in the model itself.
+        cache: the slot cache. passes, seconds: forward calls and time spent in them, see `spent`.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
         around: entered for the length of each pass (`shoal.strict`). notes: what was measured and chosen at load, by subject.
@@ -93,6 +93,11 @@ class Runner:
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds = 0, 0.0
         return other
+
+    def spent(self) -> tuple[int, float]:
+        """Passes, and seconds in them, since this was last asked."""
+        spent, self.passes, self.seconds = (self.passes, self.seconds), 0, 0.0
+        return spent
 
     @contextmanager
     def noting_windows(self) -> Iterator[set[int | None]]:

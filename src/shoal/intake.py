@@ -1,0 +1,92 @@
+"""Requests -> rows. What cannot be served is refused here, before anything is computed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.constraints import Constraint, grammars_of
+from shoal.errors import RequestError
+from shoal.history import require_ids, require_stateless
+from shoal.memory import Memory
+from shoal.noise import row_seed
+from shoal.outputs import Detokenizer
+from shoal.request import Request, Row
+from shoal.runner import Runner
+
+
+class Intake:
+    """Makes rows of requests, for one engine.
+
+    Args:
+        models: target first. memory: what their caches may take. context: most tokens of a row.
+        tokenizer: for text, stop strings and grammars, or None. eos: the model's own EOS ids, for requests that name none.
+    """
+
+    def __init__(self, models: Sequence[Runner], memory: Memory, context: int, tokenizer: Any, eos: Sequence[int]) -> None:
+        self._models, self._memory, self._context = models, memory, context
+        self._tokenizer, self._eos = tokenizer, tuple(eos)
+        self._vocab_size = models[0].vocab_size
+        self._groups = 0
+
+    def rows(self, request: Request, watched: bool) -> list[Row]:
+        """The request's n rows: a group.
+
+        Args:
+            watched: their text is needed as it grows.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        self._check(request)
+        constraint = self._constraint(request)
+        limits, prompt = request.limits, request.prompt_ids
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
+        eos = frozenset(self._eos if limits.eos is None else limits.eos)
+        group, self._groups = self._groups, self._groups + 1
+        return [
+            Row(
+                request, group, i, row_seed(seed, i), list(prompt), eos, self._context, deadline,
+                detokenizer=Detokenizer(self._tokenizer, prompt, limits.stop) if self._tokenizer else None,
+                watched=self._tokenizer is not None and (watched or bool(limits.stop)),
+                constraint=constraint and constraint.fork(),
+            )
+            for i in range(request.n)
+        ]  # fmt: skip
+
+    def _check(self, request: Request) -> None:
+        if not isinstance(request.n, int) or request.n < 1:
+            raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
+        self._check_prompt(request.prompt_ids)
+        if request.limits.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        self._memory.check(request)
+        require_ids(request.sampling, self._vocab_size)
+        require_stateless(request.sampling.processors)
+        top, most = request.top_logprobs, request.max_draft
+        if not isinstance(top, int) or not 0 <= top <= self._vocab_size:
+            raise RequestError(f"top_logprobs must be an integer in 0..{self._vocab_size}, got {top!r}")
+        if most is not None and (not isinstance(most, int) or most < 0):
+            raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise RequestError(f"prompt ids must be in 0..{self._vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        for model in self._models:
+            if len(ids) >= model.context:
+                raise RequestError(
+                    f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included"
+                )
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """Raises RequestError: a grammar that cannot be compiled, or not here."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self._tokenizer is None:
+            raise RequestError("a grammar needs a tokenizer, and this engine has none")
+        return grammars_of(self._tokenizer, self._vocab_size).begin(grammar)

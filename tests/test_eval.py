@@ -424,7 +424,9 @@ def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     samples = (tmp_path / "out" / SAMPLES).read_bytes()
     code, out, _ = shoal(capsys, *common, "--out", tmp_path / "out")  # complete: reported again, nothing is sampled
     assert code == 0
-    assert "ROUGE-L@First" in out
+    for name in ("budget", *(f"ROUGE-{kind}@{which}" for kind in "L12" for which in ("First", "All"))):
+        assert name in out  # however narrow the terminal
+    assert "…" not in out
     assert "the same token ids in 4 of 4 samples" in out
     assert (tmp_path / "out" / SAMPLES).read_bytes() == samples
     code, _, err = shoal(capsys, *common, "--out", tmp_path / "out", "--top-p", 0.5)
@@ -534,6 +536,44 @@ def test_a_tokenizer_without_the_tokens_is_refused_once(
         code, _, err = shoal(capsys, *arguments, *models, "-n", 1)
         assert code == 2
         assert said in err
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [
+        ("humaneval", "[user]Complete the following python code.", "[assistant]```python\ndef f():\n"),
+        ("infilling", "<|fim_prefix|>def f():\n<|fim_suffix|>\nx = 1\n", "<|fim_middle|>"),
+    ],
+)
+def test_chats_and_middles_from_end_to_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, begins: str, ends: str
+) -> None:
+    asked: list[str] = []
+    generate = Shoal.generate
+
+    def listening(self: Shoal, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(self.tokenizer.decode(prompts[0]))
+        return generate(self, prompts, *arguments, **options)
+
+    monkeypatch.setattr(Shoal, "generate", listening)
+    for place in save_pair(tmp_path, vocab_size=VOCABULARY + 3, max_position_embeddings=256):
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], special_tokens=True)
+        tokenizer.chat_template = CHAT
+        tokenizer.save_pretrained(place)
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({**PROBLEM, "suffix": "\nx = 1\n" if name == "infilling" else ""}))
+    models = ["--model", tmp_path / "target", "--ways", "plain", *(["--chat"] if name == "humaneval" else [])]
+    code, out, err = shoal(capsys, name, "--data", file, *models, "-n", 2, "--max-new-tokens", 4, "--no-plot", "--json")
+    assert code == 0, err
+    assert json.loads(out)["errors"] == {}
+    assert len(asked) == 2  # the first one warms up
+    assert asked[0] == asked[1]
+    assert asked[0].startswith(begins)
+    assert asked[0].endswith(ends)
 
 
 @pytest.mark.limit(240)

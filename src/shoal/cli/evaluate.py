@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shoal.evaluation.tasks import Task
 
 EXIT_INTERRUPTED = 130
+UNBOUNDED = 10_000  # columns
 Set = Literal["humaneval", "mbxp", "functions", "infilling", "summarize"]
 Value = TypeVar("Value")
 
@@ -310,16 +311,18 @@ def _watch(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
 def _show(summary: dict[str, Any], directory: Path | None) -> None:
     """The table, then what it says."""
     from shoal.evaluation.figure import title
-    from shoal.evaluation.tables import WIDTH, columns, findings, legend, rows
+    from shoal.evaluation.tables import columns, findings, legend, rows
 
     console = stdout()
-    console.width = max(console.width, WIDTH)  # a wide table that wraps can be read, one that is cut cannot
     console.print(title(summary), style="bold", markup=False)
     table = plain_table(*columns(summary))
     table.columns[1].justify = "left"
     for row in rows(summary):
         table.add_row(*row)
-    console.print(table)
+    wide = stdout()
+    wide.width = UNBOUNDED  # a wide table that the terminal wraps can be read, one that is cut cannot
+    wide.width = max(console.width, wide.measure(table).maximum)
+    wide.print(table)
     for line in (legend(summary), *findings(summary)):
         console.print(printable(line), markup=False)
     if "isolation" in summary:

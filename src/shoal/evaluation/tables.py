@@ -8,8 +8,6 @@ from typing import Any
 from shoal.evaluation.figure import LABELS, metric_name
 from shoal.evaluation.grading import PASSED
 
-WIDTH = 124  # columns that the table takes at most
-
 
 def columns(summary: Mapping[str, Any]) -> list[str]:
     """The heads."""
@@ -41,9 +39,10 @@ def number(figure: Mapping[str, float | None], form: str) -> str:
 def legend(summary: Mapping[str, Any]) -> str:
     """What the columns are."""
     ways = "; ".join(f"{way}: {LABELS[way]}" for way in dict.fromkeys(line["way"] for line in summary["lines"]))
+    syntax = " syntax err.: of those, what does not parse or compile;" if _is_code(summary) else ""
     return (
-        f"Per cent with 95 % intervals; {ways}. finished: of all samples, in time; syntax err.: of those, what does not parse or "
-        "compile; tokens: of a finished sample; s: until a problem's last sample, or the budget."
+        f"Per cent with 95 % intervals; {ways}. finished: of all samples, in time;{syntax} tokens: of a finished sample; "
+        "s: until a problem's last sample, or the budget."
     )
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from shoal.accept import RULES
 from shoal.api import Shoal
 from shoal.serve.app import make_app
-from shoal.serve.run import bind
+from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
 from shoal.serve.worker import Worker
 from shoal.testing import VOCABULARY, tiny_tokenizer
@@ -92,7 +92,7 @@ def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
     """The application on a thread, for as long as the block lasts."""
     app = application(shoal, **options)
     with bind("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="on"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, **PROTOCOL))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         port = listening.getsockname()[1]
         thread.start()

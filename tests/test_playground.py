@@ -205,6 +205,67 @@ def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
     }  # fmt: skip
 
 
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "": ("", {}),
+    "json_object": ("", {"response_format": {"type": "json_object"}}),
+    "json_schema": (
+        json.dumps(SCHEMA),
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "playground", "schema": SCHEMA}}},
+    ),
+    "regex": ("[a-c]{3}", {"grammar": {"type": "regex", "text": "[a-c]{3}"}}),
+    "lark": ('start: "a"\n\n', {"grammar": {"type": "lark", "text": 'start: "a"\n\n'}}),
+}
+
+
+def test_every_kind_of_grammar_is_asked_for(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=1&compare=false")
+    got = asked(page)
+    page.get_by_text("More", exact=True).click()
+    text = page.get_by_label("Schema, expression or rules")
+    for kind, (written, _) in KINDS.items():
+        page.get_by_label("Grammar", exact=True).select_option(kind)
+        assert text.is_visible() == bool(written)
+        if written:
+            text.fill(written)
+        page.get_by_role("button", name="Run").click()
+        eventually(lambda: len(got) == list(KINDS).index(kind) + 1)  # noqa: B023
+        expect(page.get_by_role("status")).to_contain_text("0 tokens")
+        link = opened(page.evaluate("location.href"))
+        assert link.get_by_label("Grammar", exact=True).input_value() == kind
+        assert link.locator("#grammar").is_enabled() == bool(written)
+        assert link.locator("#grammar").input_value() == text.input_value()
+    told = [{name: value for name, value in body.items() if name in ("grammar", "response_format")} for body in got]
+    assert told == [fields for _, fields in KINDS.values()]
+
+
+def test_samples_keep_to_the_grammar(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=3&seed=1&kind=regex&grammar=%5Ba-e%5D%7B9%2C12%7D")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("the speed of plain decoding")
+    texts = [column.locator("pre").text_content() for column in page.get_by_role("article").all()]
+    assert [bool(re.fullmatch("[a-e]{9,12}", text)) for text in texts] == [True] * 3
+    assert page.locator("#samples .draft").count() > 0
+
+
+def test_a_grammar_that_is_wrong_is_told_where_it_is_written(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#kind=json_schema&grammar=%7B")
+    got = asked(page)
+    text = page.get_by_label("Schema, expression or rules")
+    page.get_by_role("button", name="Run").click()
+    expect(text).to_be_focused()  # and unfolded: a text that is no JSON never leaves the page
+    assert "This is no JSON" in text.evaluate("field => field.validationMessage")
+    assert got == []
+    page.unroute("**/completions")
+    for kind, wrong in (("json_schema", '{"not": {}}'), ("regex", "(")):
+        page.get_by_label("Grammar", exact=True).select_option(kind)
+        text.fill(wrong)
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("alert")).to_contain_text(f"the {kind} grammar cannot be used")
+        expect(text).to_be_focused()
+        assert text.get_attribute("aria-invalid") == "true"
+
+
 def test_what_a_server_does_not_have_is_not_offered(opened: Callable[..., Any]) -> None:
     with served(pair(), rule="rejection", max_n=6) as server:
         page = opened(server.url)
@@ -342,7 +403,10 @@ def test_light_and_dark(opened: Callable[..., Any], server: Served) -> None:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Served, width: int) -> None:
-    page = opened(f"{server.url}/#n=4&max_tokens=24&prompt={'x' * 300}", viewport={"width": width, "height": 800})
+    page = opened(
+        f"{server.url}/#n=4&max_tokens=24&prompt={'x' * 300}&kind=regex&grammar=.{{9,}}{'x?' * 300}",
+        viewport={"width": width, "height": 800},
+    )
     page.get_by_text("More", exact=True).click()
     assert fits(page)
     page.get_by_role("button", name="Run").click()

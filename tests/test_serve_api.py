@@ -6,16 +6,21 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
 from shoal.config import Grammar
 from shoal.request import Output
+from shoal.serve.spelling import spelled
+from shoal.testing import VOCABULARY
+from shoal.testing.scripted import says
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -203,6 +208,16 @@ def test_a_grammar_holds_for_its_own_request(server: Served, name: str) -> None:
     assert [choice["text"] for choice in got[0]["choices"]] == [sample.text for sample in free]
 
 
+def test_a_schema_that_is_cut_ends_by_length(server: Served) -> None:
+    whole = {"type": "array", "items": {"type": "boolean"}, "minItems": 20, "maxItems": 20}
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": whole}}, "logit_bias": {"256": 3.0}}
+    for most, reason in ((9, "length"), (400, "stop")):
+        (choice,) = server.post(seed=7, max_tokens=most, **fields).json()["choices"]
+        assert choice["finish_reason"] == reason
+        assert choice["text"].startswith("[")
+    assert len(json.loads(choice["text"])) == 20
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -284,12 +299,54 @@ def test_without_details_there_are_none(server: Served) -> None:
 def test_log_probabilities(server: Served) -> None:
     (choice,) = server.post(seed=7, logprobs=3, max_tokens=12).json()["choices"]
     (sample,) = offline(server, seed=7, top_logprobs=3, max_new_tokens=12).samples
-    name = server.shoal.tokenizer.decode
+    name = partial(spelled, server.shoal.tokenizer)
     told = choice["logprobs"]
     assert told["token_logprobs"] == list(sample.logprobs)
-    assert told["tokens"] == [name([token]) for token in sample.token_ids]
-    tops = [{name([token]): value for token, value in top.raw} for top in sample.top_logprobs]
+    assert told["tokens"] == [name(token)[0] for token in sample.token_ids]
+    tops = [{name(token)[0]: value for token, value in top.raw} for top in sample.top_logprobs]
     assert told["top_logprobs"] == tops
+
+
+def test_pieces_of_characters_have_their_bytes() -> None:
+    """Emoji take four tokens of a byte-level tokenizer, each of which is no text."""
+    text = "é: 😀日本\n"
+    ids = (*pair().tokenizer.encode("hello"), *pair().tokenizer.encode(text))
+    with served(pair(says([ids], VOCABULARY)), chat_template="hello") as server:
+        body = {"temperature": 0, "max_tokens": len(ids) - 5}
+        answer = server.post("/v1/chat/completions", prompt=None, messages=MESSAGES, logprobs=True, top_logprobs=3, **body)
+        assert answer.status_code == 400  # prompt is no field of a chat
+        chat = server.client.chat.completions.create(
+            model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, temperature=0, max_tokens=len(ids) - 5
+        )
+        content = chat.choices[0].logprobs.content
+        assert chat.choices[0].message.content == text
+        assert [bytes(entry.bytes) for entry in content] == [bytes([byte]) for byte in text.encode()]
+        assert [entry.token for entry in content[:3]] == ["bytes:\\xc3", "bytes:\\xa9", ":"]
+        assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].bytes == entry.bytes for entry in content)
+        (choice,) = server.post(logprobs=20, **body).json()["choices"]
+        told = choice["logprobs"]
+        assert told["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", ":"]
+        assert [len(tops) for tops in told["top_logprobs"]] == [20] * len(content)  # no two of one name
+        assert [top[name] for top, name in zip(told["top_logprobs"], told["tokens"], strict=True)] == told["token_logprobs"]
+        assert [choice["text"][at : at + 1] for at in told["text_offset"][-4:]] == ["本", "本", "本", "\n"]
+
+
+def test_tokens_are_spelled_as_their_tokenizer_writes_them() -> None:
+    """Byte fallback and a dropped first space, as Llama 2 and Gemma have them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "▁the": 1, "the": 2, "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5, "▁": 6, "€": 7}
+    model = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
+    assert tokenizer.decode([1]) == "the"
+    names = [spelled(tokenizer, token) for token in range(1, 8)]
+    assert names[:2] == [(" the", b" the"), ("the", b"the")]
+    assert names[2:5] == [("bytes:\\xe2", b"\xe2"), ("bytes:\\x82", b"\x82"), ("bytes:\\xac", b"\xac")]
+    assert names[5:] == [(" ", b" "), ("€", "€".encode())]
 
 
 def test_echo_tells_the_prompt_and_what_the_model_thinks_of_it(server: Served) -> None:
@@ -384,7 +441,7 @@ def test_chat_is_a_completion_of_what_the_template_makes(server: Served) -> None
         assert [[top.logprob for top in entry.top_logprobs] for entry in content] == [
             [value for _, value in top.raw] for top in sample.top_logprobs
         ]
-        assert all(entry.bytes is None or bytes(entry.bytes).decode() == entry.token for entry in content)
+        assert b"".join(bytes(entry.bytes or ()) for entry in content).decode(errors="replace") == choice.message.content
 
 
 def test_chat_streams_begin_with_the_role(server: Served) -> None:
@@ -413,6 +470,42 @@ def test_a_time_budget_returns_what_there_is(server: Served) -> None:
     assert [took["ended_by"] for took in answer["usage"]["choices"]] == ["time", "time"]
     assert all(took["completion_tokens"] < 1000 for took in answer["usage"]["choices"])
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+
+
+def test_metrics_tell_what_requests_took() -> None:
+    with served(pair()) as server:
+        took = server.post(n=3, seed=7, max_tokens=30).json()["usage"]
+        server.post(n=0)
+        text = httpx.get(f"{server.url}/metrics")
+    assert text.headers["content-type"].startswith("text/plain; version=")
+    families = {family.name: family for family in text_string_to_metric_families(text.text)}
+    found = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    for name, family in families.items():  # Prometheus' conventions: a prefix, base units, _total where it counts
+        assert name.startswith("shoal_")
+        assert family.documentation
+        assert family.type in ("counter", "gauge", "histogram")
+        assert not re.search("_(ms|milliseconds|minutes|kb|mib|count|total)$", name)
+        assert family.type != "counter" or all(s.name.endswith(("_total", "_created")) for s in family.samples)
+    for name in ("drafted", "accepted"):
+        assert found[f"shoal_{name}_total",] == sum(choice[name] for choice in took["choices"]) > 0
+    assert found["shoal_committed_total",] == took["completion_tokens"] == 90
+    rounds = sum(choice["rounds"] for choice in took["choices"])
+    assert found["shoal_row_rounds_total",] == rounds
+    assert found["shoal_acceptance_length",] == pytest.approx(90 / rounds)
+    assert found["shoal_prefill_tokens_total",] == took["prompt_tokens"]
+    assert found["shoal_rows_total", "length"] == 3
+    assert found["shoal_requests_total", "/v1/completions", "200"] == 1
+    assert found["shoal_requests_total", "/v1/completions", "400"] == 1
+    assert found["shoal_request_seconds_count", "/v1/completions"] == 2
+    for name in ("time_to_first_token_seconds", "row_seconds", "row_tokens", "row_acceptance_length"):
+        assert found[f"shoal_{name}_count",] == 3
+    assert found["shoal_row_tokens_sum",] == 90
+    stages = {labels[0]: value for (name, *labels), value in found.items() if name == "shoal_stage_seconds_total"}
+    assert set(stages) == {"prefill", "propose", "verify", "accept", "commit"}
+    assert all(seconds > 0 for seconds in stages.values())
+    assert found["shoal_kv_bytes",] > 0
+    told = ("shoal_up", "shoal_rows_running", "shoal_rows_waiting", "shoal_rows_capacity")
+    assert [found[name,] for name in told] == [1, 0, 0, 8 + 256]
 
 
 def test_models(server: Served) -> None:
@@ -444,6 +537,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"stop": [1]}, "stop"),
+    ({"stop": ["x"] * 65}, "stop"),
+    ({"stop": "x" * 513}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop_token_ids": [260]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"logit_bias": {"260": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": float("inf")}}, "logit_bias.1"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["x", [1]]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [260]}, "prompt"),
+    ({"prompt": "x" * 3000}, "prompt"),
+    ({"prompt": ["x"] * 200_000}, "prompt"),
+    ({"prompt": ["x"] * 60, "n": 5, "max_tokens": 0, "echo": True}, "prompt"),
+    ({"grammar": {"type": "regex", "text": "("}}, "grammar"),
+    ({"grammar": {"type": "regex", "text": "a?" * 2**13 + "b"}}, "grammar"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"seed": 2**63}, "seed"),
     ({"prompt": []}, "prompt"),
     ({"prompt": None}, "prompt"),
@@ -465,7 +579,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"].split(".")[0] == param.split(".")[0]
-    assert param.split(".")[-1] in error["message"]
+    assert error["message"]
 
 
 @pytest.mark.parametrize(
@@ -484,6 +598,12 @@ def test_what_the_engine_refuses_is_told_in_its_words(server: Served, fields: di
         response = server.post(stream=stream, **fields)
         assert response.status_code == 400
         assert message in response.json()["error"]["message"]
+
+
+def test_a_chat_is_refused_for_its_messages(server: Served) -> None:
+    long = [{"role": "user", "content": "x" * 3000}]
+    response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": long, "max_tokens": 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
 
 
 def test_null_is_the_default(server: Served) -> None:

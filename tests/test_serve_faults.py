@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import openai
 import pytest
 import torch
 
+import serving
 from serving import PATIENCE, Gate, Served, application, legible, pair, served
 from shoal import cli
 from shoal.cache import SlotCache
@@ -28,6 +29,7 @@ from shoal.errors import RequestError
 from shoal.serve import run
 from shoal.serve.keys import opens, read_keys
 from shoal.serve.run import bind
+from shoal.serve.scoring import Scoring
 
 JSON = {"content-type": "application/json"}
 
@@ -79,6 +81,103 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         assert server.worker.engine.stats.committed < 3 * 900
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off those who do not read")
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PATIENCE", 1.0)
+
+    def narrow(host: str, port: int) -> socket.socket:
+        listening = bind(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # little is on its way
+        return listening
+
+    monkeypatch.setattr(serving, "bind", narrow)
+    with served(pair()) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        connection.sendall(asking(prompt="hello", n=4, max_tokens=200, logprobs=20, stream=True))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert_all_given_back(server)  # though the connection is open, and there is more to read
+        rest = b""
+        with suppress(ConnectionError):
+            while part := connection.recv(2**16):
+                rest += part
+        assert b"[DONE]" not in rest
+
+
+def asking(**body: Any) -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def test_headers_without_end_are_not_held(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+        connection.settimeout(PATIENCE)
+        sent = 0
+        with suppress(ConnectionError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+            for sent in range(1000):  # noqa: B007
+                connection.sendall(b"x: y\r\n" * 10_000)
+        assert sent < 999
+    assert server.post().status_code == 200
+
+
+def test_one_connection_serves_many_requests(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(3 * asking(prompt="hello", max_tokens=2, seed=1))
+        got = b""
+        while got.count(b'"choices"') < 6:  # one in each answer, and one in its usage
+            got += connection.recv(2**16)
+    assert got.count(b"HTTP/1.1 200") == 3
+
+
+def test_three_hundred_clients_at_once() -> None:
+    limits = httpx.Limits(max_connections=300)
+    with served(pair(), queue=200) as server, httpx.Client(limits=limits, timeout=PATIENCE, base_url=server.url) as client:
+        body = {"prompt": "hello", "max_tokens": 2}
+        threads = [in_background(lambda: client.post("/v1/completions", json=body)) for _ in range(300)]
+        for thread, _ in threads:
+            thread.join()
+        statuses = [got[0].status_code for _, got in threads]
+        assert set(statuses) <= {200, 429}
+        assert statuses.count(200) >= 208
+        assert_all_given_back(server)
+
+
+def test_scoring_lets_rounds_pass() -> None:
+    """Chunks of long prompts come between rounds, and as much is let in as of what is to be drawn."""
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate), queue=4) as server:
+        drawing, _ = in_background(lambda: server.post(max_tokens=40, seed=1))
+        assert gate.reached.wait(PATIENCE)
+        long = {"prompt": ["x" * 300] * 11, "max_tokens": 0, "echo": True, "logprobs": 0}
+        scoring, got = in_background(lambda: server.post(**long))
+        eventually(lambda: server.worker.rows == 12)
+        refused = server.post(max_tokens=0, echo=True)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        chunks = 0
+        real = Scoring.advance
+
+        def advance(self: Scoring) -> None:
+            nonlocal chunks
+            chunks += not server.worker.engine.scheduler.idle
+            real(self)
+
+        Scoring.advance = advance
+        try:
+            gate.opened.set()
+            drawing.join()
+        finally:
+            Scoring.advance = real
+        scoring.join()
+        assert 0 < chunks <= server.worker.engine.stats.rounds  # one at most between two rounds
+        assert [len(choice["logprobs"]["tokens"]) for choice in got[0].json()["choices"]] == [300] * 11
+        assert_all_given_back(server)
+
+
 def test_one_client_goes_and_another_gets_all_of_its_own() -> None:
     gate = Gate(legible(0), length=40)
     with served(pair(gate)) as server:
@@ -103,7 +202,18 @@ def server() -> Any:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"nul", b'"x"', b"\xff\xfe", b'{"prompt": "x",}', b"[" * 100_000, b'{"prompt": NaN}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"nul",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "x",}',
+        b"[" * 100_000,
+        b'{"prompt": NaN}',
+        b'{"n": ' + 5000 * b"9" + b"}",
+    ],
     ids=repr,
 )
 def test_malformed_json(server: Served, body: bytes) -> None:

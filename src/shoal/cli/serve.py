@@ -78,6 +78,9 @@ def serve(
     ] = None,
     max_n: Annotated[int, typer.Option(min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)] = 1024,
+    max_grammar: Annotated[
+        int, typer.Option(min=1, help="Characters of a grammar or JSON schema.", rich_help_panel=LIMITS)
+    ] = 16384,
     queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS)
     ] = 256,
@@ -157,9 +160,9 @@ def serve(
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install 'shoal[serve]'") from error
     allowed = settings.Settings(
-        model=name or model or "bundled", queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body, timeout=timeout,
-        seeds=rule != "rejection", keys=keys.read_keys(api_key_file), origins=tuple(cors_origin or ()),
-        chat_template=None if chat_template is None else read_template(chat_template),
+        model=name or model or "bundled", queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
+        max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
+        origins=tuple(cors_origin or ()), chat_template=None if chat_template is None else read_template(chat_template),
     )  # fmt: skip
     kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
     served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, kv_bytes)

@@ -95,7 +95,9 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
             raise Fault(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)] if settings.keys else [])
-    translator = Translator(shoal.tokenizer, shoal.eos, worker.engine.context, settings)
+    translator = Translator(
+        shoal.tokenizer, shoal.eos, worker.engine.target.vocab_size, worker.engine.context, worker.capacity, settings
+    )
     model = _model(shoal, worker, settings)
 
     async def answer(request: Request, asked: T, form: forms.Form, translate: Callable[[T], Order]) -> Response:

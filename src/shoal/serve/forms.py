@@ -16,20 +16,21 @@ LEAST = -9999.0
 """Stands for the log-probability of the impossible: JSON has no infinities."""
 
 Json = dict[str, Any]
-Name = Callable[[int], str]
-"""A token id -> the token by itself, special tokens included."""
+Name = Callable[[int], tuple[str, bytes | None]]
+"""A token id -> the token's name and bytes, see `shoal.serve.spelling`."""
 
 
 class Form(Protocol):
     """One of the two APIs.
 
     Attributes:
-        prefix: of ids of answers. whole, chunk: what `object` says of an answer, and of a piece of one.
+        prefix: of ids of answers. whole, chunk: what `object` says of an answer, and of a piece of one. asked: the prompt's field.
     """
 
     prefix: str
     whole: str
     chunk: str
+    asked: str
 
     def content(self, text: str, *, streamed: bool) -> Json:
         """The fields that hold the text."""
@@ -47,7 +48,7 @@ class Form(Protocol):
 class Completions:
     """/v1/completions."""
 
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+    prefix, whole, chunk, asked = "cmpl-", "text_completion", "text_completion", "prompt"
 
     def content(self, text: str, *, streamed: bool) -> Json:
         return {"text": text}
@@ -60,11 +61,9 @@ class Completions:
         for token in tokens:
             offsets.append(offsets[-1] + len(token.text))
         return {
-            "tokens": [name(token.id) for token in tokens],
+            "tokens": [name(token.id)[0] for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [{name(i): value for i, value in _tops(token, tops)} or None for token in tokens]
-            if tops
-            else None,
+            "top_logprobs": [_by_name(_tops(token, tops), name) or None for token in tokens] if tops else None,
             "text_offset": offsets[:-1],
         }
 
@@ -72,7 +71,7 @@ class Completions:
 class Chat:
     """/v1/chat/completions."""
 
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix, whole, chunk, asked = "chatcmpl-", "chat.completion", "chat.completion.chunk", "messages"
 
     def content(self, text: str, *, streamed: bool) -> Json:
         return (
@@ -84,9 +83,8 @@ class Chat:
 
     def logprobs(self, tokens: Sequence[Token], offset: int, tops: int, name: Name) -> Json:
         def entry(token: int, logprob: float | None) -> Json:
-            text = name(token)
-            spelled = None if "\ufffd" in text else list(text.encode())  # a piece of a character is no text
-            return {"token": text, "logprob": finite(logprob), "bytes": spelled}
+            text, spelled = name(token)
+            return {"token": text, "logprob": finite(logprob), "bytes": None if spelled is None else list(spelled)}
 
         return {
             "content": [
@@ -94,6 +92,14 @@ class Chat:
                 for token in tokens
             ]
         }
+
+
+def _by_name(tops: Sequence[tuple[int, float]], name: Name) -> dict[str, float | None]:
+    """Of several tokens of one name the most probable is told."""
+    told: dict[str, float | None] = {}
+    for token, value in tops:
+        told.setdefault(name(token)[0], finite(value))
+    return told
 
 
 def _tops(token: Token, tops: int) -> Sequence[tuple[int, float]]:

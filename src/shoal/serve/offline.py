@@ -49,7 +49,10 @@ class Offline:
 
     async def _answer_all(self, lines: Iterable[Line], done: Callable[[Json], None]) -> None:
         worker = Worker(self._make_engine, self.settings.queue, Metrics())
-        translator = Translator(self.shoal.tokenizer, self.shoal.eos, worker.engine.context, self.settings)
+        engine = worker.engine
+        translator = Translator(
+            self.shoal.tokenizer, self.shoal.eos, engine.target.vocab_size, engine.context, worker.capacity, self.settings
+        )
         waiting = iter(lines)
 
         async def work() -> None:

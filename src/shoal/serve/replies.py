@@ -7,8 +7,8 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -19,7 +19,8 @@ from shoal.ranking import ranked
 from shoal.request import Sample
 from shoal.serve.faults import Fault, fault_of
 from shoal.serve.forms import Choice, Form, Json, usage
-from shoal.serve.scoring import prompt_tokens
+from shoal.serve.scoring import Scoring
+from shoal.serve.spelling import spelled
 from shoal.serve.tickets import News, Ticket, Token
 from shoal.serve.translate import Order
 from shoal.serve.worker import Worker
@@ -51,7 +52,7 @@ class Reply:
             Fault, RequestError: see `Worker.serving`; if every row failed, why the first did.
         """
         order, ticket = self.order, self._ticket()
-        async with self.worker.serving(ticket):
+        async with self._serving(ticket):
             prompts = await self._prompts()
             ends = sorted([news async for news in self._news(ticket)], key=lambda news: news.place)
         samples = [news.sample for news in ends if news.sample is not None]
@@ -70,7 +71,7 @@ class Reply:
         """
         order, ticket = self.order, self._ticket()
         choices = [self._choice(place) for place in range(order.drawn * len(order.prompts))]
-        async with self.worker.serving(ticket):
+        async with self._serving(ticket):
             yield await self._opening(choices)
             samples: dict[int, Sample] = {}
             try:
@@ -90,7 +91,17 @@ class Reply:
 
     def _ticket(self) -> Ticket:
         order = self.order
-        return Ticket(order.requests, stream=order.stream, detailed=order.details or order.logprobs is not None)
+        detailed = order.details or order.logprobs is not None
+        return Ticket(order.requests, order.drawn * len(order.prompts), stream=order.stream, detailed=detailed)
+
+    @asynccontextmanager
+    async def _serving(self, ticket: Ticket) -> AsyncIterator[None]:
+        """As `Worker.serving`; what is refused there is refused for its prompt, as the rest has been looked at before."""
+        try:
+            async with self.worker.serving(ticket):
+                yield
+        except RequestError as error:
+            raise Fault(400, str(error), param=self.form.asked, code="invalid_value") from error
 
     async def _news(self, ticket: Ticket) -> AsyncIterator[News]:
         """Of the ticket; where nothing was to be generated, of rows that ended at once."""
@@ -103,16 +114,21 @@ class Reply:
     def _choice(self, index: int) -> Choice:
         return Choice(self.form, self._name, index, self.order.logprobs, self.order.details)
 
-    def _name(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    def _name(self, token: int) -> tuple[str, bytes | None]:
+        return spelled(self.tokenizer, token)
 
     async def _prompts(self) -> list[tuple[Token, ...]]:
         """The prompts' own tokens, where they come back with log-probabilities."""
-        order, target = self.order, self.worker.engine.target
+        order = self.order
         if order.echo is None or order.logprobs is None:
             return [()] * len(order.prompts)
-        jobs = [partial(prompt_tokens, self.tokenizer, target, ids, order.logprobs) for ids in order.prompts]
-        return [await self.worker.call(job) for job in jobs]
+        return [await self._scored(ids, order.logprobs) for ids in order.prompts]
+
+    async def _scored(self, ids: Sequence[int], top: int) -> tuple[Token, ...]:
+        scoring = await self.worker.call(lambda: Scoring(self.worker.engine.target, ids, top))
+        while not scoring.done:
+            await self.worker.call(scoring.advance)
+        return scoring.tokens(self.tokenizer)
 
     def _echoed(self, news: News, prompts: Sequence[Sequence[Token]]) -> tuple[str, Sequence[Token]]:
         prompt = news.place // self.order.drawn

@@ -18,6 +18,10 @@ from shoal.errors import RequestError
 
 LAST_WORDS = 5
 """Seconds that clients have to read what was cut."""
+PATIENCE = 30
+"""Seconds after which a client that reads nothing of what it is sent is cut off, where the system can do that (Linux)."""
+PROTOCOL: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "on"}
+"""uvicorn's faster parser, httptools, holds headers of any size."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -29,6 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * PATIENCE))
     try:
         listening.bind((host, port))
     except OSError as error:
@@ -49,7 +55,7 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     """
     timeout = math.ceil(drain + LAST_WORDS)
     config = uvicorn.Config(
-        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout, lifespan="on"
+        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout, **PROTOCOL
     )
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)

@@ -19,7 +19,8 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Stops = Text | Annotated[list[Text], Field(max_length=64)]
+Stop = Annotated[Text, Field(max_length=512)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=64)]
 Ids = Annotated[list[NonNegative], Field(min_length=1)]
 
 
@@ -102,7 +103,7 @@ class Asked(Strict):
     )
     logit_bias: dict[str, float] | None = Field(None, description="Token id, as a string -> value added to its score.")
     stop: Stops | None = Field(None, description="Strings that end a sample; the text is cut before them.")
-    stop_token_ids: list[NonNegative] | None = Field(
+    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024)] | None = Field(
         None, description="Token ids that end a sample, beside the model's own."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
@@ -131,7 +132,8 @@ class CompletionRequest(Asked):
     suffix: Text | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
     echo: bool | None = Field(None, description="The prompt comes back before each sample's text.")
     best_of: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Draw so many samples; the n of the highest mean log-probability come back, best first."
+        None,
+        description="Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
     )
     logprobs: NonNegative | None = Field(None, description="Log-probabilities, and of that many most probable tokens.")
 

@@ -17,44 +17,52 @@ CHUNK = 128
 """Tokens per pass; their logits, [chunk, vocab], are all held at once."""
 
 
-def prompt_tokens(tokenizer: Any, target: Runner, ids: Sequence[int], top: int) -> tuple[Token, ...]:
-    """The prompt as tokens; nothing was known before the first, so it has no log-probability.
+class Scoring:
+    """A prompt being scored, a chunk at a time, so that rounds come between.
 
     Args:
         top: how many most probable tokens to tell of each position.
 
+    Attributes:
+        done: whether there is nothing left to compute.
+
     Raises:
         RequestError: a prompt that is empty, too long, or not of this model's tokens. ModelError: out of memory.
     """
-    if not ids or len(ids) > target.context:
-        raise RequestError(f"the prompt must have 1..{target.context} tokens to be scored, got {len(ids)}")
-    if not all(0 <= token < target.vocab_size for token in ids):
-        raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
-    logprobs, tops = _scores(target, ids, top)
-    text = Detokenizer(tokenizer, ())
-    for token in ids:
-        text.push(token)
-    return tuple(
-        Token(token, text.piece(i), logprob, False, best)
-        for i, (token, logprob, best) in enumerate(zip(ids, [None, *logprobs], [None, *tops], strict=True))
-    )
 
+    def __init__(self, target: Runner, ids: Sequence[int], top: int) -> None:
+        if not ids or len(ids) > target.context:
+            raise RequestError(f"the prompt must have 1..{target.context} tokens to be scored, got {len(ids)}")
+        if not all(0 <= token < target.vocab_size for token in ids):
+            raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        self._ids, self._top = list(ids), top
+        self._runner = target.fork()
+        self._runner.use_static_passes(None)  # shapes that come once are not worth building for
+        self._runner.reserve(1, len(ids))
+        self._logprobs: list[float | None] = [None]  # nothing was known before the first token
+        self._tops: list[TopLogprobs | None] = [None]
 
-@torch.inference_mode()
-def _scores(target: Runner, ids: Sequence[int], top: int) -> tuple[list[float], list[TopLogprobs]]:
-    """Log-probabilities of all tokens but the first and of the most probable ones in their place, before processing."""
-    runner = target.fork()
-    runner.use_static_passes(None)  # shapes that come once are not worth building for
-    runner.reserve(1, len(ids))
-    logprobs: list[float] = []
-    tops: list[TopLogprobs] = []
-    for start in range(0, len(ids) - 1, CHUNK):
-        block = torch.tensor([ids[start : start + CHUNK]], device=target.device)
-        following = torch.tensor(ids[start + 1 : start + 1 + CHUNK], device=target.device)
-        logits = runner.feed([0], block, [block.shape[1]])[0, : len(following)]
+    @property
+    def done(self) -> bool:
+        return len(self._logprobs) == len(self._ids)
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Computes the log-probabilities of the next chunk and of the most probable tokens in its place, before processing."""
+        start = len(self._logprobs) - 1
+        block = torch.tensor([self._ids[start : start + CHUNK]], device=self._runner.device)
+        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK], device=self._runner.device)
+        logits = self._runner.feed([0], block, [block.shape[1]])[0, : len(following)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        logprobs += scores.gather(1, following[:, None]).squeeze(1).tolist()
-        best = scores.topk(top)
+        self._logprobs += scores.gather(1, following[:, None]).squeeze(1).tolist()
+        best = scores.topk(self._top)
         pairs = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-        tops += [TopLogprobs(pair, pair) for pair in pairs]
-    return logprobs, tops
+        self._tops += [TopLogprobs(pair, pair) for pair in pairs]
+
+    def tokens(self, tokenizer: Any) -> tuple[Token, ...]:
+        """The prompt's tokens, once all is computed."""
+        text = Detokenizer(tokenizer, ())
+        for token in self._ids:
+            text.push(token)
+        told = zip(self._ids, self._logprobs, self._tops, strict=True)
+        return tuple(Token(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(told))

@@ -15,6 +15,7 @@ class Settings:
         model: the name by which clients ask for it.
         queue: rows that may wait beyond those that run. max_n: most samples of a prompt, `best_of` included.
         max_tokens: most new tokens of a sample. max_logprobs: most alternatives per token. max_body: bytes of a request.
+        max_grammar: characters of a grammar or schema; what it takes to read one may grow with their square.
         timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
         seeds: a seed's tokens come again, whoever else is served: the engine's rule is the coupled one.
         keys: any of them opens /v1; none = open to all. origins: of pages that may call from a browser (CORS).
@@ -27,6 +28,7 @@ class Settings:
     max_tokens: int = 1024
     max_logprobs: int = 20
     max_body: int = 2 * 2**20
+    max_grammar: int = 2**14
     timeout: float = 600.0
     seeds: bool = True
     keys: tuple[str, ...] = ()
@@ -34,7 +36,7 @@ class Settings:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_n", "max_tokens", "max_logprobs", "max_body", "timeout"):
+        for name in ("max_n", "max_tokens", "max_logprobs", "max_body", "max_grammar", "timeout"):
             if getattr(self, name) <= 0:
                 raise RequestError(f"{name} must be > 0, got {getattr(self, name)!r}")
         if self.queue < 0:

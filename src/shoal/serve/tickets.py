@@ -47,14 +47,14 @@ class Ticket:
     """One HTTP request: what the engine is asked, and the news of it.
 
     Attributes:
-        requests: one per prompt. rows: of all of them. open: rows not known to have ended.
+        requests: one per prompt; none if nothing is to be generated. rows: asked for. open: rows not known to have ended.
         stream: news of every round, not only of each row's end. detailed: news tell their tokens.
         inbox: where the event loop finds news, or what ended them all.
     """
 
-    def __init__(self, requests: Sequence[Request], *, stream: bool, detailed: bool) -> None:
-        self.requests, self.stream, self.detailed = list(requests), stream, detailed
-        self.rows = self.open = sum(request.n for request in requests)
+    def __init__(self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool) -> None:
+        self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
+        self.open = sum(request.n for request in requests)
         self.inbox: asyncio.Queue[list[News] | Exception] = asyncio.Queue()
 
     async def news(self) -> AsyncIterator[News]:

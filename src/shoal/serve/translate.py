@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints import grammars_of
 from shoal.errors import RequestError
 from shoal.fim import fill_in_middle
+from shoal.history import require_ids
 from shoal.request import Request
 from shoal.serve.faults import Fault
 from shoal.serve.schema import Asked, ChatRequest, CompletionRequest, JsonFormat, TextFormat
@@ -47,10 +50,17 @@ class Order:
 
 
 class Translator:
-    """Knows the model's tokenizer and the server's limits; may be used by several threads."""
+    """Knows the model's tokenizer and the server's limits; may be used by several threads.
 
-    def __init__(self, tokenizer: Any, eos: Sequence[int], context: int, settings: Settings) -> None:
-        self.tokenizer, self.eos, self.context, self.settings = tokenizer, tuple(eos), context, settings
+    Args:
+        eos: the model's own. vocab_size, context: its tokens, and how many fit. most: rows of one request.
+    """
+
+    def __init__(
+        self, tokenizer: Any, eos: Sequence[int], vocab_size: int, context: int, most: int, settings: Settings
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.eos, self.settings = tokenizer, tuple(eos), settings
+        self.vocab_size, self.context, self.most = vocab_size, context, most
 
     # ── the two APIs ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -64,6 +74,7 @@ class Translator:
             raise Fault(400, "best_of cannot be streamed: which samples are best is known at the end", param="best_of")
         if asked.echo and asked.suffix is not None:
             raise Fault(400, "echo does not go with suffix", param="echo")
+        self._require_room(drawn, len(_prompts(asked.prompt)))
         prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
         wanted = min(COMPLETION_TOKENS, self.settings.max_tokens) if asked.max_tokens is None else asked.max_tokens
         echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
@@ -76,11 +87,12 @@ class Translator:
         limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise Fault(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+        n, logprobs = asked.n or 1, (asked.top_logprobs or 0) if asked.logprobs else None
+        self._require_room(n, 1)
         ids = self._conversation(asked)
         wanted = next(iter(limits), None)
         if wanted is None:
             wanted = max(min(self.settings.max_tokens, self.context - len(ids)), 1)
-        n, logprobs = asked.n or 1, (asked.top_logprobs or 0) if asked.logprobs else None
         return self._order(asked, [ids], wanted, n, n, logprobs, None)
 
     def _order(
@@ -107,7 +119,8 @@ class Translator:
         if suffix is not None:
             if not isinstance(prompt, str):
                 raise Fault(400, "suffix needs a prompt that is a text", param="suffix")
-            return tuple(fill_in_middle(self.tokenizer, prompt, suffix))
+            with _blaming("suffix"):
+                return tuple(fill_in_middle(self.tokenizer, prompt, suffix))
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def _text(self, prompt: str | Sequence[int]) -> str:
@@ -150,6 +163,13 @@ class Translator:
                 400, f"{name} must be in {least}..{most} on this server, got {value}", param=name, code="invalid_value"
             )
 
+    def _require_room(self, drawn: int, prompts: int) -> None:
+        """Before anything is done for so many."""
+        rows = drawn * prompts
+        if rows > self.most:
+            param = "prompt" if prompts > drawn else "n"
+            raise Fault(400, f"{rows} samples were asked for at once; this server takes {self.most}", param=param)
+
     def _sampling(self, asked: Asked) -> Sampling:
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
         if "seed" in given and not self.settings.seeds and asked.temperature != 0:
@@ -157,14 +177,45 @@ class Translator:
                 400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"
             )
         bias = {_token_id(token): value for token, value in (asked.logit_bias or {}).items()}
-        return Sampling(**given, logit_bias=bias, min_new_tokens=asked.min_tokens or 0, grammar=_grammar(asked))
+        sampling = Sampling(
+            **given, logit_bias=bias, min_new_tokens=asked.min_tokens or 0, grammar=self._grammar(asked)
+        )  # fmt: skip
+        with _blaming("logit_bias"):
+            require_ids(sampling, self.vocab_size)
+        return sampling
+
+    def _grammar(self, asked: Asked) -> Grammar | None:
+        """Read here, so that the engine finds it read: a large one takes a second, and rows would wait."""
+        grammar = _grammar(asked)
+        if grammar is None:
+            return None
+        param = "grammar" if asked.grammar else "response_format"
+        if len(grammar.text) > self.settings.max_grammar:
+            most = self.settings.max_grammar
+            raise Fault(400, f"{param} has {len(grammar.text)} characters; this server takes {most}", param=param)
+        with _blaming(param):
+            grammars_of(self.tokenizer, self.vocab_size).begin(grammar)
+        return grammar
 
     def _limits(self, asked: Asked, max_tokens: int) -> Limits:
-        timeout = self.settings.timeout
-        return Limits(
-            max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *(asked.stop_token_ids or ())),
-            time_budget=min(asked.time_budget or timeout, timeout),
-        )  # fmt: skip
+        timeout, ends = self.settings.timeout, asked.stop_token_ids or ()
+        if unknown := [token for token in ends if token >= self.vocab_size]:
+            message = f"stop_token_ids names token id {unknown[0]}; the model's are below {self.vocab_size}"
+            raise Fault(400, message, param="stop_token_ids", code="invalid_value")
+        with _blaming("stop"):
+            return Limits(
+                max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *ends),
+                time_budget=min(asked.time_budget or timeout, timeout),
+            )  # fmt: skip
+
+
+@contextmanager
+def _blaming(param: str) -> Iterator[None]:
+    """Whatever is refused meanwhile is refused for that field."""
+    try:
+        yield
+    except RequestError as error:
+        raise Fault(400, str(error), param=param, code="invalid_value") from error
 
 
 def require_model(name: str, settings: Settings) -> None:
@@ -191,6 +242,6 @@ def _prompts(prompt: str | Sequence[Any]) -> Sequence[Any]:
 
 
 def _token_id(text: str) -> int:
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise Fault(400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value")
     return int(text)

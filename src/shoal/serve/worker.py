@@ -93,7 +93,7 @@ class Worker:
         """The ticket's rows are in the engine for as long as this lasts; those unfinished at its end are cancelled.
 
         Raises:
-            Fault: too many rows (400, or 429 for now), or no engine (503). RequestError: what the engine will not take.
+            Fault: too many rows for now (429), or no engine (503). RequestError: what the engine will not take.
         """
         self._admit(ticket)
         self.rows += ticket.rows
@@ -108,8 +108,6 @@ class Worker:
                 self._jobs.put(lambda: self._cancel(ticket))
 
     def _admit(self, ticket: Ticket) -> None:
-        if ticket.rows > self.capacity:
-            raise Fault(400, f"{ticket.rows} samples were asked for at once; this server takes {self.capacity}", param="n")
         excess = self.rows + ticket.rows - self.capacity
         if excess > 0:
             stats = self.engine.stats
@@ -172,12 +170,15 @@ class Worker:
             self._tell(self._ended)
 
     def _do_jobs(self) -> bool:
-        """Does what was asked; waits while there is nothing to decode. False: stop."""
-        while self.engine.scheduler.idle or not self._jobs.empty():
+        """Does what has been asked by now; what comes meanwhile waits for a round. Waits while there is nothing to decode.
+        False: stop."""
+        due = self._jobs.qsize()
+        while due > 0 or self.engine.scheduler.idle:
             job = self._jobs.get()
             if job is None:
                 return False
             job()
+            due -= 1
         return True
 
     def _submit(self, ticket: Ticket) -> None:

@@ -1,6 +1,12 @@
 // The form: its fields, the link that brings them back, and the request they make.
 
-const OWN = ["chat", "compare"]; // fields of this page, not of the API
+const OWN = ["chat", "compare", "kind", "grammar"]; // fields of this page, not of the API
+const PLACES = { response_format: "grammar", messages: "prompt", max_completion_tokens: "max_tokens" }; // where a field is asked for
+const EXAMPLES = {
+  json_schema: '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
+  regex: "[a-z]+(, [a-z]+)*",
+  lark: 'start: word ("," word)*\nword: /[a-z]+/',
+};
 const TEXTS = ["prompt", "suffix"];
 
 const value = (field) => (field.type === "checkbox" ? String(field.checked) : field.value);
@@ -29,6 +35,30 @@ export function toHash(form) {
 export function fromHash(form, hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
   for (const field of named(form)) put(field, given.get(field.name) ?? preset(field));
+  adapt(form);
+}
+
+/** Asks for a grammar's text where it needs one, and for JSON where that must be JSON. */
+export function adapt(form) {
+  const { kind, grammar } = form.elements;
+  show(grammar, kind.value in EXAMPLES);
+  grammar.placeholder = EXAMPLES[kind.value] ?? "";
+  grammar.setCustomValidity(kind.value === "json_schema" ? mistake(grammar.value) : "");
+}
+
+function mistake(json) {
+  try {
+    JSON.parse(json || "0");
+    return "";
+  } catch (error) {
+    return `This is no JSON: ${error.message}`;
+  }
+}
+
+/** The control that asks for a field of the API, or for a part of one; undefined if none does. */
+export function control(form, param) {
+  const name = param?.split(".")[0];
+  return form.elements[PLACES[name] ?? name];
 }
 
 /** Shows what a model allows, and disables what it does not. */
@@ -61,8 +91,15 @@ export function request(form) {
     if (OWN.includes(name) || text === "") continue;
     body[name] = TEXTS.includes(name) ? text : field.type === "number" ? Number(text) : choice(name, text);
   }
+  Object.assign(body, constrained(form.elements));
   if (fields.seed) body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   return fields.chat?.checked ? conversation(body) : ["v1/completions", body];
+}
+
+function constrained({ kind: { value: type }, grammar: { value: text } }) {
+  if (type === "json_object") return { response_format: { type } };
+  if (type === "json_schema") return { response_format: { type, json_schema: { name: "playground", schema: JSON.parse(text) } } };
+  return type ? { grammar: { type, text } } : {};
 }
 
 function choice(name, text) {

@@ -1,6 +1,6 @@
 // The page: what happens when something is pressed.
 
-import { allow, fromHash, offerLengths, request, toHash } from "./form.js";
+import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
 import { reset, showComparison, showFigures } from "./gauge.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
@@ -96,7 +96,7 @@ function complain(failure) {
   if (failure === null) return;
   say("");
   if (failure.status === 401) at("key-field").hidden = false;
-  const field = failure.status === 401 ? key : form.elements[failure.param];
+  const field = failure.status === 401 ? key : control(form, failure.param);
   field?.setAttribute("aria-invalid", "true");
   reveal(field);
   field?.focus();
@@ -143,6 +143,7 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   start();
 });
+form.addEventListener("input", () => adapt(form));
 form.addEventListener("change", remember);
 form.addEventListener("invalid", (event) => reveal(event.target), true);
 stop.addEventListener("click", () => current?.abort());

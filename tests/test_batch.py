@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_line_is_its_answer(tmp_path: Path) -> None:
     assert len(found) == len(lines) == len(said)
     assert said.pop("good") == {}
     params = {"line-1": None, "line-2": None, "field": "nn", "stream": "stream", "model": "model", "none": "prompt",
-              "line-7": "id", "long": None, "half": "prompt", "range": "temperature", "many": "n"}  # fmt: skip
+              "line-7": "id", "long": "prompt", "half": "prompt", "range": "temperature", "many": "n"}  # fmt: skip
     assert {name: error["param"] for name, error in said.items()} == params
     assert "not valid JSON" in said["line-1"]["message"]
     assert "JSON object" in said["line-2"]["message"]
@@ -177,7 +177,9 @@ def test_the_rule_is_coupled_where_a_line_has_a_seed(tmp_path: Path, monkeypatch
             "lines 1 and 3 have the same id 'a'",
         ),
         ([{"id": "a", "prompt": "x"}], "precious\n", "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], '{"id": "b"}\n{"id": [1]}\n', "out:2 is no answer"),
+        ([{"id": "a", "prompt": "x"}], '{"id": "b", "choices": []}\n{"id": [1], "choices": []}\n', "out:2 is no answer"),
+        ([{"id": "a", "prompt": "x"}], '{"id": "a", "prompt": "x"}\n', "out:1 is no answer"),
+        ([{"id": "a", "prompt": "x"}], "precious, without a line break", "out:1 is no answer"),
         (None, "", "No such file"),
     ],
 )
@@ -190,16 +192,26 @@ def test_files_that_cannot_be_used(tmp_path: Path, batch: Any, lines: Any, kept:
     assert (tmp_path / "out").read_text() == kept
 
 
+def test_the_output_is_another_file(tmp_path: Path, batch: Any) -> None:
+    kept = '{"id": "a", "prompt": "x"}'  # as if torn
+    (tmp_path / "in").write_text(kept)
+    assert batch(tmp_path / "in", tmp_path / "in") == (2, f"INPUT and OUTPUT are one file, '{tmp_path / 'in'}'")
+    assert (tmp_path / "in").read_text() == kept
+
+
 def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     with Ledger(tmp_path / "out") as ledger, pytest.raises(RequestError, match="another process is writing"):
         Ledger(tmp_path / "out")
     assert ledger.ids == set()
     with Ledger(tmp_path / "out") as again:
-        assert again.write({"id": 1}) is True
-        assert again.write({"id": 1, "choices": []}) is False
-        assert again.write({"id": "1"}) is True
-    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == [{"id": 1}, {"id": "1"}]
+        assert again.write({"id": 1, "choices": []}) is True
+        assert again.write({"id": 1, "error": {}}) is False
+        assert again.write({"id": "1", "error": {}}) is True
+    with Ledger(tmp_path / "out") as ledger:
+        assert ledger.ids == {1, "1"}
+    written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert written == [{"id": 1, "choices": []}, {"id": "1", "error": {}}]
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,8 @@ def batch(
     except ImportError as error:
         raise RequestError(f"shoal batch needs more packages ({error}): pip install 'shoal[serve]'") from error
     asked = list(lines.read_lines(requests))
+    if answers.exists() and answers.samefile(requests):
+        raise RequestError(f"INPUT and OUTPUT are one file, {str(answers)!r}")
     if rule == "auto":
         rule = "coupled" if any(line.seeded for line in asked) else "rejection"
     allowed = settings.Settings(
@@ -135,7 +137,7 @@ def batch(
         try:
             _answer(asked, ledger, tally, partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served))
         except KeyboardInterrupt:
-            stderr().print(f"interrupted: {tally}; the same command goes on from there", highlight=False)
+            stderr().print(f"interrupted: {tally}; the same command goes on from there", markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
     if json_output:
         print(json.dumps(tally.document()))

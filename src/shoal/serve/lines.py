@@ -67,7 +67,7 @@ def is_id(value: object) -> TypeGuard[str | int]:
 
 
 class Ledger:
-    """The output: an append-only JSON Lines file of objects with an "id", open to one process at a time.
+    """The output: an append-only JSON Lines file of answers, open to one process at a time.
 
     A last line that a kill has torn is cut off, and its request answered again.
 
@@ -82,7 +82,7 @@ class Ledger:
         try:
             self._file = path.open("a+b")
         except OSError as error:
-            raise RequestError(f"cannot write {str(path)!r}: {error.strerror}") from error
+            raise RequestError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
         try:
             _lock(self._file.fileno(), path)
             self.ids = self._read(path)
@@ -94,7 +94,7 @@ class Ledger:
         ids: set[str | int] = set()
         self._file.seek(0)
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
+            if line.startswith(b"{") and not line.endswith(b"\n"):
                 self._file.truncate(self._file.tell() - len(line))
             else:
                 ids.add(_id_of(line, f"{path}:{number}"))
@@ -118,12 +118,15 @@ class Ledger:
 
 def _id_of(line: bytes, where: str) -> str | int:
     try:
-        named = json.loads(line)["id"]
-    except (ValueError, TypeError, KeyError):
-        named = None
-    if named is None or not is_id(named):
-        raise RequestError(f'{where} is no answer: an object with an "id"; give another output file, or remove the line')
-    return named  # type: ignore[no-any-return]
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    named = entry.get("id") if isinstance(entry, dict) and entry.keys() & {"choices", "error"} else None
+    if not is_id(named):
+        raise RequestError(
+            f'{where} is no answer, which has an "id", and "choices" or an "error"; give another output file, or remove the line'
+        )
+    return named
 
 
 def _lock(descriptor: int, path: Path) -> None:

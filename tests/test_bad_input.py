@@ -68,8 +68,30 @@ def test_what_is_no_prompt(prompts: Any) -> None:
     refused(prompts, "a prompt must be a text or a list of token ids, got")
 
 
+def test_bytes_are_no_token_ids() -> None:
+    for prompts in (b"abc", [b"abc"], [[1], bytearray(b"abc")]):
+        refused(prompts, "a prompt must be a text or a list of token ids, got")
+
+
 def test_text_without_a_tokenizer() -> None:
     refused("hello", "a text prompt needs a tokenizer")
+    refused([[1]], "bad_words that are texts need a tokenizer", bad_words=["x"])
+
+
+def test_bad_words_that_are_no_texts() -> None:
+    refused([[1]], "a bad word is empty", tiny_tokenizer(), bad_words=["x", ""])
+    refused([[1]], r"a bad word is not text: U\+D800", tiny_tokenizer(), bad_words="\ud800")
+
+
+def test_one_bad_word_is_no_list_of_letters() -> None:
+    pair, _ = shoal(tiny_tokenizer())
+    asked: dict[str, Any] = {"max_new_tokens": 8, "seed": 0, "top_k": 2}
+    free = pair.generate([[1]], **asked)[0].samples[0].token_ids
+    letter = pair.tokenizer.decode(free[:1])
+    rare, banned = (
+        pair.generate([[1]], bad_words=words, **asked)[0].samples[0].token_ids for words in (f"{letter}\0\0", letter)
+    )
+    assert rare == free != banned
 
 
 @pytest.mark.parametrize(
@@ -142,6 +164,14 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("logit_bias", {"a": 1.0}, "a mapping of token id to a finite number"),
     ("logit_bias", [(1, 2.0)], "a mapping of token id to a finite number"),
     ("bad_words", [[]], "a list of non-empty token id lists"),
+    ("bad_words", 5, "a list of non-empty token id lists"),
+    ("bad_words", [5], "a list of non-empty token id lists"),
+    ("bad_words", None, "a list of non-empty token id lists"),
+    ("processors", None, "a list of callables"),
+    ("stop", None, "non-empty strings"),
+    ("stop", b"x", "non-empty strings"),
+    ("eos", 1.5, "token ids >= 0"),
+    ("eos", "</s>", "token ids >= 0"),
     ("min_new_tokens", -1, "an integer >= 0"),
     ("no_repeat_ngram", 1.5, "an integer >= 0"),
     ("processors", [3], "a list of callables"),

@@ -160,6 +160,8 @@ class Shoal:
 
     def _ids(self, item: Any) -> tuple[int, ...]:
         if not isinstance(item, str):
+            if isinstance(item, (bytes, bytearray)):  # a sequence of numbers, but none of tokens
+                raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r:.80}")
             try:
                 return tuple(index(token) for token in item)
             except TypeError:
@@ -170,14 +172,20 @@ class Shoal:
         return tuple(self.tokenizer.encode(item))
 
     def _encoded(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options with `bad_words` strings as token ids, both with and without a space before them."""
-        options = dict(options)
-        words = options.get("bad_words") or ()
-        if any(isinstance(word, str) for word in words):
-            variants = [v for word in words for v in ((word, f" {word}") if isinstance(word, str) else (word,))]
-            encode = lambda v: self.tokenizer.encode(v, add_special_tokens=False) if isinstance(v, str) else v  # noqa: E731
-            options["bad_words"] = [encode(v) for v in variants]
-        return options
+        """Options with `bad_words` that are texts as token ids."""
+        words = options.get("bad_words")
+        words = [words] if isinstance(words, str) else words
+        if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):
+            return dict(options)
+        spelled = [ids for word in words for ids in (self._spellings(word) if isinstance(word, str) else [word])]
+        return {**options, "bad_words": spelled}
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A word's ids, without and with a space before it."""
+        if self.tokenizer is None:
+            raise RequestError("bad_words that are texts need a tokenizer, and this model was given none")
+        require_text(word, "a bad word")
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")]
 
 
 def _rule(speculation: Speculation, sampling: Sampling) -> Rule:

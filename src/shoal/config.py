@@ -25,18 +25,22 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_text(text: str, name: str) -> None:
-    """What a model can continue.
+    """What a tokenizer can read.
 
     Raises:
         RequestError: it is empty, or holds half of a surrogate pair: bytes that were no UTF-8, or an escape cut in two.
     """
     if not text:
-        raise RequestError(f"{name} is empty: at least one token is needed to continue from")
+        raise RequestError(f"{name} is empty: at least one token is needed")
     half = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if half is not None:
         raise RequestError(f"{name} is not text: U+{ord(text[half]):04X} at position {half} stands for no character")
@@ -137,10 +141,16 @@ class Sampling:
             "logit_bias", "a mapping of token id to a finite number", self.logit_bias,
         )  # fmt: skip
         _require(
-            not isinstance(self.bad_words, str) and all(len(w) > 0 and all(_is_int(t) for t in w) for w in self.bad_words),
+            _is_list(self.bad_words)
+            and all(_is_list(word) and len(word) > 0 and all(map(_is_int, word)) for word in self.bad_words),
             "bad_words", "a list of non-empty token id lists", self.bad_words,
         )  # fmt: skip
-        _require(all(callable(p) for p in self.processors), "processors", "a list of callables", self.processors)
+        _require(
+            _is_list(self.processors) and all(map(callable, self.processors)),
+            "processors",
+            "a list of callables",
+            self.processors,
+        )
         _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "a Grammar or None", self.grammar)
 
     @property
@@ -182,10 +192,13 @@ class Limits:
         )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop)
+        _require(
+            _is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop
+        )
         if _is_int(self.eos):
             object.__setattr__(self, "eos", (self.eos,))
-        _require(self.eos is None or all(_is_int(t) and t >= 0 for t in self.eos), "eos", "token ids >= 0", self.eos)
+        eos_are_ids = self.eos is None or (_is_list(self.eos) and all(_is_int(t) and t >= 0 for t in self.eos))
+        _require(eos_are_ids, "eos", "token ids >= 0", self.eos)
         _require(
             self.time_budget is None or (_is_number(self.time_budget) and self.time_budget > 0),
             "time_budget", "seconds > 0 or None", self.time_budget,

@@ -206,10 +206,22 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
     except MemoryError as error:
         raise ModelError(f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = _first_sentence(error)
         if "trust_remote_code" in str(error):
             first += " Only if you trust it: trust_remote_code=True"
         raise RequestError(f"cannot load the {what} of {source}: {first}") from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """What an error of Transformers says, without the advice that follows."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else ""
+    whole = " ".join(text.split()) if line.endswith(":") else line
+    return (
+        whole
+        if isinstance(error, (OSError, ValueError, ImportError)) and whole
+        else f"{type(error).__name__} {whole}".strip()
+    )
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

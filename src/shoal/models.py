@@ -217,11 +217,8 @@ def _first_sentence(error: Exception) -> str:
     text = str(error).strip()
     line = text.splitlines()[0] if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
-    return (
-        whole
-        if isinstance(error, (OSError, ValueError, ImportError)) and whole
-        else f"{type(error).__name__} {whole}".strip()
-    )
+    told = whole and isinstance(error, (OSError, ValueError, ImportError))  # others say little without their kind
+    return whole if told else f"{type(error).__name__} {whole}".strip()
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

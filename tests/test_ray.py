@@ -17,6 +17,7 @@ import pytest
 
 from shoal import load
 from shoal.api import Shoal
+from shoal.errors import ModelError
 from shoal.serve.lines import Line
 from shoal.serve.recipe import Recipe
 from shoal.serve.run import bind
@@ -147,3 +148,21 @@ def test_replicas_answer_as_one_server(two_cpus: None, pair: tuple[Path, Path], 
     assert processes(tmp_path) == 2
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def load_nothing() -> Shoal:
+    raise ModelError("no such pair")
+
+
+def test_an_error_of_a_worker_is_raised_here(two_cpus: None) -> None:
+    done: list[Any] = []
+    with pytest.raises(ModelError, match=r"^no such pair$"):
+        cluster.answer([Line(1, "{}", 1)], Recipe(load_nothing, Settings("tiny")), done.append, 1, THIN)
+    assert not done
+
+
+def test_waiting_for_a_machine_that_is_not_there_is_told(two_cpus: None, caplog: pytest.LogCaptureFixture) -> None:
+    cluster._look_for_room(THIN)
+    cluster._look_for_room(cluster.Share(cpus=1, gpus=64))
+    said = [record.getMessage() for record in caplog.records if record.name == cluster.__name__]
+    assert said == ["no machine of this cluster has 1 CPUs and 64 GPUs: waiting for one"]

@@ -6,14 +6,15 @@ address, adds and removes them, and starts those anew whose engine has stopped.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -21,9 +22,12 @@ from fastapi import FastAPI
 from ray import data as ray_data
 from ray import serve as ray_serve
 
+from shoal.errors import InternalError, ShoalError
 from shoal.serve.lines import Json, Line
+from shoal.serve.offline import Offline
 from shoal.serve.recipe import Recipe
 
+LOG = logging.getLogger(__name__)
 NAME = "shoal"
 TASK = 64
 """Most lines of a task: so many are asked again when a process dies, and at a task's end its batch runs empty."""
@@ -59,34 +63,59 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
+def _look_for_room(share: Share) -> None:
+    """Says so if no machine of the cluster can ever hold a process: Ray waits in silence for one that can."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines):
+        LOG.warning("no machine of this cluster has %g CPUs and %g GPUs: waiting for one", share.cpus, share.gpus)
+
+
 # ── a batch ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], workers: int, share: Share) -> None:
-    """Answers lines as `Offline.answer` does, by so many workers; `done` is called here."""
+    """Answers lines as `Offline.answer` does, by so many workers; `done` is called here.
+
+    Raises:
+        ShoalError: what a worker raised, such as that there is no such model. Exception: what `done` raised.
+    """
     task = min(max(len(lines) // (TURNS * workers), 1), TASK)
-    items = [{"line": json.dumps(asdict(line))} for line in lines]
+    items = [{"line": pickle.dumps(line)} for line in lines]
     with connected():
+        _look_for_room(share)
         ray_data.DataContext.get_current().enable_progress_bars = False
         dealt = ray_data.from_items(items, override_num_blocks=math.ceil(len(lines) / task))
         pool = ray_data.ActorPoolStrategy(size=workers)
         answers = dealt.map_batches(Answerer, fn_constructor_args=(recipe,), batch_size=None, compute=pool, **share.options)
         for row in answers.iter_rows():
-            done(json.loads(row["answer"]))
+            got = pickle.loads(row["got"])
+            if isinstance(got, ShoalError):
+                raise got
+            done(got)
 
 
 class Answerer:
-    """A worker: it loads once, and answers one task after the other."""
+    """A worker: it loads at its first task, and answers one after the other."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._pair = recipe.offline()
+        self._recipe = recipe
 
-    def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """Answers the lines of a task, all or none: what a killed worker had answered of it never leaves it."""
-        answers: list[str] = []
-        lines = [Line(**json.loads(line)) for line in batch["line"]]
-        self._pair.answer(lines, lambda entry: answers.append(json.dumps(entry)))
-        return {"answer": answers}
+    @cached_property
+    def _pair(self) -> Offline:
+        return self._recipe.offline()
+
+    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
+        """Answers the lines of a task, all or none: what a killed worker had answered of it never leaves it.
+
+        An error is a row as well; raised here, it would come back in pages of Ray's.
+        """
+        got: list[Json | ShoalError] = []
+        try:
+            self._pair.answer([pickle.loads(line) for line in batch["line"]], got.append)
+        except Exception as error:
+            LOG.exception("a task failed")  # in Ray's log of this process
+            got = [error if isinstance(error, ShoalError) else InternalError(f"{type(error).__name__}: {error}")]
+        return {"got": [pickle.dumps(one) for one in got]}
 
 
 # ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,6 +174,7 @@ def run(recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, 
         KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
     with connected(), _until_told() as told:
+        _look_for_room(share)
         ray_serve.start(http_options={"host": host, "port": port})
         try:
             deploy(recipe, replicas, share)

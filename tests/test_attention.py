@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from shoal import attention
 from shoal.attention import METHODS, Problem
+from shoal.attention.mixed import CALL_BYTES, mixed
 from shoal.attention.reference import reference
 from shoal.cache import Plan
 from shoal.errors import InternalError, RequestError
@@ -21,7 +24,17 @@ from shoal.sharing import Prefix
 from shoal.testing import tiny_model
 
 CPU = torch.device("cpu")
-FAST = [name for name in METHODS if name not in ("reference", "fused", "strict")]  # the last two have tests of their own
+
+
+def cheap_calls(problem: Problem) -> Tensor:
+    """`mixed` where a call costs as much as five keys, so that tiny problems are mixed as well."""
+    each = problem.key[0, :, 0].numel() + problem.value[0, :, 0].numel()
+    with patch.dict(CALL_BYTES, cpu=5 * each * problem.key.element_size()):
+        return mixed(problem)
+
+
+WAYS = {**METHODS, "mixed, cheap calls": cheap_calls}
+FAST = [name for name in WAYS if name not in ("reference", "fused", "strict")]  # the last two have tests of their own
 POISON = {torch.float64: 1e4, torch.float32: 1e4, torch.bfloat16: 1e4, torch.float16: 30.0}  # float16 ends at 65504
 PROMPTS = [Prefix(2, 7), Prefix(9, 1), Prefix(12, 18)]
 CELLS = 31
@@ -142,7 +155,7 @@ def test_the_reference_is_the_definition(problem: Problem) -> None:
 @pytest.mark.parametrize("name", FAST)
 @given(problems((torch.float32, torch.float64)))
 def test_a_method_is_the_reference(name: str, problem: Problem) -> None:
-    out = METHODS[name](problem)
+    out = WAYS[name](problem)
     assert out.shape == (problem.plan.rows, problem.plan.q, problem.query.shape[1], problem.value.shape[-1])
     assert error(problem, out) <= tolerance(problem)
 
@@ -150,7 +163,7 @@ def test_a_method_is_the_reference(name: str, problem: Problem) -> None:
 @pytest.mark.parametrize("name", [*FAST, "reference"])
 @given(problems((torch.bfloat16, torch.float16)))
 def test_a_method_is_the_reference_in_half_the_bits(name: str, problem: Problem) -> None:
-    out = METHODS[name](problem)
+    out = WAYS[name](problem)
     assert out.dtype == problem.query.dtype
     assert error(problem, out) <= tolerance(problem)
 
@@ -179,7 +192,7 @@ def poisoned_store(problem: Problem, size: float) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", [*FAST, "reference"])
 @given(problems((torch.float32, torch.bfloat16, torch.float64, torch.float16)))
 def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> None:
-    clean, dirty = (used(p, METHODS[name](p)) for p in (problem, poisoned(problem)))
+    clean, dirty = (used(p, WAYS[name](p)) for p in (problem, poisoned(problem)))
     assert torch.equal(clean, dirty)
 
 
@@ -192,35 +205,68 @@ def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> 
 def test_the_tolerance_notices(name: str, wrong: dict[str, object]) -> None:
     """Negative control: a method that gets one thing wrong is far outside the tolerance."""
     problem = build([9, 2], [2, 4], torch.float32, window=4, softcap=2.0, sinks=True)
-    assert error(problem, METHODS[name](replace(problem, **wrong))) > 100 * tolerance(problem)  # type: ignore[arg-type]
+    assert error(problem, WAYS[name](replace(problem, **wrong))) > 100 * tolerance(problem)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_one_token_too_many_is_noticed(name: str) -> None:
     problem = build([9, 5], [1, 1], torch.float32)
     plan = Plan([0, 1], [9, 6], [1, 1], CPU)
-    assert error(problem, METHODS[name](replace(problem, plan=plan))) > 100 * tolerance(problem)
+    assert error(problem, WAYS[name](replace(problem, plan=plan))) > 100 * tolerance(problem)
 
 
 # ── which method ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
-    ("lengths", "chosen"),
+    ("tails", "alone", "width"),
     [
-        ([50, 50, 50, 50], "pad"),
-        ([50, 40, 45, 30], "pad"),
-        ([2000, 3, 3, 3], "split"),
-        ([120, 3, 3, 3], "pad"),
-        ([2000], "pad"),
+        ([50, 50, 50, 50], [], 50),
+        ([50, 40, 45, 30], [], 50),
+        ([3, 2000, 3, 3], [1], 3),
+        ([3, 2000, 3, 1500], [1, 3], 3),
+        ([120, 3, 3, 3], [], 120),  # padding three rows costs less than a call
+        ([2000, 1000, 500], [0, 1, 2], 0),
+        ([2000], [], 2000),
     ],
 )
-def test_auto_splits_when_one_row_is_much_longer(lengths: list[int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    for name in ("pad", "split"):
-        monkeypatch.setattr(attention, name, lambda problem, name=name: asked.append(name))
-    attention.auto(build(lengths, [1] * len(lengths), torch.float32))
-    assert asked == [chosen]
+def test_the_longest_rows_are_attended_alone(tails: list[int], alone: list[int], width: int) -> None:
+    plan = Plan(range(len(tails)), [tail - 1 for tail in tails], [1] * len(tails), CPU)
+    assert plan.apart(400) == (alone, width)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 500))
+def test_nothing_is_cheaper(tails: list[int], call: int) -> None:
+    plan = Plan(range(len(tails)), [tail - 1 for tail in tails], [1] * len(tails), CPU)
+
+    def cost(alone: Sequence[int], width: int) -> int:
+        together = len(tails) * width + call if len(alone) < len(tails) else 0
+        return together + sum(tails[row] + call for row in alone)
+
+    chosen, width = plan.apart(call)
+    assert all(tails[row] <= width for row in range(len(tails)) if row not in chosen)
+    widths = sorted({0, *tails})
+    every = [([row for row, tail in enumerate(tails) if tail > most], most) for most in widths]
+    assert cost(chosen, width) == min(cost(*one) for one in every)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts", "calls"), [([30, 2, 2, 2], [2, 1, 2, 2], 2), ([9, 9, 9], [1, 1, 1], 1), ([90, 40], [2, 1], 2)]
+)
+def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[int], calls: int) -> None:
+    problem = build(starts, counts, torch.float32)
+    with patch("shoal.attention.pad.scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
+        out = cheap_calls(problem)
+    assert called.call_count == calls
+    assert error(problem, out) <= tolerance(problem)
+
+
+def test_auto_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr(attention, "mixed", asked.append)
+    problem = build([5, 9], [1, 1], torch.float32)
+    attention.auto(problem)
+    assert asked == [problem]
 
 
 def test_unknown_method() -> None:
@@ -246,12 +292,22 @@ def test_no_mask_where_nothing_is_hidden() -> None:
     assert Plan([0, 1], [4, 4], [2, 2], CPU).bias(torch.float32) is not None
 
 
+def test_no_mask_for_what_sees_everything_that_it_is_given() -> None:
+    plan = Plan([0, 1, 2], [9, 4, 5], [1, 1, 1], CPU)
+    assert plan.bias(torch.float32, width=5) is None
+    assert plan.bias(torch.float32, width=6) is not None
+    assert plan.row_bias(1, torch.float32) is None
+    assert plan.row_bias(1, torch.float32, window=5) is None
+    assert plan.row_bias(1, torch.float32, window=4).tolist() == [[[[torch.finfo(torch.float32).min, 0, 0, 0, 0]]]]  # type: ignore[union-attr]
+
+
 def test_masks_are_made_once_per_pass() -> None:
     plan = Plan([0, 1], [4, 3], [2, 1], CPU)
     assert plan.bias(torch.float32, 3) is plan.bias(torch.float32, 3)
     assert plan.bias(torch.float32, 99) is plan.bias(torch.float32)
     assert plan.bias(torch.float32, 3) is not plan.bias(torch.float32)
     assert plan.bias(torch.bfloat16).dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert plan.row_bias(0, torch.float32) is plan.row_bias(0, torch.float32)
 
 
 def test_visible_keys_by_hand() -> None:

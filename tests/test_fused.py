@@ -58,9 +58,9 @@ def test_refused_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cuda", "triton", "dtype", "chosen"),
     [
         (True, True, torch.bfloat16, "fused"),
-        (True, True, torch.float64, "pad"),
-        (True, False, torch.bfloat16, "pad"),
-        (False, True, torch.bfloat16, "pad"),
+        (True, True, torch.float64, "mixed"),
+        (True, False, torch.bfloat16, "mixed"),
+        (False, True, torch.bfloat16, "mixed"),
     ],
 )
 def test_auto_takes_it_where_it_runs(
@@ -68,7 +68,7 @@ def test_auto_takes_it_where_it_runs(
 ) -> None:
     """A CUDA tensor is only pretended here: `auto` asks for nothing but its device and dtype."""
     asked = []
-    for name in ("pad", "split", "fused"):
+    for name in ("mixed", "fused"):
         monkeypatch.setattr(attention, name, lambda problem, name=name: asked.append(name))
     monkeypatch.setattr(module, "_has_triton", lambda: triton)
     query = SimpleNamespace(is_cuda=cuda, dtype=dtype)

@@ -10,7 +10,8 @@ the `Plan` has it all.
     fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
     strict      bits that depend on the query's own row only; CPU (`shoal.strict`)
     bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
-    auto        fused where it runs on CUDA; else pad, or split where padding would more than double the keys read
+    mixed       pad for most rows, split for the longest; how many those are is what costs least
+    auto        fused where it runs on CUDA; else mixed
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import AttentionInterface
 
 from shoal.attention.bifurcated import bifurcated
 from shoal.attention.fused import available, fused
+from shoal.attention.mixed import mixed
 from shoal.attention.pad import pad
 from shoal.attention.problem import Problem
 from shoal.attention.reference import reference
@@ -40,22 +42,17 @@ Method = Callable[[Problem], Tensor]
 NAME = "shoal"
 """The implementation name models are switched to."""
 
-WASTE = 2.0
-"""`auto` pads until the padded keys are this many times the real ones."""
-
 
 def auto(problem: Problem) -> Tensor:
-    """The kernel where there is a GPU; else pads while lengths are close, splits when one long row would make all pay for it."""
-    if problem.query.is_cuda and available(problem.query):
-        return fused(problem)
-    plan = problem.plan
-    return split(problem) if plan.rows * plan.kv > WASTE * sum(plan.tails) + 64 * plan.rows else pad(problem)
+    """The kernel where there is a GPU; else as much padding as is cheaper than calls."""
+    return fused(problem) if problem.query.is_cuda and available(problem.query) else mixed(problem)
 
 
 METHODS: dict[str, Method] = {
     "auto": auto,
     "pad": pad,
     "split": split,
+    "mixed": mixed,
     "bifurcated": bifurcated,
     "fused": fused,
     "reference": reference,

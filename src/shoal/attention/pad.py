@@ -10,13 +10,17 @@ from shoal.attention.bifurcated import bifurcated
 from shoal.attention.problem import Problem
 
 
-def pad(problem: Problem) -> Tensor:
-    """One batched call; returns [rows, q, heads, value dim]."""
+def pad(problem: Problem, width: int | None = None) -> Tensor:
+    """One batched call; returns [rows, q, heads, value dim].
+
+    Args:
+        width: keys that rows are padded to; what comes back for longer rows means nothing. None = the longest row's.
+    """
     if problem.shared_key is not None:
         return bifurcated(problem)
-    fold = problem.group
-    bias = problem.plan.bias(problem.query.dtype, problem.window, fold)
-    return attend_folded(problem.query, problem.key, problem.value, bias, problem)
+    key, value = problem.key[:, :, :width], problem.value[:, :, :width]
+    bias = problem.plan.bias(problem.query.dtype, problem.window, problem.group, width)
+    return attend_folded(problem.query, key, value, bias, problem)
 
 
 def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from shoal.attention.bifurcated import bifurcated
@@ -14,11 +16,17 @@ def split(problem: Problem) -> Tensor:
     if problem.shared_key is not None:
         return bifurcated(problem)
     plan = problem.plan
-    bias = plan.bias(problem.query.dtype, problem.window)  # [rows, 1, q, kv]; sliced per row, then folded
     out = problem.query.new_zeros(plan.rows, plan.q, problem.query.shape[1], problem.value.shape[-1])
-    for b, (length, count) in enumerate(zip(plan.lengths, plan.counts, strict=True)):
-        own = None if bias is None else bias[b : b + 1, :, :count, :length].repeat(1, 1, problem.group, 1)
+    attend_alone(problem, range(plan.rows), out)
+    return out
+
+
+def attend_alone(problem: Problem, rows: Iterable[int], out: Tensor) -> None:
+    """Writes what these rows' own tokens see to `out`, [rows, q, heads, value dim]."""
+    plan = problem.plan
+    for b in rows:
+        count, length = plan.counts[b], plan.lengths[b]
         query = problem.query[b : b + 1, :, :count]
         key, value = problem.key[b : b + 1, :, :length], problem.value[b : b + 1, :, :length]
-        out[b : b + 1, :count] = attend_folded(query, key, value, own, problem)
-    return out
+        bias = plan.row_bias(b, query.dtype, problem.window, problem.group)
+        out[b, :count] = attend_folded(query, key, value, bias, problem)[0]

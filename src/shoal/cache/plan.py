@@ -75,6 +75,7 @@ class Plan:
         self.positions = torch.from_numpy(self._positions).to(device)
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
         self._groups: dict[int | None, list[Shared]] = {}
+        self._apart: dict[int, tuple[list[int], int]] = {}
 
     @property
     def rows(self) -> int:
@@ -152,39 +153,66 @@ class Plan:
         bases = [0 if prefix is None else prefix.base for prefix in self.prefixes]
         return torch.tensor([self.starts, self.counts, self.offsets, bases], dtype=torch.int32, device=self.device)
 
-    def visible(self, window: int | None = None) -> Tensor:
-        """Which keys of its slot each query sees: causal, within the sliding window if any; [rows, q, kv] bool.
+    def visible(self, window: int | None = None, width: int | None = None) -> Tensor:
+        """Which keys of its slot each query sees: causal, within the sliding window if any; [rows, q, width] bool.
 
         Args:
-            window: number of most recent keys a query sees, itself included; None = all.
+            window: number of most recent keys a query sees, itself included; None = all. width: None = `kv`.
         """
-        keys = torch.arange(self.kv, device=self.device)
-        seen = keys <= self.places[..., None]
-        if window is not None:
-            seen &= keys > self.places[..., None] - window
-        return seen
+        keys = torch.arange(self.kv if width is None else width, device=self.device)
+        return _seen(keys, self.places[..., None], window)
 
-    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
-        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's lowest elsewhere; made once per
+    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
+        """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere; made once per
         pass.
 
         Args:
             fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
+            width: None = `kv`.
 
         Returns:
-            None when every query of every row sees every key (one token per row, equal lengths).
+            None when every query of every row sees every key (one token per row, none shorter than `width`).
         """
+        width = self.kv if width is None else width
         if window is not None and window >= self.kv:
             window = None
-        key = (dtype, window, fold)
+        key = (dtype, window, fold, width)
         if key not in self._masks:
-            if self.q == 1 and window is None and min(self.tails) == self.kv:
-                self._masks[key] = None
-            else:
-                hidden = ~self.visible(window).repeat(1, fold, 1)[:, None]
-                zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-                self._masks[key] = zeros.masked_fill_(hidden, torch.finfo(dtype).min)
+            all_seen = self.q == 1 and window is None and min(self.tails) >= width
+            self._masks[key] = None if all_seen else _additive(self.visible(window, width), dtype, fold)
         return self._masks[key]
+
+    def row_bias(self, row: int, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
+        """The same over one row's own tokens and keys, [1, 1, fold * count, length]; None when all are seen. Not for rows with
+        a prefix."""
+        count, length = self.counts[row], self.lengths[row]
+        if window is not None and window >= length:
+            window = None
+        if count == 1 and window is None:
+            return None
+        key = ("row", row, dtype, window, fold)
+        if key not in self._masks:
+            keys = torch.arange(length, device=self.device)
+            seen = _seen(keys, keys[-count:, None], window)
+            self._masks[key] = _additive(seen[None], dtype, fold)
+        return self._masks[key]
+
+    def apart(self, call: int) -> tuple[list[int], int]:
+        """How to attend most cheaply if a call takes as long as reading `call` keys of a row; decided once per pass.
+
+        Returns:
+            The rows to attend alone, the longest ones, and the width of one padded call that is enough for all others.
+        """
+        if call not in self._apart:
+            ends = self.tails if self.packed else self._places[:, -1] + 1
+            longest = np.argsort(-np.array(ends), kind="stable")
+            widths = np.array(ends)[longest]
+            alone = np.cumsum(np.array(self.tails)[longest] + call)
+            costs = np.concatenate([[0], alone]) + np.append(self.rows * widths + call, 0)
+            many = int(costs.argmin())
+            width = self.kv if many == 0 else int(widths[many]) if many < self.rows else 0
+            self._apart[call] = sorted(longest[:many].tolist()), width
+        return self._apart[call]
 
     def zero_bias(self, dtype: torch.dtype) -> Tensor:
         """An additive mask that hides nothing, for models that build their own when given none; [rows, 1, q, kv]."""
@@ -222,7 +250,20 @@ class Plan:
         if key not in self._masks:
             positions = self.positions[shared.rows]  # [rows, q]
             keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=self.device)
-            hidden = (keys <= positions[..., None] - window).repeat(1, fold, 1).flatten(0, 1)[None, None]
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-            self._masks[key] = zeros.masked_fill_(hidden, torch.finfo(dtype).min) if bool(hidden.any()) else None
+            seen = keys > positions[..., None] - window
+            together = seen.repeat(1, fold, 1).flatten(0, 1)[None]
+            self._masks[key] = None if bool(seen.all()) else _additive(together, dtype)
         return self._masks[key]
+
+
+def _seen(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """Which keys a query at each place sees."""
+    seen = keys <= places
+    return seen if window is None else seen & (keys > places - window)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
+    """[rows, q, kv] bool -> [rows, 1, fold * q, kv]: 0 where seen, the dtype's lowest elsewhere."""
+    hidden = ~seen.repeat(1, fold, 1)[:, None]
+    zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)
+    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)

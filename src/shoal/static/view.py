@@ -44,13 +44,13 @@ class StaticPlan(Plan):
         """Masks are made anew in every pass, once for all layers."""
         self._masks.clear()
 
-    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor:
-        """As `Plan.bias`, over all keys of the bucket: [rows, 1, fold * q, keys]."""
-        key = (dtype, window, fold)
+    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor:
+        """As `Plan.bias`, over all keys of the bucket where no width is given: [rows, 1, fold * q, keys]."""
+        key = (dtype, window, fold, width)
         bias = self._masks.get(key)
         if bias is None:
             positions = self._block.positions[..., None]
-            keys = torch.arange(self._block.bucket.keys, device=positions.device)
+            keys = torch.arange(self._block.bucket.keys if width is None else width, device=positions.device)
             hidden = keys > positions
             if window is not None:
                 hidden = hidden | (keys <= positions - window)

@@ -1,0 +1,96 @@
+"""`python -m shoal.bench.ragged`: a target pass over rows of unequal lengths, by attention method.
+
+Random keys and values, as time does not depend on them; every line compares its logits with those of `pad`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shoal.attention.mixed import CALL_BYTES
+from shoal.bench.measure import interleave
+from shoal.models import bundled, load_runner
+from shoal.runner import Runner
+
+WAYS = ("pad", "split", "mixed")
+SHORT, LONG = 100, 800
+"""Tokens of the two kinds of rows."""
+
+
+def mixes(rows: int) -> dict[str, list[int]]:
+    """Tokens that each row has before the pass."""
+    found = {"all short": [SHORT] * rows}
+    for name, share in (("one long", rows), ("1/8 long", 8), ("1/4 long", 4), ("1/2 long", 2), ("all long", 1)):
+        found[name] = [LONG if row % share == 0 else SHORT for row in range(rows)]
+    found["evenly spread"] = [SHORT + (LONG - SHORT) * row // max(rows - 1, 1) for row in range(rows)]
+    return found
+
+
+def a_pass(model: Runner, lengths: list[int], positions: int) -> Callable[[], tuple[float, torch.Tensor]]:
+    """A function that makes one pass over a filled cache, leaves it as it was, and returns milliseconds and logits."""
+    runner, slots = model.fork(), range(len(lengths))
+    runner.reserve(len(lengths), max(lengths) + positions)
+    generator = torch.Generator().manual_seed(0)
+    fill = torch.randint(runner.vocab_size, (len(lengths), max(lengths)), generator=generator)
+    runner.feed(slots, fill, lengths, want_logits=False)
+    tokens = fill[:, :positions]
+
+    def run() -> tuple[float, torch.Tensor]:
+        runner.seconds = 0.0
+        logits = runner.feed(slots, tokens, [positions] * len(lengths))
+        assert logits is not None
+        for slot, length in zip(slots, lengths, strict=True):
+            runner.cache.rollback(slot, length)
+        return 1000 * runner.seconds, logits
+
+    return run
+
+
+def call_keys(lines: list[dict[str, Any]], rows: int) -> float:
+    """Keys of a row that are read in the time of a call: for rows of one length `split` makes a call each where `pad` makes one,
+    and `pad` reads the more keys where all rows are long."""
+    of = {line["lengths"]: line for line in lines}
+    calls = (of["all short"]["split"] - of["all short"]["pad"]) / (rows - 1)
+    keys = (of["all long"]["pad"] - of["all short"]["pad"]) / (rows * (LONG - SHORT))
+    return float(calls / keys)
+
+
+def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
+    """One line per mix: medians of milliseconds by way, and the largest difference of the logits, in their standard deviations."""
+    models = {way: load_runner(bundled("target"), dtype="float32", attention=way) for way in WAYS}
+    lines: list[dict[str, Any]] = []
+    for name, lengths in mixes(rows).items():
+        runs = {way: a_pass(model, lengths, positions) for way, model in models.items()}
+        expected = runs["pad"]()[1]
+        apart = max(float((run()[1] - expected).abs().max() / expected.std()) for run in runs.values())
+        times = {way: median(time for time, _ in found) for way, found in interleave(runs, repeats).items()}
+        lines.append({"lengths": name, "rows": rows, "positions": positions, "difference": apart, **times})
+    return lines
+
+
+def main(rows: int = 32, positions: str = "1,5", repeats: int = 9, as_json: bool = typer.Option(False, "--json")) -> None:
+    """Prints milliseconds per pass of the bundled target, and what a call costs beside what is assumed."""
+    each = [measured(rows, int(many), repeats) for many in positions.split(",")]
+    lines, call = [line for part in each for line in part], call_keys(each[0], rows)
+    if as_json:
+        print(json.dumps({"lines": lines, "call_keys": call}))
+        return
+    table = Table("tokens per row", "positions", *WAYS, "logits differ by", title=f"ms per pass, {rows} rows")
+    for line in lines:
+        cells = [f"{line[way]:.1f}" for way in WAYS]
+        table.add_row(line["lengths"], str(line["positions"]), *cells, f"{line['difference']:.0e}")
+    console = Console(width=110)
+    console.print(table)
+    console.print(f"a call takes as long as reading {call:.0f} keys of a row; 'mixed' assumes {CALL_BYTES['cpu']} bytes")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from ray import data as ray_data
 from ray import serve as ray_serve
 
-from shoal.errors import InternalError, ShoalError
+from shoal.errors import InternalError, ModelError, ShoalError
 from shoal.serve.lines import Json, Line
 from shoal.serve.offline import Offline
 from shoal.serve.recipe import Recipe
@@ -138,7 +138,11 @@ class Replicas:
 
 
 def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
-    """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before."""
+    """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before.
+
+    Raises:
+        ModelError: replicas fail to start, and why.
+    """
 
     def app() -> FastAPI:
         return recipe.app()
@@ -150,7 +154,11 @@ def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
             "min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": replicas.wanted,
         },
     )  # fmt: skip
-    ray_serve.run(deployment.bind(), name=NAME)
+    try:
+        ray_serve.run(deployment.bind(), name=NAME)
+    except RuntimeError as error:  # which says no more than that it failed
+        told = ray_serve.status().applications[NAME].deployments[NAME].message
+        raise ModelError(f"no replica starts: {told.strip().splitlines()[-1]}") from error
 
 
 class Replica:

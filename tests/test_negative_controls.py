@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shoal.accept
-import shoal.engine
+import shoal.intake
 import shoal.verify
 from shoal.cache import SlotCache
 from shoal.config import Limits, Sampling
@@ -133,7 +133,7 @@ def test_the_same_uniforms_at_every_position(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row alone has the right law; only the test of independence sees it."""
-    monkeypatch.setattr(shoal.engine, "row_seed", lambda seed, row: row_seed(seed, row // 2))
+    monkeypatch.setattr(shoal.intake, "row_seed", lambda seed, row: row_seed(seed, row // 2))
     rows = run(table_model(P), table_model(Q), Fixed(3))[1]
     assert chi_square(joint(rows[::2], 4), chain_rule(P, 4)) > ALPHA
     assert independence(contingency(codes(rows[::2], 4, slice(2)), codes(rows[1::2], 4, slice(2)))) < ALPHA

@@ -285,9 +285,7 @@ async def load(url: str, process: int, known: list[Ask], seconds: float, clients
     found: Json = {"clients": clients}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
         watcher = asyncio.create_task(watch(process, sizes))
-        each = {
-            phase: [asks(known, random.Random(f"{seed} {phase} {number}")) for number in range(clients)] for phase in PHASES
-        }
+        each = {phase: [asks(known, random.Random(f"{seed} {number}")) for number in range(clients)] for phase in PHASES}
         seen = {phase: Seen() for phase in PHASES}
         turns = max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
         for turn in range(turns):
@@ -357,7 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="of both phases together")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="of what clients ask")
+    parser.add_argument("--seed", type=int, default=0, help="of what clients ask, the same in both phases")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments, options = parser.parse_known_args()  # the rest is for `shoal serve`
     seconds = 60 * arguments.minutes

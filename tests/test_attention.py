@@ -18,6 +18,7 @@ from shoal import attention
 from shoal.attention import METHODS, Problem
 from shoal.attention.mixed import CALL_BYTES, mixed
 from shoal.attention.reference import reference
+from shoal.bench import ragged
 from shoal.cache import Plan
 from shoal.errors import InternalError, RequestError
 from shoal.sharing import Prefix
@@ -316,3 +317,18 @@ def test_visible_keys_by_hand() -> None:
     assert plan.visible(2).int().tolist() == [[[0, 1, 1, 0], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
     assert plan.bias(torch.float32, fold=3).shape == (2, 1, 6, 4)  # type: ignore[union-attr]
     assert math.isclose(float(plan.bias(torch.float32).min()), torch.finfo(torch.float32).min)  # type: ignore[union-attr]
+
+
+# ── the benchmark ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_benchmark_measures_every_mix_by_every_method() -> None:
+    lines = ragged.measured(rows=2, positions=2, repeats=1)
+    assert [line["lengths"] for line in lines] == list(ragged.mixes(2))
+    assert all(line["difference"] < 1e-3 and min(line[way] for way in ragged.WAYS) > 0 for line in lines)
+    assert any(line["difference"] > 0 for line in lines)  # methods that really differ
+
+
+def test_what_a_call_costs_is_read_off_the_lines() -> None:
+    lines = [{"lengths": "all short", "pad": 10.0, "split": 40.0}, {"lengths": "all long", "pad": 10.0 + 4 * 700 / 100}]
+    assert math.isclose(ragged.call_keys(lines, 4), 1000)  # 10 ms for each of 3 calls, 0.01 ms for a key

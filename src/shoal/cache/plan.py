@@ -160,7 +160,7 @@ class Plan:
             window: number of most recent keys a query sees, itself included; None = all. width: None = `kv`.
         """
         keys = torch.arange(self.kv if width is None else width, device=self.device)
-        return _seen(keys, self.places[..., None], window)
+        return seen_keys(keys, self.places[..., None], window)
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
         """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere; made once per
@@ -179,7 +179,7 @@ class Plan:
         key = (dtype, window, fold, width)
         if key not in self._masks:
             all_seen = self.q == 1 and window is None and min(self.tails) >= width
-            self._masks[key] = None if all_seen else _additive(self.visible(window, width), dtype, fold)
+            self._masks[key] = None if all_seen else additive(self.visible(window, width), dtype, fold)
         return self._masks[key]
 
     def row_bias(self, row: int, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
@@ -193,8 +193,8 @@ class Plan:
         key = ("row", row, dtype, window, fold)
         if key not in self._masks:
             keys = torch.arange(length, device=self.device)
-            seen = _seen(keys, keys[-count:, None], window)
-            self._masks[key] = _additive(seen[None], dtype, fold)
+            seen = seen_keys(keys, keys[-count:, None], window)
+            self._masks[key] = additive(seen[None], dtype, fold)
         return self._masks[key]
 
     def apart(self, call: int) -> tuple[list[int], int]:
@@ -252,17 +252,17 @@ class Plan:
             keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=self.device)
             seen = keys > positions[..., None] - window
             together = seen.repeat(1, fold, 1).flatten(0, 1)[None]
-            self._masks[key] = None if bool(seen.all()) else _additive(together, dtype)
+            self._masks[key] = None if bool(seen.all()) else additive(together, dtype)
         return self._masks[key]
 
 
-def _seen(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
+def seen_keys(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
     """Which keys a query at each place sees."""
     seen = keys <= places
     return seen if window is None else seen & (keys > places - window)
 
 
-def _additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
     """[rows, q, kv] bool -> [rows, 1, fold * q, kv]: 0 where seen, the dtype's lowest elsewhere."""
     hidden = ~seen.repeat(1, fold, 1)[:, None]
     zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)

@@ -34,7 +34,19 @@ from shoal.cli.options import (
     TrustOption,
     parse_lookahead,
 )
-from shoal.cli.serve import LIMITS, MACHINES, CpusOption, GpusOption, ray_cluster, read_template
+from shoal.cli.serve import (
+    LIMITS,
+    MACHINES,
+    ChatTemplateOption,
+    CpusOption,
+    GpusOption,
+    KvMemoryOption,
+    MaxNOption,
+    MaxTokensOption,
+    in_bytes,
+    ray_cluster,
+    read_template,
+)
 from shoal.cli.views import stderr, stdout
 from shoal.errors import InternalError, RequestError
 
@@ -65,18 +77,10 @@ def batch(
         str | None,
         typer.Option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, for a tokenizer without.", rich_help_panel=MODELS)
-    ] = None,
-    max_n: Annotated[int, typer.Option(min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)] = 1024,
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="GiB that the keys and values of all samples may take; more wait.", show_default="no limit",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
+    chat_template: ChatTemplateOption = None,
+    max_n: MaxNOption = 64,
+    max_tokens: MaxTokensOption = 1024,
+    kv_memory: KvMemoryOption = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds; samples unfinished then are written as they are.", rich_help_panel=LIMITS)
     ] = 3600.0,
@@ -128,10 +132,9 @@ def batch(
         rule = "coupled" if any(line.seeded for line in asked) else "rejection"
     allowed = settings.Settings(
         model=name or model or "bundled", max_n=max_n, max_tokens=max_tokens, timeout=timeout, seeds=rule == "coupled",
-        chat_template=None if chat_template is None else read_template(chat_template),
+        chat_template=read_template(chat_template),
     )  # fmt: skip
-    kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
-    served = recipe.Recipe(source.load, allowed, controller, rule, kv_bytes)
+    served = recipe.Recipe(source.load, allowed, controller, rule, in_bytes(kv_memory))
     with lines.Ledger(answers) as ledger:
         tally = Tally(len(asked), sum(line.id in ledger.ids for line in asked))
         try:

@@ -44,6 +44,21 @@ CpusOption = Annotated[
 GpusOption = Annotated[
     float, typer.Option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.", rich_help_panel=MACHINES)
 ]
+ChatTemplateOption = Annotated[
+    Path | None,
+    typer.Option("--chat-template", help="A file with a chat template, for a tokenizer without.", rich_help_panel=MODELS),
+]
+MaxNOption = Annotated[
+    int, typer.Option("--max-n", min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)]
+KvMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-memory", min=0.001, help="GiB that the keys and values of all samples may take; more wait.",
+        show_default="no limit", rich_help_panel=LIMITS,
+    ),
+]  # fmt: skip
 
 
 def serve(
@@ -60,9 +75,7 @@ def serve(
         str | None,
         typer.Option(help="What clients call the model. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, for a tokenizer without.", rich_help_panel=MODELS)
-    ] = None,
+    chat_template: ChatTemplateOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ADDRESS)] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any that is free.", rich_help_panel=ADDRESS)] = 8000,
     api_key_file: Annotated[
@@ -76,21 +89,15 @@ def serve(
         list[str] | None,
         typer.Option(help="A web page's origin that may call from a browser; repeatable.", rich_help_panel=ADDRESS),
     ] = None,
-    max_n: Annotated[int, typer.Option(min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)] = 1024,
+    max_n: MaxNOption = 64,
+    max_tokens: MaxTokensOption = 1024,
     max_grammar: Annotated[
         int, typer.Option(min=1, help="Characters of a grammar or JSON schema.", rich_help_panel=LIMITS)
     ] = 16384,
     queue: Annotated[
         int, typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS)
     ] = 256,
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="GiB that the keys and values of all samples may take; more wait.", show_default="no limit",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
+    kv_memory: KvMemoryOption = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 2 * 2**20,
     timeout: Annotated[
         float,
@@ -162,10 +169,9 @@ def serve(
     allowed = settings.Settings(
         model=name or model or "bundled", queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
         max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
-        origins=tuple(cors_origin or ()), chat_template=None if chat_template is None else read_template(chat_template),
+        origins=tuple(cors_origin or ()), chat_template=read_template(chat_template),
     )  # fmt: skip
-    kv_bytes = None if kv_memory is None else int(kv_memory * 2**30)
-    served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, kv_bytes)
+    served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory))
     cluster = ray_cluster() if ray else None
     listening = run.bind(host, port)  # a port that is taken is found before a model is loaded
     port = listening.getsockname()[1]
@@ -190,8 +196,15 @@ def _tell(url: str, settings: Settings, json_output: bool) -> None:
         stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
 
 
-def read_template(template: Path) -> str:
-    """A chat template's text. Raises RequestError for a file that cannot be read."""
+def in_bytes(gib: float | None) -> int | None:
+    """GiB as bytes; None = no limit."""
+    return None if gib is None else int(gib * 2**30)
+
+
+def read_template(template: Path | None) -> str | None:
+    """A chat template's text, if there is a file. Raises RequestError for one that cannot be read."""
+    if template is None:
+        return None
     try:
         return template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from shoal.attention import Method, Problem
 from shoal.cache import Plan
+from shoal.cache.plan import additive, seen_keys
 from shoal.errors import InternalError
 from shoal.static.block import Block
 
@@ -51,11 +52,7 @@ class StaticPlan(Plan):
         if bias is None:
             positions = self._block.positions[..., None]
             keys = torch.arange(self._block.bucket.keys if width is None else width, device=positions.device)
-            hidden = keys > positions
-            if window is not None:
-                hidden = hidden | (keys <= positions - window)
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-            bias = self._masks[key] = zeros.masked_fill(hidden, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
+            bias = self._masks[key] = additive(seen_keys(keys, positions, window), dtype, fold)
         return bias
 
 

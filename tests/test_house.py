@@ -29,7 +29,7 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears tensor_parallel runner distributions "
     "history truncation attention cache static",
-    "words": "request schedule sharing config errors stats noise ranking",
+    "words": "request schedule deadlines sharing config errors stats noise ranking",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -57,6 +57,7 @@ WITHIN = {
     "ranking": "request",
     "request": "config errors stats ranking sharing",
     "schedule": "request",
+    "deadlines": "request",
     "sharing": "errors",
     "config": "errors",
     "stats": "errors",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -234,13 +238,98 @@ def test_cancelling_waiting_and_running_rows() -> None:
 
 
 def test_expired_rows_run_or_wait() -> None:
+    """Each leaves once, the earliest deadline first; those that ended before are not told again."""
     scheduler = Scheduler(1)
-    early, late, never = group(0, 2, deadline=1.0), group(1, 1, deadline=2.0), group(2, 1)
-    scheduler.add(early + late + never)
+    early, late, never = group(0, 2, deadline=1.0), group(1, 2, deadline=2.0), group(2, 1)
+    scheduler.add(late + early + never)
     scheduler.next_round()
-    assert scheduler.expired(0.5) == []
-    assert scheduler.expired(1.0) == early
-    assert scheduler.expired(9.0) == early + late
+    assert scheduler.expire(0.5) == []
+    assert scheduler.expire(1.0) == early
+    assert scheduler.running == late[:1]
+    scheduler.remove(late[1:])
+    assert scheduler.expire(9.0) == late[:1]
+    assert scheduler.expire(9.0) == []
+    assert list(scheduler.next_round().rows) == never
+
+
+def test_a_row_that_ended_is_not_kept_for_its_deadline() -> None:
+    """A server's rows end long before their deadlines: what is remembered is bounded by the rows that are there."""
+    scheduler = Scheduler(4)
+    stay = group(0, 2, deadline=9e9)
+    scheduler.add(stay)
+    for number in range(1, 200):
+        rows = group(number, 5, deadline=1e9 + number)
+        scheduler.add(rows)
+        scheduler.next_round()
+        scheduler.remove(rows)
+        assert len(scheduler._deadlines._heap) <= 2 * (len(stay) + len(rows))
+    assert scheduler.expire(8e9) == []
+    assert scheduler.expire(9e9) == stay
+
+
+class Watched(Row):
+    """A row that counts how often it is looked at, in Python or by a set or dict."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += 1
+        return super().__getattribute__(name)
+
+    def __hash__(self) -> int:
+        Watched.looks += 1
+        return object.__hash__(self)
+
+
+def work(do: Callable[[], object]) -> int:
+    """Bytecodes of shoal that `do` executes, and looks at rows: what it costs, whatever the machine does meanwhile."""
+    count, before, folder = 0, Watched.looks, str(Path(sys.modules["shoal"].__file__ or "").parent)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(previous)
+    return count + Watched.looks - before
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("deadline", [None, 1e9])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_round_costs_nothing_for_rows_that_wait(n: int, deadline: float | None, prompts: str) -> None:
+    """Twelve rounds in which rows end, are cancelled while they wait, and are admitted: as much work with 60 waiting as with 6,000,
+    but for the height of a heap."""
+
+    def of(waiting: int) -> int:
+        scheduler = Scheduler(4, prompts=prompts)
+        rows = [
+            Watched(row.request, row.group, row.index, 0, row.tokens, frozenset(), 1 << 20, deadline)
+            for number in range(waiting // n) for row in group(number, n, length=3)
+        ]  # fmt: skip
+        scheduler.add(rows)
+
+        def rounds() -> None:
+            for i in range(12):
+                scheduler.expire(0.0)
+                round_ = scheduler.next_round()
+                assert round_.rows
+                scheduler.remove([*round_.rows[i % 2 : 3], rows[-1 - i]])
+                assert not scheduler.idle
+
+        return work(rounds)
+
+    few, many = of(60), of(6000)
+    assert few > 1000
+    assert many <= few + 200
 
 
 @pytest.mark.parametrize("capacity", [0, -1])
@@ -289,3 +378,16 @@ def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert engine.target.cache.slots == min(max_batch, 80)
     assert tokens == alone()
+
+
+def test_an_engine_step_costs_nothing_for_rows_that_wait() -> None:
+    """Rows end in it, and others take their slots."""
+
+    def of(waiting: int) -> int:
+        engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(2), max_batch=4)
+        sampling, limits = Sampling(temperature=0), Limits(max_new_tokens=3, time_budget=1e6)
+        engine.submit(Request((1, 2), waiting, sampling, limits))
+        engine.step()
+        return work(lambda: [engine.step() for _ in range(3)])
+
+    assert of(2000) <= of(40) + 200

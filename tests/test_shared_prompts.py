@@ -60,18 +60,20 @@ def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
         living[group] = prefix
         if leaves:
             del living[min(living)]
-        store.keep(living)
+        for gone in set(range(group + 1)) - set(living):
+            store.forget(gone)
         assert {g: store.find(g) for g in range(group + 1) if store.find(g)} == living
 
 
 def test_holes_are_used_again() -> None:
     store = Store("shared")
     assert [store.admit(group, 1, 10) for group in range(3)] == [Prefix(0, 10), Prefix(10, 10), Prefix(20, 10)]
-    store.keep({0, 2})
+    store.forget(1)
     assert store.admit(3, 1, 4) == Prefix(10, 4)
     assert store.admit(4, 1, 6) == Prefix(14, 6)
     assert store.admit(5, 1, 1) == Prefix(30, 1)
-    store.keep(())
+    for group in range(6):
+        store.forget(group)
     assert store.admit(6, 1, 31) == Prefix(0, 31)
     assert store.cells == 31
 
@@ -365,7 +367,8 @@ def test_the_store_is_no_larger_than_what_was_needed_at_once() -> None:
 
 def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     target, drafter = pair()
-    engine = Engine(target, drafter, Fixed(K), max_batch=4, prompts="shared")
+    now = time.perf_counter()
+    engine = Engine(target, drafter, Fixed(K), max_batch=4, prompts="shared", clock=lambda: now)
     first, second = (
         engine.submit(Request(prompt(n), 3, Sampling(temperature=0), Limits(max_new_tokens=20))) for n in (20, 14)
     )
@@ -378,9 +381,9 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     engine.step()  # the late ones join, and do not fit where the first were
     check(engine)
     assert [store.find(group) for group in range(3)] == [None, Prefix(19, 13), Prefix(32, 29)]
-    for row in late:
-        row.deadline = time.perf_counter()
+    now += 61.0
     engine.step()
+    assert [row.finish_reason for row in late] == ["time", "time"]
     assert store.find(2) is None
     again = engine.submit(Request(prompt(9), 1, Sampling(temperature=0), Limits(max_new_tokens=20)))
     while engine.step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index
@@ -206,7 +207,7 @@ class Stream(Iterator[Increment]):
         self.rows = [engine.submit(request, stream=text) for request in self._requests]
         self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
         self._samples: dict[int, Sample] = {}
-        self._queue: list[Increment] = []
+        self._queue: deque[Increment] = deque()
 
     def __next__(self) -> Increment:
         while not self._queue:
@@ -214,7 +215,7 @@ class Stream(Iterator[Increment]):
             if not commits:
                 raise StopIteration
             self._take(commits)
-        return self._queue.pop(0)
+        return self._queue.popleft()
 
     def run(self) -> Result:
         """Everything at once.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +13,13 @@ from shoal.request import Row, TopLogprobs
 from shoal.round import Commit, Fault, Faults, Proposal, Scores, Verdict
 
 
-def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Commit]:
+def commit(
+    rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict, clock: Callable[[], float]
+) -> list[Commit]:  # fmt: skip
     """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
 
-    A row whose accepted drafts lead to a fault ends before it.
+    A row whose accepted drafts lead to a fault ends before it. The round ends when all rows have their tokens: that moment of the
+    `clock`, in seconds, is the end of every row that ends in it.
     """
     accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
     blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
@@ -25,7 +27,7 @@ def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Ver
     for b, fault in failing.items():
         blocks[b] = blocks[b][: fault.position]
     raw, processed = _logprobs(scores, blocks)
-    commits = []
+    told = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
         row.rounds += 1
         row.target_passes += 1
@@ -42,9 +44,15 @@ def commit(rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Ver
             row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
         if row.request.keep_logits:
             row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
-        sample = finish(row, time.perf_counter()) if row.finish_reason else None
-        commits.append(Commit(row, block[:taken], kept, visible_text(row), sample))
-    return commits
+        told.append((row, block[:taken], kept))
+    now = clock()
+    return [_commit(row, tokens, kept, now) for row, tokens, kept in told]
+
+
+def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
+    """The round's news of a row; a row that ended knows all its text only then, so the sample comes before the text."""
+    sample = finish(row, now) if row.finish_reason else None
+    return Commit(row, tokens, accepted, visible_text(row), sample)
 
 
 def _reached(rows: Sequence[Row], accepted: Sequence[int], *kinds: Faults) -> dict[int, Fault]:

@@ -8,7 +8,7 @@ acceptance and a row that ends inside a round are all cases of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Engine:
         prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.sharing`.
         chunk: most prompt tokens computed between two rounds while rows run; the rest of a long prompt waits for the next one.
         kv_bytes: what the caches of all models may take; rows wait until there is room. None = no limit but the machine's.
+        clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
     Attributes:
         stats: what was done so far. memory: what the caches take and may take.
@@ -51,7 +52,7 @@ class Engine:
     def __init__(
         self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
         tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prompts: str = "auto", chunk: int = CHUNK,
-        kv_bytes: int | None = None,
+        kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
         speculative = drafter_model is not None and controller.limit > 0 and controller.hopeful
@@ -68,6 +69,7 @@ class Engine:
         self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=self.memory.fits)
         self.intake = Intake(self.models, self.memory, self.context, tokenizer, eos)
         self.stats = Stats()
+        self._clock = clock or time.perf_counter
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,7 +93,7 @@ class Engine:
     def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.scheduler.remove(unfinished)
-        now, commits = time.perf_counter(), []
+        now, commits = self._clock(), []
         for row in unfinished:
             row.finish_reason, row.error = reason, error
             sample = finish(row, now)
@@ -107,7 +109,7 @@ class Engine:
         A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
         marked "error"; the others do not notice.
         """
-        ended = self._cut(self.scheduler.expired(time.perf_counter()), "time")
+        ended = self._cut(self.scheduler.expire(self._clock()), "time")
         rows = self._gather(ended)
         if not rows:
             return ended
@@ -119,7 +121,7 @@ class Engine:
         verdict = self.rule.decide(proposal, scores.p, luck)
         accepted = verdict.accepted.tolist()
         clock.append(self._now())
-        commits = commit(rows, proposal, scores, verdict)
+        commits = commit(rows, proposal, scores, verdict, self._clock)
         self._settle(rows)
         self._scrub(proposal, scores)
         clock.append(self._now())
@@ -129,7 +131,7 @@ class Engine:
 
     def _now(self) -> float:
         """The clock of the stages; it stands still while a static pass is built, which says nothing of the next round."""
-        return time.perf_counter() - sum(model.seconds_building for model in self.models)
+        return self._clock() - sum(model.seconds_building for model in self.models)
 
     def _gather(self, ended: list[Commit]) -> Sequence[Row]:
         """The rows of this round, their prompts in the caches and their slots side by side. Rows that there is no memory for join
@@ -151,7 +153,7 @@ class Engine:
                 ended += self._cut(refused, "error", error)
 
     def _prefill(self, round_: Round) -> None:
-        started = time.perf_counter()
+        started = self._clock()
         self.memory.make_room(round_)
         for model in self.models:
             computed = prefill(model, round_)
@@ -159,7 +161,7 @@ class Engine:
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.pieces)
         self.stats.prefill_tokens += computed
-        self.stats.seconds_prefill += time.perf_counter() - started
+        self.stats.seconds_prefill += self._clock() - started
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
         """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""

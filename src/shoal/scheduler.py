@@ -12,10 +12,11 @@ arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from shoal.deadlines import Deadlines
 from shoal.errors import RequestError
 from shoal.request import Row
 from shoal.schedule import Admission, Move, Piece, Round
@@ -29,17 +30,18 @@ CHUNK = 512
 
 @dataclass
 class Scheduler:
-    """Rows waiting, rows running, and who sits where.
+    """Rows waiting, rows running, and who sits where. A round costs nothing per row that waits.
 
     Attributes:
-        capacity: most rows in slots. prompts: whether groups share theirs, see `shoal.sharing`.
+        capacity: most rows in slots. waiting: rows without one, first come, first served (an ordered set).
+        prompts: whether groups share theirs, see `shoal.sharing`.
         chunk: most prompt tokens computed before a round that rows are waiting for.
         fits: is there memory for these rows in that many slots, and so many cells of shared prompts? Asked before a row is
             admitted, unless it would be alone.
     """
 
     capacity: int
-    waiting: deque[Row] = field(default_factory=deque)
+    waiting: OrderedDict[Row, None] = field(default_factory=OrderedDict)
     prompts: str = "copied"
     chunk: int = CHUNK
     fits: Callable[[Sequence[Row], int, int], bool] | None = None
@@ -51,6 +53,8 @@ class Scheduler:
         self._slots: list[Row | None] = []
         self._resident: list[int] = []
         self._store = Store(self.prompts)
+        self._deadlines = Deadlines()
+        self._groups: Counter[int] = Counter()  # rows of each that are in slots or wait
         self._filling: Row | None = None
         self._filled = 0
 
@@ -68,21 +72,35 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not any(self._slots)
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         """Rows join the queue, also while others run."""
-        self.waiting.extend(rows)
+        self.waiting.update(dict.fromkeys(rows))
+        self._groups.update(row.group for row in rows)
+        self._deadlines.add(rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Rows leave at once, wherever they are."""
-        gone = set(map(id, rows))
-        if not gone:
-            return
-        self.waiting = deque(row for row in self.waiting if id(row) not in gone)
-        self._slots = [None if row is not None and id(row) in gone else row for row in self._slots]
-        if self._filling is not None and id(self._filling) in gone:
-            self._store.forget(self._filling.group)  # it is not complete
+        """Rows leave at once, wherever they are; those that have left before are passed over."""
+        for row in rows:
+            if row in self.waiting:
+                del self.waiting[row]
+            elif self._has_slot(row):
+                self._slots[row.slot] = None
+            else:
+                continue
+            self._deadlines.discard(row)
+            self._leave_group(row)
+
+    def _has_slot(self, row: Row) -> bool:
+        return 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row
+
+    def _leave_group(self, row: Row) -> None:
+        if row is self._filling:
+            self._store.forget(row.group)  # it is not complete
             self._filling = None
-        self._store.keep({row.group for row in [*self.seated, *self.waiting]})
+        self._groups[row.group] -= 1
+        if not self._groups[row.group]:
+            del self._groups[row.group]
+            self._store.forget(row.group)
 
     def forget(self, slot: int) -> None:
         """The prompt that the slot held is no longer there."""
@@ -99,9 +117,11 @@ class Scheduler:
         self.remove(refused)
         return refused
 
-    def expired(self, now: float) -> list[Row]:
-        """Rows whose deadline has passed."""
-        return [row for row in [*self.seated, *self.waiting] if row.deadline is not None and now >= row.deadline]
+    def expire(self, now: float) -> list[Row]:
+        """Rows whose deadline has passed leave; returns them."""
+        due = self._deadlines.due(now)
+        self.remove(due)
+        return due
 
     def next_round(self) -> Round:
         """Goes on with the prompt that is not complete, fills free slots from the queue, then closes what holes remain."""
@@ -138,7 +158,7 @@ class Scheduler:
         Args:
             left: tokens that may still be computed in this round. fresh: groups whose prompts are completed in it.
         """
-        row = self.waiting[0]
+        row = next(iter(self.waiting))
         if not self.seated and not self._fits(row, 0):
             self._store.forget(row.group)  # it lies too far up, where there were others below; alone a row always fits
         source = self._resident.index(row.group) if row.group in self._resident else None
@@ -155,7 +175,7 @@ class Scheduler:
             if admission.computes:
                 self._store.forget(row.group)
             return None
-        self.waiting.popleft()
+        del self.waiting[row]
         if slot == len(self._slots):
             self._slots.append(None)
             self._resident.append(NOBODY)

@@ -6,7 +6,6 @@ prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from shoal.errors import RequestError
@@ -66,10 +65,6 @@ class Store:
             base = held.base + held.length
         self._held[group] = Prefix(base, length)
         return self._held[group]
-
-    def keep(self, groups: Collection[int]) -> None:
-        """Frees the prompts of all other groups."""
-        self._held = {group: prefix for group, prefix in self._held.items() if group in groups}
 
     def forget(self, group: int) -> None:
         """Frees the prompt of a group, if it is here."""

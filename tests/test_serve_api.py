@@ -313,7 +313,7 @@ def test_pieces_of_characters_have_their_bytes() -> None:
     ids = (*pair().tokenizer.encode("hello"), *pair().tokenizer.encode(text))
     with served(pair(says([ids], VOCABULARY)), chat_template="hello") as server:
         body = {"temperature": 0, "max_tokens": len(ids) - 5}
-        answer = server.post("/v1/chat/completions", prompt=None, messages=MESSAGES, logprobs=True, top_logprobs=3, **body)
+        answer = server.post("/v1/chat/completions", prompt="x", messages=MESSAGES, logprobs=True, top_logprobs=3, **body)
         assert answer.status_code == 400  # prompt is no field of a chat
         chat = server.client.chat.completions.create(
             model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, temperature=0, max_tokens=len(ids) - 5
@@ -519,7 +519,8 @@ def test_models(server: Served) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
-    ({"user": "me"}, "user"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
     ({"n": "2"}, "n"),
     ({"n": 0}, "n"),
@@ -531,9 +532,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 1025}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"stop": [1]}, "stop"),
@@ -587,7 +588,10 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str
     [
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [999]}, "prompt ids must be in 0..259"),
-        ({"prompt": "x" * 3000}, "the prompt has 3000 tokens"),
+        (
+            {"prompt": "x" * 3000},
+            "you requested 3001 tokens (3000 in the prompt, 1 in",
+        ),
         ({"logit_bias": {"999": 1}}, "logit_bias names token id 999"),
         ({"stop": [""]}, "stop must be non-empty strings"),
         ({"suffix": "x"}, "no fill-in-the-middle tokens"),

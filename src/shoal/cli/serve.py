@@ -73,7 +73,10 @@ def serve(
     quantize: QuantizeOption = "auto",
     name: Annotated[
         str | None,
-        typer.Option(help="What clients call the model. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
+        typer.Option(
+            help="What clients call the model. Without it, as --model (of a path its last part), or 'bundled'.",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
     chat_template: ChatTemplateOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ADDRESS)] = "127.0.0.1",
@@ -167,7 +170,7 @@ def serve(
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install 'shoal[serve]'") from error
     allowed = settings.Settings(
-        model=name or model or "bundled", queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
+        model=name or served_name(model), queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
         max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
         origins=tuple(cors_origin or ()), chat_template=read_template(chat_template),
     )  # fmt: skip
@@ -194,6 +197,14 @@ def _tell(url: str, settings: Settings, json_output: bool) -> None:
     stderr().print(said, markup=False, highlight=False, soft_wrap=True)
     if not settings.keys and not any(f"//{place}" in url for place in LOOPBACK):
         stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
+
+
+def served_name(model: str | None) -> str:
+    """What clients call a model: a directory by its last part, as they need not know where it lies."""
+    if model is None:
+        return "bundled"
+    place = Path(model).expanduser()
+    return place.resolve().name if place.is_dir() else model
 
 
 def in_bytes(gib: float | None) -> int | None:

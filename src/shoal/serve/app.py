@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -14,14 +14,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine import Engine
 from shoal.fim import middle_tokens
-from shoal.serve import answers, faults, forms
-from shoal.serve.bodies import BodyLimit
+from shoal.serve import answers, bodies, faults, forms
+from shoal.serve.bodies import GONE
 from shoal.serve.faults import Fault
 from shoal.serve.keys import opens
 from shoal.serve.metrics import Metrics
@@ -34,8 +35,11 @@ from shoal.serve.worker import Worker
 
 T = TypeVar("T", bound=Asked)
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
-GONE = 499
-"""Status under which answers are counted that nobody waited for."""
+NOTES: dict[str, dict[str, Any]] = {
+    "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": {"type": "string"}},
+    "x-shoal-clamped": {"description": "Values that were lowered to this server's limit.", "schema": {"type": "string"}},
+}
+"""Headers that say what was not done as it was asked."""
 BROKEN: dict[int | str, dict[str, Any]] = {503: {"model": answers.Health, "description": "The engine has stopped."}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": answers.ErrorAnswer, "description": what}
@@ -43,6 +47,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         400: "The request cannot be served; the message says why.",
         401: "The API key is missing or wrong.",
         404: "There is no such model.",
+        408: "The body took too long to arrive.",
         413: "The body is too large.",
         429: "Too much is waiting; Retry-After says when to come again.",
         500: "The model failed.",
@@ -78,10 +83,11 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     app.include_router(_api(shoal, worker, settings))
     app.include_router(_house(worker, metrics))
     app.include_router(page())
-    app.add_middleware(BodyLimit, most=settings.max_body)
     app.add_middleware(Counted, metrics=metrics)
     if settings.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[*NOTES]
+        )
     _describe(app)
     return app
 
@@ -100,24 +106,25 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     )
     model = _model(shoal, worker, settings)
 
-    async def answer(request: Request, asked: T, form: forms.Form, translate: Callable[[T], Order]) -> Response:
+    async def answer(request: Request, kind: type[T], form: forms.Form, translate: Callable[[T], Order]) -> Response:
+        asked = await bodies.read(request, kind, settings.max_body)
         require_model(asked.model or settings.model, settings)
         order = await run_in_threadpool(translate, asked)  # long texts take their time
         reply = Reply(worker, shoal.tokenizer, settings.model, form, order)
         if order.stream:
             events = reply.events()
-            return EventStream(await anext(events), events)
-        return await _unless_gone(request, reply.whole())
+            return EventStream(await anext(events), events, order.notes)
+        return await _unless_gone(request, reply.whole(), order.notes)
 
-    @router.post("/completions", responses=REFUSALS | {200: _answer(answers.Completion)}, response_model=None)
-    async def completions(request: Request, asked: CompletionRequest) -> Response:
+    @router.post("/completions", response_model=None, **_described(CompletionRequest, answers.Completion))
+    async def completions(request: Request) -> Response:
         """Continues texts."""
-        return await answer(request, asked, forms.Completions(), translator.completion)
+        return await answer(request, CompletionRequest, forms.Completions(), translator.completion)
 
-    @router.post("/chat/completions", responses=REFUSALS | {200: _answer(answers.ChatCompletion)}, response_model=None)
-    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+    @router.post("/chat/completions", response_model=None, **_described(ChatRequest, answers.ChatCompletion))
+    async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
-        return await answer(request, asked, forms.Chat(), translator.chat)
+        return await answer(request, ChatRequest, forms.Chat(), translator.chat)
 
     @router.get("/models", responses={401: REFUSALS[401]})
     async def models() -> answers.ModelList:
@@ -161,13 +168,13 @@ def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
     return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
 
 
-async def _unless_gone(request: Request, answer: Awaitable[forms.Json]) -> Response:
+async def _unless_gone(request: Request, answer: Awaitable[forms.Json], headers: Mapping[str, str]) -> Response:
     """The answer, or nothing at all if its client goes before it is there."""
     wanted = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(wanted.result()) if wanted.done() else Response(status_code=GONE)
+        return JSONResponse(wanted.result(), headers=headers) if wanted.done() else Response(status_code=GONE)
     finally:
         gone.cancel()
         wanted.cancel()
@@ -178,20 +185,28 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _answer(model: Any) -> dict[str, Any]:
-    """How a route's answer is described: one object, or events that each hold a part of one."""
-    return {"model": model, "content": {"text/event-stream": {}}}
+def _described(asked: type[Asked], answer: type[answers.Answer]) -> dict[str, Any]:
+    """A route's description: its body, and an answer that is one object, or events that each hold a part of one."""
+    schema = {"$ref": f"#/components/schemas/{asked.__name__}"}
+    return {
+        "responses": REFUSALS | {200: {"model": answer, "content": {"text/event-stream": {}}, "headers": NOTES}},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
 
 
 def _describe(app: FastAPI) -> None:
-    """The description tells what is so: requests that do not fit are answered with 400."""
+    """The description tells what is so: bodies are read by the handlers, and those that do not fit are answered with 400."""
     made = app.openapi
+    _, asked = models_json_schema(
+        [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
+    )
 
     def openapi() -> dict[str, Any]:
         description = made()
         for path in description["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        description["components"]["schemas"] |= asked["$defs"]
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -218,6 +233,9 @@ class Counted:
 
         try:
             await self.app(scope, receive, noted)
+        except Exception:
+            status = 500  # whoever raises it again outside of here answers so, unless an answer had begun
+            raise
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "other")  # not what was asked for: anybody could invent labels

@@ -1,46 +1,94 @@
-"""How large a request may be: a body is read before anything else looks at it, and one that is too large is never held."""
+"""Reading a request's body: at most so many bytes within so many seconds, JSON, and judged on a thread of its own.
+
+Handlers call this, so a body is read only after the key has been checked.
+"""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import json
+from typing import Any, TypeVar
+
+import anyio
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from shoal.serve.faults import Fault
 
+T = TypeVar("T", bound=BaseModel)
 PATIENCE = 64 * 2**20
 """Bytes that are read and dropped for the sake of the answer: a client still sending when the connection closes never sees it."""
+ARRIVAL = 60.0
+"""Seconds that a body may take to arrive."""
+GONE = 499
+"""Status under which answers are counted that nobody waited for."""
+MOST_FOUND = 100
+"""Errors that a body may come to: no list of them grows with it."""
+CLOSE = {"connection": "close"}
 
 
-class BodyLimit:
-    """ASGI middleware that answers 413 to bodies of more than `most` bytes, whether or not they tell their length."""
+async def read(request: Request, model: type[T], most: int) -> T:
+    """The body as a `model`.
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
+    Raises:
+        Fault: larger than `most` bytes (413), too slow (408), no JSON object (400). RequestValidationError: not what `model` takes.
+    """
+    try:
+        with anyio.fail_after(ARRIVAL):
+            body = await _received(request, most)
+    except TimeoutError as error:
+        message = f"the body did not arrive within {ARRIVAL:g} seconds"
+        raise Fault(408, message, code="request_timeout", headers=CLOSE) from error
+    except ClientDisconnect as error:
+        raise Fault(GONE, "the client has gone") from error
+    if not _is_json(request.headers.get("content-type", "")):
+        raise _no_object()
+    return await run_in_threadpool(parse, model, body)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything else on, the body as one message."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        body = await self._read(receive)
-        if body is None:
-            message, close = f"the body is larger than {self.most} bytes", {"connection": "close"}
-            await Fault(413, message, code="body_too_large", headers=close).response()(scope, receive, send)
-            return
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replayed() -> Message:
-            return waiting.pop() if waiting else await receive()
+def parse(model: type[T], body: bytes) -> T:
+    """A body as a `model`. Raises Fault or RequestValidationError, as `read` does."""
+    try:
+        fields = json.loads(body)
+    except RecursionError as error:
+        raise Fault(400, "the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise Fault(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise _no_object()
+    return validated(model, fields)
 
-        await self.app(scope, replayed, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body, or None if it is too large."""
-        body, size, more = bytearray(), 0, True
-        while more and size <= PATIENCE:
-            message = await receive()
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= self.most:
-                body += part
-            more = message.get("more_body", False)
-        return bytes(body) if size <= self.most else None
+def validated(model: type[T], fields: dict[str, Any]) -> T:
+    """An object as a `model`. Raises RequestValidationError, as FastAPI does."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found], body=fields) from error
+
+
+def _no_object() -> Fault:
+    return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+
+
+def _is_json(content_type: str) -> bool:
+    """Browsers send this type to another origin only if the server lets them (CORS)."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+async def _received(request: Request, most: int) -> bytes:
+    """The body. Raises Fault: it is too large, whether or not it told its length."""
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            body += part
+        elif size > PATIENCE:
+            break
+    if size > most:
+        raise Fault(413, f"the body is larger than {most} bytes", code="body_too_large", headers=CLOSE)
+    return bytes(body)

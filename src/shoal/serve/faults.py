@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ from starlette.exceptions import HTTPException
 
 from shoal.errors import RequestError
 
+MOST_ERRORS = 10
+"""Errors of one body that an answer tells."""
+LONGEST, LONGEST_PARAM = 800, 100
+"""Characters of a message and of a field's name; both may quote what was sent."""
+PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)")
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 """Types of errors by status; others are "invalid_request_error", or "server_error" from 500 on."""
 
@@ -27,8 +33,8 @@ class Fault(HTTPException):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(status, message, headers)
-        self.param, self.code = param, code
+        super().__init__(status, cut(public(message) if status >= 500 else message, LONGEST), headers)
+        self.param, self.code = None if param is None else cut(param, LONGEST_PARAM), code
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
@@ -38,6 +44,16 @@ class Fault(HTTPException):
     def response(self) -> Response:
         """The answer, in ASCII: a message may quote what is no text."""
         return Response(json.dumps(self.body()), self.status_code, self.headers, media_type="application/json")
+
+
+def public(message: str) -> str:
+    """A message of ours or of a library for clients: of every path on the disk only its last part."""
+    return PATH.sub(r"\1", message)
+
+
+def cut(text: str, most: int) -> str:
+    """At most `most` characters of a text."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def fault_of(error: Exception) -> Fault:
@@ -51,33 +67,32 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, HTTPException):
         code = "invalid_json" if error.status_code == 400 else None  # FastAPI's only one: nested too deeply, for one
         return Fault(error.status_code, str(error.detail), code=code, headers=error.headers)
-    return Fault(500, f"{type(error).__name__}: {error}", code="internal_error")
+    return Fault(500, f"an internal error ({type(error).__name__}); the server's log has more", code="internal_error")
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> Fault:
     """What pydantic found, told by the first field at fault; unknown ones first, as they may be why another is missing."""
-    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    kind, param = first["type"], _path(first["loc"], body)
-    if kind == "extra_forbidden":
+    first = min(errors, key=lambda error: error["type"] != "unknown_field")
+    kind, param = first["type"], _path(first, body)
+    if kind == "unknown_field":
         return Fault(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
-    if kind == "json_invalid":
-        return Fault(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     if not param:
         return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    found = [(_path(error["loc"], body), error["msg"]) for error in errors]
-    ways = dict.fromkeys(f"{path}: {what}" for path, what in found if f"{path}.".startswith(f"{param}."))
+    found = [(_path(error, body), error["msg"]) for error in errors[:MOST_ERRORS]]
+    ways = dict.fromkeys(f"{cut(path, LONGEST_PARAM)}: {what}" for path, what in found if f"{path}.".startswith(f"{param}."))
     return Fault(400, "; or: ".join(ways), param=param, code="invalid_value")
 
 
-def _path(loc: Sequence[str | int], body: Any) -> str:
+def _path(error: Mapping[str, Any], body: Any) -> str:
     """Where in a body an error is. Pydantic also tells which of several types it tried; that is in no body, and left out."""
-    path, here = [], body
+    path, here, loc = [], body, error["loc"]
     for part in loc[1:]:
         inside = (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int))
         if inside or (part == loc[-1] and isinstance(here, dict)):
             path.append(str(part))
             here = here[part] if inside else None
-    return ".".join(path)
+    inner = error.get("ctx", {}).get("at")
+    return ".".join(path if inner is None else [*path, inner])
 
 
 def install(app: FastAPI) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.request import Sample
+from shoal.serve.faults import public
 from shoal.serve.tickets import News, Token
 
 ENDINGS = {"eos": "stop", "stop": "stop", "length": "length", "time": "length", "cancelled": "length", "error": "error"}
@@ -151,7 +152,7 @@ class Choice:
         choice = {"index": self.index, **content, "logprobs": self._logprobs(tokens), "finish_reason": reason}
         self.offset += sum(len(token.text) for token in tokens)
         if news.error is not None:
-            choice["error"] = str(news.error)
+            choice["error"] = public(str(news.error))
         if self.details:
             choice["shoal"] = self._details(news)
         return choice
@@ -183,7 +184,7 @@ def usage(prompt_tokens: int, drawn: Sequence[Sample], returned: Sequence[Sample
             {
                 "index": index, "completion_tokens": len(sample.token_ids), "drafted": sample.drafted,
                 "accepted": sample.accepted, "rounds": sample.rounds, "mean_logprob": finite(sample.mean_logprob),
-                "ended_by": sample.finish_reason, "error": sample.error,
+                "ended_by": sample.finish_reason, "error": sample.error and public(sample.error),
             }
             for index, sample in enumerate(returned)
         ],

@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,13 +180,16 @@ class EventStream(StreamingResponse):
 
     Args:
         first: of the events, taken before there is a response: what the engine refuses still has a status to be told by.
+        headers: further ones of the answer.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         self._events = events
-        super().__init__(_chained(first, events), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(
+            _chained(first, events), headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Until the last event or until the client goes."""

@@ -1,10 +1,16 @@
-"""What clients may ask, field by field. A field that is not here is refused by name; null means the default."""
+"""What clients may ask, field by field. A field that is not here is refused by name; null means the default.
+
+Validation stops at the first bad item of a list or dict, and a value is judged as one type only, chosen by its first element: what
+a bad body costs, and how many errors it makes, does not grow with its size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 
 def _encodable(text: str) -> str:
@@ -16,24 +22,82 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _kind(value: Any) -> str:
+    """Which type of a union a value is judged as, by itself and its first element."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+def _kind_or_list(value: Any) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+def at(place: str, kind: str, message: str) -> PydanticCustomError:
+    """An error at a place inside the value that is being validated."""
+    return PydanticCustomError(kind, "{message}", {"message": message, "at": place})
+
+
+def _numbers(value: Any) -> Any:
+    """Entries of a dict are looked at until the first bad one."""
+    for name, number in value.items() if isinstance(value, dict) else ():
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise at(name, "float_type", "Input should be a valid number")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Stop = Annotated[Text, Field(max_length=512)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=64)]
-Ids = Annotated[list[NonNegative], Field(min_length=1)]
+Stops = Annotated[
+    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
+    Discriminator(_kind_or_list),
+]
+Ids = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts")]
+    | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
+    Discriminator(_kind),
+]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
 class Strict(BaseModel):
-    """A JSON object without unknown fields; a string is no number."""
+    """A JSON object without unknown fields, unless they are null; a string is no number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Drops what is unknown and null; any other unknown field ends the validation."""
+        if not isinstance(given, dict):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in given.items():
+            if name not in names and value is not None:
+                raise at(name, "unknown_field", "Unknown or unsupported field")
+        return {name: value for name, value in given.items() if name in names}
+
+    @classmethod
+    def ignored_fields(cls) -> Iterable[str]:
+        """Names of the fields that are accepted and ignored."""
+        return (name for name, field in cls.model_fields.items() if field.description == "Accepted and ignored.")
 
 
 class StreamOptions(Strict):
     """Options of a streamed answer."""
 
     include_usage: bool | None = Field(None, description="End with a chunk that has no choices but the usage.")
+    include_obfuscation: Ignored = None
 
 
 class Extension(Strict):
@@ -86,12 +150,16 @@ class Asked(Strict):
     """The fields that both APIs share."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
-    n: Annotated[int, Field(ge=1)] | None = Field(None, description="Samples per prompt; 1.")
-    max_tokens: NonNegative | None = Field(None, description="Most new tokens of a sample.")
+    n: Positive | None = Field(None, description="Samples per prompt; 1.")
+    max_tokens: NonNegative | None = Field(
+        None, description="Most new tokens of a sample; clamped to what the server allows."
+    )
     min_tokens: NonNegative | None = Field(None, description="No end-of-text token before that many tokens; 0.")
     temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 = greedy; 1.")
     top_p: Share | None = Field(None, description="Smallest set of tokens with this mass; 1 = off.")
-    top_k: NonNegative | None = Field(None, description="The k most probable tokens; 0 = off.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
+        None, description="The k most probable tokens; 0 or -1 = off."
+    )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Tokens at least so probable as the best one times this; 0 = off."
     )
@@ -101,9 +169,11 @@ class Asked(Strict):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
     )
-    logit_bias: dict[str, float] | None = Field(None, description="Token id, as a string -> value added to its score.")
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] | None = Field(
+        None, description="Token id, as a string -> value added to its score."
+    )
     stop: Stops | None = Field(None, description="Strings that end a sample; the text is cut before them.")
-    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024)] | None = Field(
+    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = Field(
         None, description="Token ids that end a sample, beside the model's own."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
@@ -120,18 +190,34 @@ class Asked(Strict):
         None, description="Drafts per round: as the server decides (auto), none (off), or at most so many."
     )
     shoal: Extension | None = None
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prediction: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    parallel_tool_calls: Ignored = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were sent and have no effect."""
+        own = [name for name in self.ignored_fields() if getattr(self, name) is not None]
+        options = self.stream_options
+        inner = [name for name in options.ignored_fields() if getattr(options, name) is not None] if options else []
+        return own + [f"stream_options.{name}" for name in inner]
 
 
 class CompletionRequest(Asked):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)],
-        Field(description="A text, texts, token ids, or lists of token ids."),
-    ]
+    prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
     suffix: Text | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
     echo: bool | None = Field(None, description="The prompt comes back before each sample's text.")
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
+    best_of: Positive | None = Field(
         None,
         description="Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
     )
@@ -146,11 +232,16 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation."""
+    """One message of a conversation, in the form of an answer's message too: clients send those back."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
+        Discriminator(_kind_or_list),
+    ]
     name: Text | None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
@@ -161,7 +252,10 @@ class Message(Strict):
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
+        None, description="Text is all there is."
+    )
     max_completion_tokens: NonNegative | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
     top_logprobs: NonNegative | None = Field(None, description="And of that many most probable tokens; with logprobs.")

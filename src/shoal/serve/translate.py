@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ class Order:
         kept: how many rows of each prompt come back, the best if not all.
         logprobs: None, or how many most probable tokens to tell beside each token's own log-probability.
         echo: texts of the prompts, if they are to come back. usage: a stream ends with what it took.
+        notes: headers that say what was not done as it was asked.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -47,6 +48,7 @@ class Order:
     stream: bool
     usage: bool
     details: bool
+    notes: Mapping[str, str]
 
 
 class Translator:
@@ -77,8 +79,10 @@ class Translator:
         self._require_room(drawn, len(_prompts(asked.prompt)))
         prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
         wanted = min(COMPLETION_TOKENS, self.settings.max_tokens) if asked.max_tokens is None else asked.max_tokens
+        wanted, notes = self._clamped(wanted)
+        self._require_context("prompt", prompts, wanted if asked.max_tokens is not None else min(wanted, 1))
         echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
-        return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo)
+        return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo, notes)
 
     def chat(self, asked: ChatRequest) -> Order:
         """Of /v1/chat/completions. Raises Fault or RequestError for what cannot be done."""
@@ -93,12 +97,15 @@ class Translator:
         wanted = next(iter(limits), None)
         if wanted is None:
             wanted = max(min(self.settings.max_tokens, self.context - len(ids)), 1)
-        return self._order(asked, [ids], wanted, n, n, logprobs, None)
+        wanted, notes = self._clamped(wanted)
+        self._require_context("messages", [ids], wanted)
+        return self._order(asked, [ids], wanted, n, n, logprobs, None, notes)
 
     def _order(
         self, asked: Asked, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, kept: int, logprobs: int | None,
-        echo: Sequence[str] | None,
+        echo: Sequence[str] | None, notes: Mapping[str, str],
     ) -> Order:  # fmt: skip
+        notes = {"x-shoal-ignored": ", ".join(asked.ignored), **notes} if asked.ignored else notes
         self._require("max_tokens", max_tokens, 0 if echo else 1, self.settings.max_tokens)
         self._require("n" if drawn == kept else "best_of", drawn, 1, self.settings.max_n)
         self._require("logprobs", logprobs or 0, 0, self.settings.max_logprobs)
@@ -111,7 +118,7 @@ class Translator:
         if asked.stream_options is not None and not asked.stream:
             raise Fault(400, "stream_options needs stream: true", param="stream_options")
         details = bool(asked.shoal and asked.shoal.details)
-        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details)
+        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details, notes)
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,7 +128,12 @@ class Translator:
                 raise Fault(400, "suffix needs a prompt that is a text", param="suffix")
             with _blaming("suffix"):
                 return tuple(fill_in_middle(self.tokenizer, prompt, suffix))
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if max(prompt) >= self.vocab_size:  # before anybody decodes it
+            message = f"prompt ids must be in 0..{self.vocab_size - 1}, got {max(prompt)}"
+            raise Fault(400, message, param="prompt", code="invalid_value")
+        return tuple(prompt)
 
     def _text(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
@@ -163,6 +175,21 @@ class Translator:
                 400, f"{name} must be in {least}..{most} on this server, got {value}", param=name, code="invalid_value"
             )
 
+    def _clamped(self, max_tokens: int) -> tuple[int, dict[str, str]]:
+        """As many as this server allows, and the header that says so if they were more."""
+        most = self.settings.max_tokens
+        return (max_tokens, {}) if max_tokens <= most else (most, {"x-shoal-clamped": f"max_tokens={most}"})
+
+    def _require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
+        """Prompts and their new tokens fit the model's context; in OpenAI's words, as clients look for them."""
+        longest = max(map(len, prompts))
+        if longest + new > self.context:
+            message = (
+                f"This model's maximum context length is {self.context} tokens. However, you requested {longest + new} tokens "
+                f"({longest} in the {param}, {new} in the completion). Please reduce the length of the {param} or completion."
+            )
+            raise Fault(400, message, param=param, code="context_length_exceeded")
+
     def _require_room(self, drawn: int, prompts: int) -> None:
         """Before anything is done for so many."""
         rows = drawn * prompts
@@ -172,6 +199,8 @@ class Translator:
 
     def _sampling(self, asked: Asked) -> Sampling:
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
+        if given.get("top_k") == -1:  # as vLLM says it
+            del given["top_k"]
         if "seed" in given and not self.settings.seeds and asked.temperature != 0:
             raise Fault(
                 400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"

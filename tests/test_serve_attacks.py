@@ -1,0 +1,234 @@
+"""Requests made to stop a server, or to be told too much: each is refused at a small price, and the others are served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from serving import PATIENCE, Served, legible, pair, served
+from shoal.cli.serve import served_name
+from shoal.serve import bodies
+from shoal.serve.faults import public
+
+JSON = {"content-type": "application/json"}
+ANSWER = 16 * 1024
+"""Bytes; the most that an error may take."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(pair(), chat_template="{{ messages[0].content }}") as running:
+        yield running
+
+
+def sent(server: Served, body: bytes, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+    return httpx.post(server.url + path, content=body, headers=JSON | headers, timeout=PATIENCE)
+
+
+# ── bodies that are expensive to judge ──────────────────────────────────────────────────────────────────────────────
+
+TEXT, MANY = b'{"prompt":"x",', 2 * 2**20 - 100
+CHAT = "/v1/chat/completions"
+
+
+def repeated(before: bytes, item: bytes, after: bytes) -> bytes:
+    """As many items as fit a body."""
+    return before + b",".join([item] * ((MANY - len(before)) // (len(item) + 1))) + after
+
+
+ATTACKS: dict[str, tuple[str, bytes]] = {
+    "empty lists": ("", repeated(b'{"prompt":[', b"[]", b"]}")),
+    "lists of empty lists": ("", repeated(b'{"prompt":[[1],', b"[[]]", b"]}")),
+    "bad ids": ("", repeated(b'{"prompt":[1,', b'""', b"]}")),
+    "bad texts": ("", repeated(b'{"prompt":["a",', b"1", b"]}")),
+    "bad ids in a list": ("", repeated(b'{"prompt":[[1],[1,', b"{}", b"]]}")),
+    "negative ids": ("", repeated(b'{"prompt":[', b"-1", b"]}")),
+    "halves of characters": ("", repeated(b'{"prompt":[', b'"\\ud800"', b"]}")),
+    "stop strings": ("", repeated(TEXT + b'"stop":[', b'"a"', b"]}")),
+    "bad stop strings": ("", repeated(TEXT + b'"stop":[', b"1", b"]}")),
+    "stop ids": ("", repeated(TEXT + b'"stop_token_ids":[', b'""', b"]}")),
+    "biases": ("", TEXT + b'"logit_bias":{' + b",".join(b'"%d":"x"' % i for i in range(150_000)) + b"}}"),
+    "biases that are none": ("", TEXT + b'"logit_bias":{' + b",".join(b'"a%d":1' % i for i in range(100_000)) + b"}}"),
+    "unknown fields": ("", TEXT + b",".join(b'"a%d":1' % i for i in range(150_000)) + b"}"),
+    "unknown fields inside": ("", TEXT + b'"shoal":{' + b",".join(b'"a%d":1' % i for i in range(150_000)) + b"}}"),
+    "a long name": ("", TEXT + b'"' + b"a" * (MANY - 100) + b'":1}'),
+    "a long name in many bytes": ("", TEXT + b'"' + "😀".encode() * (MANY // 5) + b'":1}'),
+    "a long name inside": ("", TEXT + b'"shoal":{"' + b"a" * (MANY - 100) + b'":1}}'),
+    "a long bias": ("", TEXT + b'"logit_bias":{"' + b"a" * (MANY - 100) + b'":1}}'),
+    "a long value": ("", TEXT + b'"speculation":"' + b"a" * (MANY - 100) + b'"}'),
+    "a long model": ("", TEXT + b'"model":"' + b"a" * (MANY - 100) + b'"}'),
+    "a large number": ("", b'{"prompt":["x","y","z"],"n":' + b"9" * 4300 + b"}"),
+    "a large seed": ("", TEXT + b'"seed":-' + b"9" * 4300 + b"}"),
+    "a large float": ("", TEXT + b'"temperature":' + b"9" * 4300 + b"}"),
+    "a large bias": ("", TEXT + b'"logit_bias":{"1":' + b"9" * 4300 + b"}}"),
+    "one name many times": ("", TEXT + b",".join([b'"n":0'] * 300_000) + b"}"),
+    "messages": (CHAT, repeated(b'{"messages":[', b"{}", b"]}")),
+    "messages of one field": (CHAT, repeated(b'{"messages":[', b'{"a":1}', b"]}")),
+    "parts": (CHAT, repeated(b'{"messages":[{"role":"user","content":[', b"[]", b"]}]}")),
+    "tool calls": (CHAT, repeated(b'{"messages":[{"role":"user","content":"x","tool_calls":[', b"[]", b"]}]}")),
+    "modalities": (CHAT, repeated(b'{"messages":[{"role":"user","content":"x"}],"modalities":[', b'"x"', b"]}")),
+    "deep": ("", b'{"prompt":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
+    "deep in a schema": (
+        "",
+        TEXT + b'"response_format":{"type":"json_schema","json_schema":{"schema":{"a":' + b"[" * 900 + b"]" * 900 + b"}}}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = ATTACKS[name]
+    assert len(body) <= 2 * 2**20
+    found = []
+    real = bodies.RequestValidationError
+    monkeypatch.setattr(
+        bodies, "RequestValidationError", lambda errors, body: found.append(len(errors)) or real(errors, body=body)
+    )
+    response = sent(server, body, path or "/v1/completions")
+    assert response.status_code == (404 if name == "a long model" else 400), response.text[:200]
+    assert len(response.content) < ANSWER
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert all(count <= bodies.MOST_FOUND for count in found)
+    assert server.worker.alive
+
+
+def test_many_errors_are_told_as_ten() -> None:
+    from shoal.serve.faults import fault_of
+
+    errors = [{"type": "x", "loc": ("body", "prompt", i), "msg": f"no {i}."} for i in range(100)]
+    fault = fault_of(
+        bodies.RequestValidationError([{**errors[0], "loc": ("body", "prompt")}, *errors], body={"prompt": [0] * 100})
+    )
+    assert fault.detail.count("no ") == 10
+
+
+def test_a_body_is_judged_while_others_are_served(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    judging, go_on = threading.Event(), threading.Event()
+    real = bodies.parse
+
+    def parse(*arguments: Any) -> Any:
+        judging.set()
+        assert go_on.wait(PATIENCE)
+        return real(*arguments)
+
+    monkeypatch.setattr(bodies, "parse", parse)
+    got: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: got.append(server.post(max_tokens=2)))
+    thread.start()
+    assert judging.wait(PATIENCE)
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
+    go_on.set()
+    thread.join(PATIENCE)
+    assert got[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "text/json+x"]
+)
+def test_pages_of_others_cannot_send_what_is_no_json(server: Served, kind: str | None) -> None:
+    """A browser asks before it sends JSON to another origin, and before nothing else."""
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind} if kind else {}
+    )
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+    for good in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
+        assert sent(server, b'{"prompt": "x"}', **{"content-type": good}).status_code == 200
+
+
+# ── errors that nobody foresaw ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ids_that_no_tokenizer_can_decode(server: Served) -> None:
+    for prompt in ([4294967296], [[1], [2**62]], [260]):
+        for echo in (True, False):
+            response = server.post(prompt=prompt, echo=echo)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_an_unhandled_error_counts_as_500_and_tells_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.serve.translate import Translator
+
+    def broken(*_: Any) -> Any:
+        raise FileNotFoundError("/home/user/models/secret")
+
+    monkeypatch.setattr(Translator, "completion", broken)
+    with served(pair()) as server:
+        response = server.post()
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert "secret" not in response.text
+        assert server.metric('shoal_requests_total{path="/v1/completions",status="500"}') == 1
+        assert server.metric('shoal_requests_total{path="/v1/completions",status="499"}') == 0
+
+
+def test_what_a_model_at_a_path_says_of_itself_is_told_without_the_path() -> None:
+    shoal = pair(lambda ids: legible(0)(ids) * (torch.nan if len(ids) > 8 else 1.0))
+    for model in (shoal.target, shoal.draft_model):
+        model.name = "/home/user/models/tiny-1.5b"
+    with served(shoal) as server:
+        responses = [
+            server.post(prompt=prompt, n=2, stream=stream) for prompt in ("hello", "hello hello") for stream in (False, True)
+        ]
+    assert 500 in {response.status_code for response in responses}
+    for response in responses:
+        assert "tiny-1.5b" in response.text
+        assert "/home" not in response.text
+        assert "models/" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("/home/user/a b", "a b"),
+        ("cannot read '/a/b.json': [Errno 2]", "cannot read 'b.json': [Errno 2]"),
+        ("in ~/x/y, ./x/y and ../x/y", "in y, y and y"),
+        (r"at C:\x\y.bin", "at y.bin"),
+        ("Qwen/Qwen3-8B at 3/4, see https://a.example/b and/or c", "Qwen/Qwen3-8B at 3/4, see https://a.example/b and/or c"),
+    ],
+)
+def test_paths_are_told_by_their_last_part(said: str, told: str) -> None:
+    assert public(said) == told
+
+
+def test_a_model_at_a_path_is_served_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = [served_name(name) for name in (None, "Qwen/Qwen3-8B", "small", "./small/", str(tmp_path / "small"))]
+    assert names == ["bundled", "Qwen/Qwen3-8B", "small", "small", "small"]
+
+
+# ── keys before bodies ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_key_is_checked_before_the_body_is_read() -> None:
+    with served(pair(), keys=("sesame",), max_body=1000) as server:
+        for body in (b"{", b"[" * 100_000, b'{"prompt": "' + b"x" * 10_000 + b'"}', b'{"bogus": 1}'):
+            assert sent(server, body).status_code == 401
+            assert sent(server, body, authorization="Bearer sesame").status_code in (400, 413)
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+            connection.settimeout(PATIENCE)
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n"
+            )
+            connection.sendall(head.encode())  # and no body
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_a_client_that_goes_before_its_body_is_there() -> None:
+    with served(pair()) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n"
+            )
+            connection.sendall(head.encode() + b'{"prompt":')
+        while not server.metric('shoal_requests_total{path="/v1/completions",status="499"}'):
+            threading.Event().wait(0.01)
+        assert json.loads(server.post().content)["choices"]

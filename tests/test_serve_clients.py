@@ -1,0 +1,120 @@
+"""What clients of OpenAI's API send besides what matters here: harmless fields are passed over and named, limits are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serving import Served, pair, served
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+HARMLESS: dict[str, Any] = {
+    "user": "me", "safety_identifier": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "low", "verbosity": "low", "parallel_tool_calls": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(pair(), max_tokens=200, chat_template=TEMPLATE) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_harmless_field_is_ignored_and_named(server: Served, name: str, stream: bool) -> None:
+    for path, asked in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        body = {**asked, "seed": 7, "max_tokens": 4, "stream": stream}
+        plain, with_it = (httpx.post(server.url + path, json=body | more) for more in ({}, {name: HARMLESS[name]}))
+        assert with_it.status_code == 200, with_it.text
+        assert with_it.headers["x-shoal-ignored"] == name
+        assert "x-shoal-ignored" not in plain.headers
+        assert "x-shoal-clamped" not in with_it.headers
+        if not stream:
+            assert with_it.json()["choices"] == plain.json()["choices"]
+
+
+def test_all_that_was_ignored_is_named(server: Served) -> None:
+    more = {"stream_options": {"include_usage": True, "include_obfuscation": True}, "stream": True}
+    headers = server.post(max_tokens=2, **HARMLESS, **more).headers
+    assert set(headers["x-shoal-ignored"].split(", ")) == {*HARMLESS, "stream_options.include_obfuscation"}
+
+
+def test_null_is_no_field(server: Served) -> None:
+    response = server.post(max_tokens=2, tools=None, functions=None, whatever=None, shoal={"what": None}, user=None)
+    assert response.status_code == 200
+    assert "x-shoal-ignored" not in response.headers
+    refused = server.post(whatever=None, ignore_eos=False)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ignore_eos")
+    assert refused.json()["error"]["code"] == "unknown_field"
+
+
+def test_the_official_client_sends_back_what_it_got(server: Served) -> None:
+    """`message.model_dump()` has null fields, and answers of OpenAI's have empty lists."""
+    client = server.client.chat.completions
+    first = client.create(model="tiny", messages=MESSAGES, seed=1, max_tokens=8, user="me", store=False, modalities=["text"])
+    said = first.choices[0].message.model_dump()
+    assert said["refusal"] is said["tool_calls"] is said["function_call"] is said["audio"] is None
+    again = [client.create(model="tiny", messages=[*MESSAGES, message, *MESSAGES], seed=1, max_tokens=8) for message in (
+        said, {**said, "tool_calls": [], "annotations": []}, {"role": "assistant", "content": said["content"]},
+    )]  # fmt: skip
+    assert len({answer.choices[0].message.content for answer in again}) == 1
+    assert again[0].usage.prompt_tokens == len("<user>hi<assistant><user>hi<assistant>") + len(said["content"])
+    for field in ({"tool_calls": [{"id": "x"}]}, {"refusal": "no"}, {"audio": {"id": "x"}}):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.create(model="tiny", messages=[{**said, **field}])
+        assert error.value.param.endswith(next(iter(field)))
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        client.create(model="tiny", messages=MESSAGES, modalities=["text", "audio"])
+
+
+def test_top_k_may_be_switched_off_as_elsewhere(server: Served) -> None:
+    choices = [server.post(seed=7, top_k=k).json()["choices"] for k in (-1, 0, 1)]
+    assert choices[0] == choices[1] != choices[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_server_allows_are_clamped_and_said(server: Served, stream: bool) -> None:
+    for name, path, asked in (
+        ("max_tokens", "/v1/completions", {"prompt": "hello"}),
+        ("max_tokens", "/v1/chat/completions", {"messages": MESSAGES}),
+        ("max_completion_tokens", "/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        response = httpx.post(server.url + path, json={**asked, name: 10**6, "stream": stream}, timeout=100)
+        assert response.headers["x-shoal-clamped"] == "max_tokens=200"
+        if not stream:
+            assert response.json()["usage"]["completion_tokens"] == 200
+        exact = httpx.post(server.url + path, json={**asked, name: 200, "stream": stream}, timeout=100)
+        assert "x-shoal-clamped" not in exact.headers
+
+
+def test_beyond_the_context_is_told_in_the_words_that_clients_look_for(server: Served) -> None:
+    long = "x" * 1950
+    with pytest.raises(openai.BadRequestError) as error:
+        server.client.completions.create(model="tiny", prompt=long, max_tokens=99)
+    assert (error.value.code, error.value.type, error.value.param) == (
+        "context_length_exceeded", "invalid_request_error", "prompt",
+    )  # fmt: skip
+    assert "maximum context length is 2048 tokens. However, you requested 2049 tokens" in str(error.value)
+    with pytest.raises(openai.BadRequestError) as error:
+        server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 3000}])
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+    assert server.client.completions.create(model="tiny", prompt=long, max_tokens=98).usage.completion_tokens == 98
+    assert (
+        server.post(prompt="x" * 2040).json()["choices"][0]["finish_reason"] == "length"
+    )  # who says nothing gets what fits
+    assert server.post(prompt=["x", "x" * 2040], max_tokens=9).json()["error"]["code"] == "context_length_exceeded"
+    assert server.post(prompt="x" * 2048, max_tokens=0, echo=True, logprobs=0).status_code == 200
+
+
+def test_pages_may_read_the_notes() -> None:
+    origin = "https://page.example"
+    with served(pair(), origins=(origin,)) as server:
+        exposed = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"origin": origin}).headers
+        assert set(exposed["access-control-expose-headers"].split(", ")) == {"x-shoal-ignored", "x-shoal-clamped"}

@@ -26,7 +26,7 @@ from shoal.cli.views import Board, plain_table, printable, stdout
 from shoal.testing import save_pair
 
 SAMPLE_KEYS = {
-    "text", "token_ids", "mean_logprob", "finish_reason", "finished_at_s", "rounds", "drafted", "accepted",
+    "text", "token_ids", "mean_logprob", "finish_reason", "finished", "finished_at_s", "rounds", "drafted", "accepted",
 }  # fmt: skip
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "prefill_chunks", "row_rounds", "drafted", "accepted",

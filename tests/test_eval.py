@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shoal.evaluation.journal import Journal
 from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, WAYS, Plan, Sampler
 from shoal.evaluation.tasks import Document, Task, summary_tasks
+from shoal.outputs import finish
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.scripted import mixed, one_hot, scripted
 from shoal.testing.tiny import END
@@ -171,6 +173,20 @@ def test_a_budget_shorter_than_the_prompts_pass_has_no_sample(pair: Shoal, tmp_p
         assert line["finished"]["mean"] == line["passed_all"]["mean"] == line["pass@1"]["mean"] == 0
         assert line["tokens"]["mean"] is None
     assert (tmp_path / FIGURE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_that_ended_too_late_is_not_finished(
+    pair: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """It ended by itself, in the round in which its time was over: it gets no grade and counts in no figure."""
+    monkeypatch.setattr("shoal.commit.finish", lambda row, now: replace(finish(row, now), in_time=row.index != 0))
+    evaluation = evaluate(tmp_path, pair, [task("a")], plan(ways=(BATCHED,)))
+    first, *others = evaluation.samples.entries["a"]["attempts"][BATCHED]["samples"]
+    assert (first["finished"], first["finish_reason"]) == (False, "eos")
+    assert all(sample["finished"] for sample in others)
+    assert [grade is None for grade in evaluation.grades.entries["a"]["grades"][BATCHED]] == [True] + [False] * (N - 1)
+    (line,) = evaluation.report(("passed",), [9.0], {}, plot=False)["lines"]
+    assert line["finished"]["mean"] == (N - 1) / N
 
 
 @pytest.mark.parametrize(

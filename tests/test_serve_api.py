@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
+from shoal import outputs
 from shoal.config import Grammar
-from shoal.request import Output
+from shoal.request import Output, Row, Sample
 from shoal.serve.spelling import spelled
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
@@ -391,6 +393,23 @@ def test_best_of_returns_the_best_first(server: Served) -> None:
     assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ranked[:2]]
     assert [took["mean_logprob"] for took in answer["usage"]["choices"]] == [sample.mean_logprob for sample in ranked[:2]]
     assert answer["usage"]["completion_tokens"] == 5 * 16
+
+
+def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples end by themselves, those with the best mean log-probabilities too late."""
+    ranked = offline(server, n=5, seed=7).ranked
+    late = {sample.token_ids for sample in ranked[:3]}
+
+    def finish(row: Row, now: float) -> Sample:
+        sample = outputs.finish(row, now)
+        return replace(sample, in_time=sample.token_ids not in late)
+
+    monkeypatch.setattr("shoal.commit.finish", finish)
+    answer = server.post(n=3, best_of=5, seed=7).json()
+    best = [*ranked[3:], ranked[0]]
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in best]
+    assert [took["finished"] for took in answer["usage"]["choices"]] == [True, True, False]
+    assert [took["ended_by"] for took in answer["usage"]["choices"]] == [sample.finish_reason for sample in best]
 
 
 def test_suffix_fills_in(bundled: Served) -> None:

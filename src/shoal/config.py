@@ -175,7 +175,8 @@ class Limits:
         max_new_tokens: >= 1 tokens after the prompt.
         stop: strings that end a row; text, ids and logprobs are cut before the string.
         eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays in `token_ids`.
-        time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time".
+        time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time". Samples that finish in
+            time are conditioned on that: short ones are over-represented among them (docs/quality.md).
     """
 
     max_new_tokens: int = 128

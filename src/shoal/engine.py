@@ -41,7 +41,7 @@ class Engine:
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.sharing`.
-        chunk: most prompt tokens computed between two rounds while rows run; the rest of a long prompt waits for the next one.
+        chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
         kv_bytes: what the caches of all models may take; rows wait until there is room. None = no limit but the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
@@ -109,7 +109,7 @@ class Engine:
         A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
         marked "error"; the others do not notice.
         """
-        ended = self._cut(self.scheduler.expire(self._clock()), "time")
+        ended = self._expire()
         rows = self._gather(ended)
         if not rows:
             return ended
@@ -133,24 +133,47 @@ class Engine:
         """The clock of the stages; it stands still while a static pass is built, which says nothing of the next round."""
         return self._clock() - sum(model.seconds_building for model in self.models)
 
+    def _expire(self) -> list[Commit]:
+        """Ends the rows whose deadline has passed."""
+        return self._cut(self.scheduler.expire(self._clock()), "time")
+
     def _gather(self, ended: list[Commit]) -> Sequence[Row]:
-        """The rows of this round, their prompts in the caches and their slots side by side. Rows that there is no memory for join
-        those that have `ended`."""
+        """The rows of this round, their prompts in the caches and their slots side by side.
+
+        Rows that there is no memory for, and those whose deadline passes while prompts are computed, join those that have `ended`.
+        Empty also if nothing runs for now and rows have ended: they are returned before the next prompt is computed.
+        """
         while True:
             round_ = self.scheduler.next_round()
             if not (round_.admissions or round_.pieces or round_.moves):
                 return round_.rows
             try:
                 self._prefill(round_)
-                return round_.rows
             except ModelError as error:
-                refused = self.scheduler.refuse(round_)
-                if not refused:
-                    raise
-                moves = [move for move in round_.moves if move.row not in refused]
-                for model in self.models:
-                    prefill(model, Round(round_.rows, moves=moves))
-                ended += self._cut(refused, "error", error)
+                ended += self._refuse(round_, error)
+                continue
+            late = self._expire()
+            rows = self._close_up() if late else round_.rows
+            ended += late
+            if rows or ended:
+                return rows
+
+    def _close_up(self) -> Sequence[Row]:
+        """The rows of a round that others have left since their prompts were computed: their slots side by side again."""
+        round_ = self.scheduler.close_up()
+        for model in self.models:
+            prefill(model, round_)
+        return round_.rows
+
+    def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
+        """Ends the rows that a round was to admit, as their prompts could not be computed; raises the error if there are none."""
+        refused = self.scheduler.refuse(round_)
+        if not refused:
+            raise error
+        moves = [move for move in round_.moves if move.row not in refused]
+        for model in self.models:
+            prefill(model, Round(round_.rows, moves=moves))
+        return self._cut(refused, "error", error)
 
     def _prefill(self, round_: Round) -> None:
         started = self._clock()

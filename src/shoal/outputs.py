@@ -109,7 +109,7 @@ def finish(row: Row, now: float) -> Sample:
     """The sample of a row that has ended, cut where its stop string begins.
 
     Args:
-        now: seconds of `time.perf_counter` at the end of the round.
+        now: seconds at the end of the round, by the clock that its deadline is set by.
     """
     row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens
@@ -131,4 +131,5 @@ def finish(row: Row, now: float) -> Sample:
         from_draft=tuple(row.from_draft[:kept]),
         top_logprobs=tuple(row.top_logprobs[:kept]),
         error=None if row.error is None else str(row.error),
+        in_time=row.deadline is None or now <= row.deadline,
     )

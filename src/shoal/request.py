@@ -123,7 +123,9 @@ class Sample:
         processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
         mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
         finish_reason: one of `FINISH_REASONS`. error: what went wrong, if that is "error"; the tokens before it stand.
-        finished_at: seconds from submission to the round that ended the row.
+        finished_at: seconds from submission to the end of the round that ended the row.
+        in_time: that was no later than its deadline. A row that comes to its end in the round in which its time is over keeps its
+            reason, as its text is whole; but it has not finished within its budget.
         rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
         from_draft: per token, True for an accepted draft, False for a replacement or bonus.
         top_logprobs: per token, when asked for.
@@ -143,11 +145,13 @@ class Sample:
     from_draft: tuple[bool, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
     error: str | None = None
+    in_time: bool = True
 
     @property
     def finished(self) -> bool:
-        """False when the time budget, a cancellation or a fault cut the row."""
-        return self.finish_reason not in ("time", "cancelled", "error")
+        """False when the time budget, a cancellation or a fault cut the row, or when it ended after its deadline: what ranks and
+        counts samples goes by this."""
+        return self.in_time and self.finish_reason not in ("time", "cancelled", "error")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ after its row has gone: prompts are admitted first come, first served, so a grou
 A prompt in the shared store stays there for as long as a row of its group runs or waits.
 
 While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
-arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs, and nobody is admitted before it is complete.
+arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs, and nobody is admitted before it is complete. The
+same holds while nothing runs if any row has a deadline: deadlines are read between the pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Scheduler:
     Attributes:
         capacity: most rows in slots. waiting: rows without one, first come, first served (an ordered set).
         prompts: whether groups share theirs, see `shoal.sharing`.
-        chunk: most prompt tokens computed before a round that rows are waiting for.
+        chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
         fits: is there memory for these rows in that many slots, and so many cells of shared prompts? Asked before a row is
             admitted, unless it would be alone.
     """
@@ -127,7 +128,7 @@ class Scheduler:
         """Goes on with the prompt that is not complete, fills free slots from the queue, then closes what holes remain."""
         admissions: list[Admission] = []
         pieces: list[Piece] = []
-        left = self.chunk if self.running else sys.maxsize
+        left = self.chunk if self.running or self._deadlines else sys.maxsize
         if self._filling is not None:
             left -= self._fill(self._filling, left, pieces)
         while self.waiting and self._filling is None:
@@ -138,6 +139,10 @@ class Scheduler:
             if admission.computes:
                 self._filled = 0
                 left -= self._fill(admission.row, left, pieces)
+        return self.close_up(admissions, pieces)
+
+    def close_up(self, admissions: Sequence[Admission] = (), pieces: Sequence[Piece] = ()) -> Round:
+        """The rows that run, side by side: what there is to do, and the moves that close the holes between them."""
         slots = len(self._slots)
         moves = self._compact()
         return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.cells)

@@ -229,6 +229,7 @@ def _sample(sample: Sample, form: Form) -> dict[str, Any]:
         "token_ids": list(sample.token_ids),
         "mean_logprob": _finite(sample.mean_logprob),
         "finish_reason": sample.finish_reason,
+        "finished": sample.finished,
         "finished_at_s": sample.finished_at,
         "rounds": sample.rounds,
         "drafted": sample.drafted,

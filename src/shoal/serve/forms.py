@@ -184,7 +184,8 @@ def usage(prompt_tokens: int, drawn: Sequence[Sample], returned: Sequence[Sample
             {
                 "index": index, "completion_tokens": len(sample.token_ids), "drafted": sample.drafted,
                 "accepted": sample.accepted, "rounds": sample.rounds, "mean_logprob": finite(sample.mean_logprob),
-                "ended_by": sample.finish_reason, "error": sample.error and public(sample.error),
+                "ended_by": sample.finish_reason, "finished": sample.finished,
+                "error": sample.error and public(sample.error),
             }
             for index, sample in enumerate(returned)
         ],

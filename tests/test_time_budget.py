@@ -1,0 +1,164 @@
+"""Time budgets: what is computed after the deadline, what counts as finished, who starts. Prompts and rounds move the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shoal.accept import Coupled
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import Fixed
+from shoal.ranking import ranked
+from shoal.request import Request, Row, Sample
+from shoal.round import Commit
+from shoal.testing.scripted import hashed, scripted
+
+VOCAB = 12
+
+
+class Timed:
+    """An engine whose clock moves one second per prompt token that the target computes, and per target pass of a round."""
+
+    def __init__(self, *, draft: bool = True, **options: Any) -> None:
+        self.now = 0.0
+        drafter = scripted(hashed(VOCAB, 1), VOCAB) if draft else None
+        settings = {"max_batch": 4, "chunk": 8, "rule": Coupled(), "clock": lambda: self.now, **options}
+        self.engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), drafter, Fixed(2), **settings)
+        self.samples: dict[Row, Sample] = {}
+        feed, feed_prefix = self.engine.target.feed, self.engine.target.feed_prefix
+
+        def slow_feed(slots: Any, tokens: Any, counts: Sequence[int], *, want_logits: bool = True) -> Any:
+            self.now += 1 if want_logits else sum(counts)
+            return feed(slots, tokens, counts, want_logits=want_logits)
+
+        def slow_feed_prefix(prefix: Any, start: int, tokens: Any) -> None:
+            self.now += tokens.numel()
+            feed_prefix(prefix, start, tokens)
+
+        self.engine.target.feed = slow_feed  # type: ignore[method-assign]
+        self.engine.target.feed_prefix = slow_feed_prefix  # type: ignore[method-assign]
+
+    def ask(self, length: int, n: int = 1, new: int = 6, budget: float | None = None, seed: int = 0) -> list[Row]:
+        prompt = tuple(
+            1 + (i * i + seed) % (VOCAB - 1) for i in range(length + 1)
+        )  # the last token is fed in the first round
+        limits = Limits(max_new_tokens=new, time_budget=budget, eos=())
+        return self.engine.submit(Request(prompt, n, Sampling(seed=seed), limits, submitted_at=self.now))
+
+    def step(self) -> list[Commit]:
+        commits = self.engine.step()
+        self.samples |= {commit.row: commit.sample for commit in commits if commit.sample}
+        return commits
+
+    def finish(self) -> Timed:
+        while self.step():
+            pass
+        assert self.engine.scheduler.idle
+        return self
+
+    def finish_alone(self, length: int, seed: int, new: int = 6) -> list[int]:
+        """Tokens of a row that nothing disturbs."""
+        (row,) = self.ask(length, new=new, seed=seed)
+        self.finish()
+        return row.tokens
+
+    def told(self, rows: Sequence[Row]) -> list[str]:
+        return [self.samples[row].finish_reason for row in rows]
+
+
+# ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("budget", [0.5, 8, 20, 99.5])
+def test_after_the_deadline_at_most_a_chunk_of_the_prompt_is_computed(budget: float, prompts: str) -> None:
+    """Alone in the engine: nobody else is waiting for the round."""
+    timed = Timed(prompts=prompts)
+    rows = timed.ask(100, n=2, budget=budget)
+    timed.finish()
+    assert timed.now < budget + timed.engine.scheduler.chunk
+    assert timed.engine.stats.prefill_tokens == timed.now
+    assert timed.engine.stats.target_passes == 0
+    assert {(s.finished, s.text, s.token_ids) for s in timed.samples.values()} == {(False, "", ())}
+    assert len(timed.samples) == len(rows)
+
+
+def test_a_deadline_that_waits_counts_too() -> None:
+    """The long prompt has no deadline of its own; the row behind it has."""
+    timed = Timed(max_batch=1)
+    long, short = timed.ask(100, new=3), timed.ask(2, budget=10)
+    for _ in range(3):
+        if not set(timed.samples) & set(short):
+            timed.step()
+    assert timed.now < 10 + 8
+    assert timed.samples[short[0]].token_ids == ()
+    timed.finish()
+    assert timed.told(long) == ["length"]
+
+
+def test_deadlines_are_read_after_the_prompt_and_before_its_round() -> None:
+    """The chunk that completes the prompt ends after the deadline: no pass is made for the row, and others are not held up."""
+    timed = Timed()
+    running = timed.ask(2, new=40)
+    timed.step()
+    late, after = timed.ask(7, n=2, budget=4), timed.ask(7, n=1, seed=1)
+    rounds = timed.engine.stats.rounds
+    commits = timed.step()
+    assert {commit.row for commit in commits} == {*late, *running}
+    assert timed.engine.stats.rounds == rounds + 1
+    assert all(row.target_passes == 0 for row in late)
+    assert timed.engine.stats.prefill_tokens == 2 + 8  # theirs, and one token of the next prompt
+    timed.finish()
+    assert timed.told(running + after) == ["length"] * 2
+    alone = Timed().finish_alone(7, 1)
+    assert after[0].tokens == alone
+
+
+def test_slots_are_closed_up_when_a_deadline_passes_in_between() -> None:
+    """A row below the others leaves after the prompts and before the round; those above keep their tokens."""
+    timed = Timed(max_batch=3, chunk=64)
+    first = timed.ask(1, new=40, budget=12, seed=1)
+    others = [timed.ask(3, new=20, seed=2)[0], timed.ask(3, new=20, seed=3)[0]]
+    timed.step()
+    timed.engine.cancel(others[1:])
+    new = timed.ask(30, new=20, seed=4)
+    timed.step()
+    assert timed.told(first) == ["time"]
+    assert [row.slot for row in timed.engine.scheduler.running] == [0, 1]
+    timed.finish()
+    for row, (length, seed) in ((others[0], (3, 2)), (new[0], (30, 4))):
+        assert row.tokens == Timed().finish_alone(length, seed, new=20)
+
+
+def test_without_deadlines_prompts_are_computed_whole() -> None:
+    timed = Timed()
+    timed.ask(100)
+    timed.step()
+    assert (timed.engine.stats.prefill_chunks, timed.engine.stats.prefill_tokens) == (1, 100)
+
+
+# ── what counts as finished ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("budget", "finished"), [(5.0, True), (4.5, False)])
+def test_a_row_that_ends_after_its_deadline_is_not_finished(budget: float, finished: bool) -> None:
+    """It keeps its reason, as its text is whole; it ranks behind those that were in time, whatever its log-probability."""
+    timed = Timed(draft=False)
+    rows = timed.ask(3, n=2, new=2, budget=budget)  # rounds end at 4 and at 5
+    timed.finish()
+    assert timed.told(rows) == ["length"] * 2
+    for row in rows:
+        sample = timed.samples[row]
+        assert (sample.finished_at, len(sample.token_ids)) == (5.0, 2)
+        assert sample.finished is sample.in_time is finished
+
+
+def test_ranking_honours_the_budget() -> None:
+    def sample(reason: str, mean: float, in_time: bool = True) -> Sample:
+        return Sample("", (), (), (), mean, reason, 1.0, 1, 0, 0, 1, (), in_time=in_time)
+
+    late, whole, cut = sample("eos", -0.1, in_time=False), sample("stop", -2.0), sample("time", -0.5, in_time=False)
+    assert ranked([late, cut, whole]) == [whole, late, cut]

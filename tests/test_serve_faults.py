@@ -30,6 +30,7 @@ from shoal.serve import run
 from shoal.serve.keys import opens, read_keys
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
+from shoal.serve.settings import Settings
 
 JSON = {"content-type": "application/json"}
 
@@ -570,3 +571,7 @@ def test_without_its_packages_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "shoal.serve.run", None)
     assert cli.run(["serve"]) == 2
     assert "pip install 'shoal[serve]'" in capsys.readouterr().err
+
+
+def test_settings_do_not_show_their_keys() -> None:
+    assert "sk-secret" not in repr(Settings("m", keys=("sk-secret",)))

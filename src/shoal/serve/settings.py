@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import RequestError
 
@@ -31,7 +31,7 @@ class Settings:
     max_grammar: int = 2**14
     timeout: float = 600.0
     seeds: bool = True
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = field(default=(), repr=False)  # a repr ends in logs and tracebacks
     origins: tuple[str, ...] = ()
     chat_template: str | None = None
 

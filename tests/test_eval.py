@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from judging import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
 from shoal.errors import RequestError
@@ -403,7 +404,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def shoal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capsys.readouterr()
-    code = command_line(["eval", *map(str, arguments)])
+    code = command_line(["eval", *map(str, arguments), "--sandbox", strongest()])
     return code, *capsys.readouterr()
 
 

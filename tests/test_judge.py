@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from judging import strongest
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import judge as judging
 from shoal.evaluation.judge import Tally, Verdict, judge, judge_all, read_solutions, tallies
@@ -28,7 +29,7 @@ SAMPLE = 3  # problems of a published set that are judged here
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
     """The best sandbox of this machine."""
-    with Sandbox() as made:
+    with Sandbox(strongest()) as made:
         yield made
 
 
@@ -156,7 +157,7 @@ def test_the_line_that_says_most(outcome: Any, detail: str, headline: str) -> No
 def test_a_program_that_was_not_run_has_no_verdict() -> None:
     prompt, right, tests = ADD["python"]
     asked = problem("python", prompt, tests)
-    with Sandbox() as box:
+    with Sandbox(strongest()) as box:
         assert judge(asked, right, box).passed
     with pytest.raises(InternalError, match=r"the program for 'T/0' was not run \(stopped\)"):
         judge(asked, right, box)
@@ -187,7 +188,7 @@ def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interr
         return real(asked, completion, box)
 
     monkeypatch.setattr(judging, "judge", counting)
-    with Sandbox() as box:
+    with Sandbox(strongest()) as box:
         pairs = [(asked, "    return 3"), *[(asked, f"    import time; time.sleep(1000 + {n})") for n in range(9)]]
         verdicts = judge_all(pairs, box, workers=2)
         assert next(verdicts).passed
@@ -208,7 +209,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(LANGUAGES, "javascript", replace(LANGUAGES["javascript"], libraries=(library,)))
     asked = [problem(language, *ADD[language][::2], task_id=language) for language in ("ruby", "go", "python")]
     asked.append(problem("javascript", "", "require('no-such')", "javascript"))
-    with Sandbox() as box, pytest.raises(RequestError, match="these problems cannot be run here") as raised:
+    with Sandbox(strongest()) as box, pytest.raises(RequestError, match="these problems cannot be run here") as raised:
         next(judge_all([(one, "") for one in asked], box))
     message = str(raised.value)
     assert "Ruby cannot be run, there is no no-such-ruby on PATH: install Ruby (package ruby)" in message

@@ -20,7 +20,7 @@ import pytest
 
 import shoal
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import confine, isolation, sandbox, toolchains, warden
+from shoal.evaluation import confine, isolation, sandbox, seccomp, toolchains, warden
 from shoal.evaluation.sandbox import MIB, Bounds, Ended, Sandbox, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
@@ -301,7 +301,7 @@ def test_nothing_is_written_outside(attack: Callable[..., Ended], box: Sandbox, 
 
 
 def test_other_peoples_files_are_not_read(attack: Callable[..., Ended], box: Sandbox, folder: Path) -> None:
-    kept_from(box, "reading homes and temporary directories")
+    kept_from(box, "reading files but the system's and its language's")
     secret = folder / "secret"
     secret.write_text("told")
     secret.chmod(0o644)
@@ -407,6 +407,86 @@ def test_system_v_memory_is_not_left_behind(attack: Callable[..., Ended], box: S
     ended = attack(f"import ctypes; print(ctypes.CDLL(None).shmget({key}, 2**20, 0o1600) >= 0)")
     assert ended.stdout == "True\n"
     assert str(key) not in Path("/proc/sysvipc/shm").read_text().split()
+
+
+def test_only_the_system_and_the_language_are_readable(attack: Callable[..., Ended], box: Sandbox, folder: Path) -> None:
+    """Not the file of problems, wherever it lies, nor this repository, nor settings of the machine."""
+    kept_from(box, "reading files but the system's and its language's")
+    with tempfile.NamedTemporaryFile(dir="/var/tmp", suffix=".jsonl") as data:
+        os.chmod(data.name, 0o644)
+        data.write(b"canonical_solution")
+        data.flush()
+        places = [
+            data.name,
+            "/var/tmp",
+            __file__,
+            Path(__file__).parent,
+            Path.home(),
+            "/etc/passwd",
+            "/etc",
+            "/var",
+            "/opt",
+            "/",
+        ]
+        ended = attack(
+            f"""
+            import os
+            for place in {list(map(str, places))}:
+                for read in (lambda: open(place).read(), lambda: os.listdir(place)):
+                    try: print(place, read())
+                    except OSError: pass
+            """
+        )
+    assert (ended.well, ended.stdout) == (True, "")
+
+
+def test_python_in_a_home_can_be_judged(box: Sandbox, folder: Path) -> None:
+    """The interpreter of these tests, wherever it is installed, a virtual environment included."""
+    if box.way != "bubblewrap":
+        pytest.skip("only mounts reach into a directory that is closed to the program's user")
+    ended = box.run({"main.py": "import json, sys; print(sys.prefix)"}, Step([sys.executable, "main.py"]))
+    assert (ended.stderr, ended.stdout) == ("", sys.prefix + "\n")
+
+
+@pytest.mark.skipif(not seccomp.program(), reason="no seccomp here, or its numbers are not known")
+def test_system_calls_are_refused(attack: Callable[..., Ended], box: Sandbox) -> None:
+    names = (
+        "ptrace",
+        "unshare",
+        "keyctl",
+        "personality",
+        "io_uring_setup",
+        "bpf",
+        "userfaultfd",
+        "perf_event_open",
+        "mount",
+    )
+    numbers = {name: seccomp._of(os.uname().machine, seccomp.NUMBERS[name]) for name in names}
+    clone = seccomp._of(os.uname().machine, seccomp.CLONE)
+    ended = attack(
+        f"""
+        import ctypes, errno, threading
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        def told(*words):
+            return errno.errorcode[ctypes.get_errno()] if call(*words) == -1 else "done"
+        print([name for name, number in {numbers}.items() if told(number, 0, 0, 0, 0, 0) != "EPERM"])
+        print(told({clone}, 0x10000000 | 17, 0, 0, 0, 0), told(435, 0, 0))
+        threading.Thread(target=lambda: print("threads")).start()
+        """
+    )
+    assert (ended.stdout, ended.stderr) == ("[]\nEPERM ENOSYS\nthreads\n", "")
+
+
+def test_programs_are_the_first_to_end_when_memory_does(attack: Callable[..., Ended]) -> None:
+    assert attack("print(open('/proc/self/oom_score_adj').read())").stdout.strip() == "1000"
+
+
+def test_the_network_is_one_of_its_own(attack: Callable[..., Ended], box: Sandbox) -> None:
+    kept_from(box, "the network by other protocols")
+    ended = attack("import os, socket; print(os.readlink('/proc/self/ns/net'), [name for _, name in socket.if_nameindex()])")
+    assert ended.well
+    assert os.readlink("/proc/self/ns/net") not in ended.stdout
+    assert ended.stdout.rpartition("] ")[2].strip() == "['lo']"
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
@@ -515,13 +595,17 @@ def test_a_killed_warden_is_reported(box: Sandbox, folder: Path, token: str, mon
 # What is said of it
 
 
-def test_the_first_way_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weak_way_is_taken_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "TOOLS", {"bubblewrap": "no-such-tool", "namespaces": "false"})
-    with Sandbox() as made:
+    with pytest.raises(
+        RequestError, match=r"programs reach .*the network\): install bubblewrap .*by its name: --sandbox limits"
+    ):
+        Sandbox()
+    with Sandbox("limits") as made:
         assert made.way == "limits"
         assert made.isolation.startswith("limits")
         assert "NOT kept from: " in made.isolation
-    with pytest.raises(RequestError, match="no sandbox works here: bubblewrap: there is no no-such-tool on PATH"):
+    with pytest.raises(RequestError, match="'bubblewrap' does not work here: there is no no-such-tool on PATH"):
         Sandbox("bubblewrap")
     with pytest.raises(RequestError, match="unknown way to isolate programs 'chroot'"):
         Sandbox("chroot")
@@ -530,13 +614,17 @@ def test_the_first_way_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "landlock_version", lambda: 3)
     monkeypatch.setattr(warden, "spare_uid", lambda: None)
+    monkeypatch.setattr(seccomp, "program", lambda: b"")
     assert isolation.describe("limits").endswith(
-        "kept from: writing outside its directory, reading homes and temporary directories, the environment of other processes; "
+        "kept from: writing outside its directory, reading files but the system's and its language's, "
+        "the environment of other processes; "
         "NOT kept from: the network by TCP, the network by other protocols, signals to other processes, "
-        "sockets in the file system, System V memory, which outlives its processes"
+        "sockets in the file system, System V memory, which outlives its processes, "
+        "system calls that programs have no use for"
     )
     monkeypatch.setattr(confine, "landlock_version", lambda: 0)
     assert "kept from: nothing; NOT kept from" in isolation.describe("limits")
+    monkeypatch.setattr(seccomp, "program", lambda: b"a filter")
     assert "NOT" not in isolation.describe("bubblewrap")
 
 

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     from shoal.evaluation.problems import Problem
     from shoal.evaluation.run import Evaluation
     from shoal.evaluation.sampling import Plan
+    from shoal.evaluation.sandbox import Sandbox
     from shoal.evaluation.tasks import Task
 
 EXIT_INTERRUPTED = 130
 UNBOUNDED = 10_000  # columns
 Set = Literal["humaneval", "mbxp", "functions", "infilling", "summarize"]
+Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
 Value = TypeVar("Value")
 
 
@@ -72,6 +74,13 @@ def evaluate(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Programs executed at a time.", show_default="the number of cores")
     ] = None,
+    sandbox: Annotated[
+        Isolation,
+        typer.Option(
+            help="What isolates programs; auto: the strongest that keeps them from files and network here, or none. "
+            "limits leaves the network open."
+        ),
+    ] = "auto",
     model: ModelOption = None,
     draft: DraftOption = None,
     dtype: DtypeOption = "auto",
@@ -132,7 +141,8 @@ def evaluate(
     log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox.
     """
     if solutions is not None:
-        return _judge(Suite.read(set_, data, limit, chat), solutions, workers, json_output)
+        with _directory(out) as directory:
+            return _judge(Suite.read(set_, data, limit, chat), solutions, workers, sandbox, directory, as_json=json_output)
     budgets = parse_budgets(time_budget)
     suite = Suite.read(set_, data, limit, chat)  # first: a broken file is told before torch is there
     source = Source(
@@ -151,7 +161,8 @@ def evaluate(
         from shoal.evaluation.run import Evaluation
 
         evaluation = Evaluation(directory, suite.tasks, plan, _settings(suite, source, plan))
-        return _evaluate(evaluation, suite, source, budgets, workers, plot=plot and out is not None, as_json=json_output)
+        drawn = plot and out is not None
+        return _evaluate(evaluation, suite, source, budgets, workers, sandbox, plot=drawn, as_json=json_output)
 
 
 @dataclass(frozen=True)
@@ -257,14 +268,15 @@ def _directory(out: Path | None) -> Iterator[Path]:
 
 
 def _evaluate(
-    evaluation: Evaluation, suite: Suite, source: Source, budgets: list[float], workers: int | None, *, plot: bool, as_json: bool
+    evaluation: Evaluation, suite: Suite, source: Source, budgets: list[float], workers: int | None, sandbox: Isolation, *,
+    plot: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Samples, grades and reports; after Ctrl-C says how to go on."""
     from shoal.bench.machine import machine
     from shoal.evaluation.sampling import Sampler
 
     try:
-        with _grader(suite, workers) as (grader, extra):
+        with _grader(suite, workers, sandbox) as (grader, extra):
             if evaluation.missing:
                 evaluation.sample(Sampler(source.load(), evaluation.plan), _watch)
             evaluation.grade(grader, _watch)
@@ -284,17 +296,25 @@ def _evaluate(
 
 
 @contextmanager
-def _grader(suite: Suite, workers: int | None) -> Iterator[tuple[Grader, dict[str, Any]]]:
+def _grader(suite: Suite, workers: int | None, isolation: Isolation) -> Iterator[tuple[Grader, dict[str, Any]]]:
     """What grades the suite, and what the summary should say of it."""
     from shoal.evaluation.grading import code_grader, rouge_grader
 
     if not suite.problems:
         yield rouge_grader(suite.documents), {}
         return
+    with _sandbox(isolation) as sandbox:
+        yield code_grader(suite.problems, sandbox, workers), {"isolation": sandbox.isolation}
+
+
+@contextmanager
+def _sandbox(isolation: Isolation) -> Iterator[Sandbox]:
+    """A sandbox that says, before the first program, what it keeps programs from."""
     from shoal.evaluation.sandbox import Sandbox
 
-    with Sandbox() as sandbox:
-        yield code_grader(suite.problems, sandbox, workers), {"isolation": sandbox.isolation}
+    with Sandbox(isolation) as sandbox:
+        stderr().print(f"programs are executed in: {sandbox.isolation}", markup=False, soft_wrap=True)
+        yield sandbox
 
 
 def _watch(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
@@ -325,41 +345,55 @@ def _show(summary: dict[str, Any], directory: Path | None) -> None:
     wide.print(table)
     for line in (legend(summary), *findings(summary)):
         console.print(printable(line), markup=False)
-    if "isolation" in summary:
-        console.print(f"programs were executed in: {summary['isolation']}", markup=False)
     if directory is not None:
         console.print(f"written to {directory}", markup=False)
 
 
-def _judge(suite: Suite, solutions: str, workers: int | None, as_json: bool) -> int:
-    """Judges given completions; says how many passed, and which did not."""
-    from shoal.evaluation.judge import judge_all, read_solutions, tallies
-    from shoal.evaluation.sandbox import Sandbox
+def _judge(
+    suite: Suite, solutions: str, workers: int | None, isolation: Isolation, directory: Path, *, as_json: bool
+) -> int:  # fmt: skip
+    """Judges given completions; says how many passed, and which did not. After Ctrl-C of those that were judged by then."""
+    from shoal.evaluation.judge import read_solutions
+    from shoal.evaluation.solutions import Solutions
 
     if not suite.problems:
         raise RequestError("summaries are not judged: leave out --solutions")
     pairs = read_solutions(solutions, suite.problems)
-    with Sandbox() as sandbox:
-        verdicts = list(_watch("judging", judge_all(pairs, sandbox, workers), len(pairs)))
-    found = tallies(suite.problems, pairs, verdicts)
-    failures = [
-        {"task_id": problem.task_id, "language": problem.language, "headline": verdict.headline, **asdict(verdict)}
-        for (problem, _), verdict in zip(pairs, verdicts, strict=True)
-        if not verdict.passed
-    ]
+    code = 0
+    with _sandbox(isolation) as sandbox:
+        held = Solutions(directory, pairs, _judging(suite, solutions, sandbox))
+        try:
+            held.judge(sandbox, workers, _watch)
+        except KeyboardInterrupt:
+            stderr().print(f"interrupted: {len(held.verdicts)} of {len(pairs)} judged; with --out, the same command goes on")
+            code = EXIT_INTERRUPTED
+    summary = held.report(suite.problems, {"isolation": sandbox.isolation})
     if as_json:
-        languages = {name: asdict(tally) for name, tally in found.items()}
-        print(json.dumps({"languages": languages, "failures": failures, "isolation": sandbox.isolation}))
-        return 0
+        print(json.dumps(summary))
+    else:
+        _show_verdicts(summary)
+    return code
+
+
+def _judging(suite: Suite, solutions: str, sandbox: Sandbox) -> dict[str, Any]:
+    """All that the verdicts depend on."""
+    given = {"solutions": solutions, "solutions_fingerprint": "" if solutions == "canonical" else _digest(Path(solutions))}
+    return {
+        "set": suite.name, "file": suite.file, "fingerprint": suite.fingerprint, "problems": len(suite.problems), **given,
+        "sandbox": sandbox.way,
+    }  # fmt: skip
+
+
+def _show_verdicts(summary: dict[str, Any]) -> None:
+    """What failed, then a table of the languages."""
     console = stdout()
-    for failure in failures:
+    for failure in summary["failures"]:
         console.print(
             printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
         )
     table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
-    for name, tally in found.items():
-        share = f"{100 * tally.passed / tally.total:.1f}" if tally.total else "–"
-        table.add_row(name, *map(str, (tally.problems, tally.without_solution, tally.passed, tally.total)), share)
+    for name, tally in summary["languages"].items():
+        share = f"{100 * tally['passed'] / tally['total']:.1f}" if tally["total"] else "–"
+        columns = ("problems", "without_solution", "passed", "total")
+        table.add_row(name, *(str(tally[column]) for column in columns), share)
     console.print(table)
-    console.print(f"programs were executed in: {sandbox.isolation}", markup=False)
-    return 0

@@ -1,9 +1,10 @@
 """The inner of the sandbox's two programs: confines itself, then becomes what is to be confined.
 
-    python -I -S confine.py '{"command": [...], "environment": {...}, "room": "...", "readable": [...], "uid": ..., ...}'
+    python -I -S confine.py '{"command": [...], "environment": {...}, "room": "...", "visible": [...], "uid": ..., ...}'
 
-It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock, every file and
-signal outside, and mounts. On descriptor 3 it reports: "go" just before the program starts.
+It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock, every file that
+is not listed, signals outside, and mounts; where it has seccomp, the system calls that a filter refuses. On descriptor 3 it
+reports: "go" just before the program starts.
 
 Run by path without the package around it, so it imports the standard library only.
 """
@@ -20,11 +21,11 @@ import sys
 from typing import Any
 
 REPORT = 3  # the descriptor to report on
-HIDDEN = ("home", "media", "mnt", "root", "run", "srv", "tmp")  # directories of "/" that programs have no business in
 NICE = 10  # the warden must not queue behind a thousand of these
 WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
+READABLE = ("/dev/random", "/dev/urandom", "/proc")
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
 _FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # kinds of file access known to a version of Landlock
@@ -42,14 +43,13 @@ class _BeneathPath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
 
 
+class _Filter(ctypes.Structure):
+    _fields_ = (("lines", ctypes.c_ushort), ("program", ctypes.c_char_p))
+
+
 def landlock_version() -> int:
     """The version of the kernel's Landlock: 1 guards files, 4 also TCP, 6 also signals. 0: there is none."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
-
-
-def hidden_directories() -> list[str]:
-    """Directories of other people's files: what a program may read leaves these out."""
-    return [f"/{name}" for name in HIDDEN if os.path.isdir(f"/{name}")]
 
 
 def main() -> None:
@@ -67,7 +67,8 @@ def main() -> None:
             _stay_behind()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone the warden's
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _guard_files(spec["room"], spec["readable"])
+        _guard_files(spec["room"], spec["visible"])
+        _filter_calls(bytes.fromhex(spec["filter"]))
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
         os.write(REPORT, b"go")
@@ -124,8 +125,8 @@ def _become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _guard_files(room: str, readable: list[str]) -> None:
-    """Landlock: all in the room, reading elsewhere but in hidden directories; no TCP, no signals to others.
+def _guard_files(room: str, visible: list[str]) -> None:
+    """Landlock: all in the room, reading what is listed; no TCP, no signals to others.
 
     Mounts are then refused too, also in user namespaces, where a program could else fill memory with file systems of its own.
     """
@@ -135,14 +136,20 @@ def _guard_files(room: str, readable: list[str]) -> None:
     everything = (1 << _FILE_BITS.get(version, 16)) - 1
     rules = _Ruleset(everything, 0b11 if version >= TCP_SINCE else 0, 0b11 if version >= SIGNALS_SINCE else 0)
     ruleset = _checked(_libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(ctypes.sizeof(rules)), 0))
-    shown = [entry.path for entry in os.scandir("/") if entry.path not in hidden_directories()]
-    for path in [*shown, *readable]:
+    for path in [*visible, *READABLE]:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in WRITABLE:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
     _allow(ruleset, room, everything)
     _checked(_libc.syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)))
     os.close(ruleset)
+
+
+def _filter_calls(program: bytes) -> None:
+    """Seccomp: the filter decides on every system call from now on."""
+    if program:
+        lines = _Filter(len(program) // 8, program)
+        _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(lines), 0, 0), "seccomp")
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
@@ -157,9 +164,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     os.close(parent)
 
 
-def _checked(returned: int) -> int:
+def _checked(returned: int, what: str = "Landlock") -> int:
     if returned < 0:
-        raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return returned
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,7 @@ def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
     return Verdict(outcome, "" if outcome == "passed" else _detail(ended, outcome), ended.seconds)
 
 
-def judge_all(pairs: Iterable[Pair], sandbox: Sandbox, workers: int | None = None) -> Iterator[Verdict]:
+def judge_all(pairs: Iterable[Pair], sandbox: Sandbox, workers: int | None = None) -> Generator[Verdict, None, None]:
     """Verdicts in the order of `pairs`, `workers` programs at a time (None: one per processor).
 
     What is left is cancelled, and what runs is killed, when the iterator is closed or interrupted; the sandbox is then closed.
@@ -123,11 +123,14 @@ def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Pair
 
 
 def tallies(problems: Sequence[Problem], pairs: Sequence[Pair], verdicts: Sequence[Verdict]) -> dict[str, Tally]:
-    """What became of the completions of each language, in the order in which the languages come."""
+    """What became of the completions of each language, in the order in which the languages come.
+
+    `verdicts` are those of the first pairs, fewer than there are pairs if judging was interrupted.
+    """
     given, found = {problem.task_id for problem, _ in pairs}, {}
     for language in dict.fromkeys(problem.language for problem in problems):
         passed = [
-            verdict.passed for (problem, _), verdict in zip(pairs, verdicts, strict=True) if problem.language == language
+            verdict.passed for (problem, _), verdict in zip(pairs, verdicts, strict=False) if problem.language == language
         ]
         names = {problem.task_id for problem in problems if problem.language == language}
         found[language] = Tally(sum(passed), len(passed), len(names), len(names - given))

@@ -1,6 +1,6 @@
 """Programs that nobody has read are executed here: in a room of their own, within bounds, and killed whole.
 
-Three ways, the strongest that works here: bubblewrap; namespaces through `unshare`; limits alone (isolation.py). In each a
+Three ways: bubblewrap; namespaces through `unshare`; limits alone (isolation.py), which must be asked for by name. In each a
 program runs in its own session and directory with an environment of ours, a warden watches the whole tree of its processes
 (warden.py), and a last step confines it (confine.py). `Sandbox.isolation` says what is enforced here and what is not.
 """
@@ -16,18 +16,21 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import confine, isolation, warden
+from shoal.evaluation import confine, isolation, seccomp, warden
 
 LAST_SIGNAL = 64  # Perl and PHP end with 255, which is none
 MIB = 2**20
 PATH = "/usr/local/bin:/usr/bin:/bin"
+OWN_NETWORK = "/proc/self/ns/net"  # a link that names the network namespace
+SECRET = "a file of somebody else"
+PROBE = f"""true > "$HOME/here" || exit 1; cat "$0"; true > "$0"; readlink {OWN_NETWORK}; exit 0"""
 PASSED_BY_SIGNAL = {-signal.SIGXCPU: "time", -signal.SIGXFSZ: "files"}
 
 
@@ -61,7 +64,7 @@ class Step:
 
     Attributes:
         environment: variables besides PATH, HOME, TMPDIR and LANG.
-        readable: paths in otherwise hidden directories that it needs, besides where its program is installed.
+        readable: paths that it may read besides the system's and those where its program is installed.
     """
 
     command: Sequence[str]
@@ -103,10 +106,11 @@ class Sandbox:
     """Runs programs, any number at a time (from several threads), and stops them all when it is closed.
 
     Args:
-        way: one of `isolation.WAYS`, or "auto": the first of them that works here.
+        way: one of `isolation.WAYS`, or "auto": the first of them that keeps programs from files and network here, as a
+            first program finds out.
 
     Raises:
-        RequestError: that way does not work here, with what it said.
+        RequestError: that way does not work here, with what it said; no way isolates and none was named.
     """
 
     def __init__(self, way: str = "auto") -> None:
@@ -117,7 +121,7 @@ class Sandbox:
         self._wardens: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self.way = self._first_that_works(isolation.WAYS if way == "auto" else (way,))
+        self.way = self._first_that_isolates() if way == "auto" else self._named(way)
         self.isolation = isolation.describe(self.way)
 
     def __enter__(self) -> Sandbox:
@@ -137,33 +141,50 @@ class Sandbox:
             for running in self._wardens:
                 _let_go(running)
 
-    def _first_that_works(self, ways: Iterable[str]) -> str:
-        refusals = []
-        for way in ways:
-            refusal = self._refusal(way)
-            if not refusal:
-                return way
-            refusals.append(f"{way}: {refusal}")
-        raise RequestError("no sandbox works here: " + "; ".join(refusals))
+    def _named(self, way: str) -> str:
+        ended, _ = self._probe(way)
+        if not ended.well:
+            raise RequestError(f"the sandbox {way!r} does not work here: {_why(ended)}")
+        return way
 
-    def _refusal(self, way: str) -> str:
-        """Why a way does not work here; "" if it does."""
+    def _first_that_isolates(self) -> str:
+        refusals = []
+        for way in isolation.WAYS:
+            ended, reached = self._probe(way)
+            if ended.well and not reached:
+                return way
+            refusals.append(f"{way}: {'programs reach ' + ' and '.join(reached) if ended.well else _why(ended)}")
+        raise RequestError(
+            f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): install bubblewrap (package "
+            "bubblewrap), or accept a weaker one by its name: --sandbox limits"
+        )
+
+    def _probe(self, way: str) -> tuple[Ended, list[str]]:
+        """How a first program ended, and what it reached that it should not."""
         tool = isolation.TOOLS.get(way)
         if tool and not shutil.which(tool):
-            return f"there is no {tool} on PATH"
-        ended = self._run(way, {}, [Step(["/bin/sh", "-c", ': > "$HOME/here"'])])
-        return "" if ended.well else ended.stderr.strip() or f"a first program ended by: {ended.reason}"
+            return Ended(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
+        with tempfile.NamedTemporaryFile("w+", prefix="shoal-probe-") as other:
+            os.fchmod(other.fileno(), 0o666)
+            other.write(SECRET)
+            other.flush()
+            ended = self._run(way, {}, [Step(["/bin/sh", "-c", PROBE, other.name])])
+            files = SECRET in ended.stdout or Path(other.name).read_text(encoding="utf-8") != SECRET
+        network = os.readlink(OWN_NETWORK) in ended.stdout
+        return ended, [name for name, reached in {"files": files, "the network": network}.items() if reached]
 
     def _run(self, way: str, files: Mapping[str, str], steps: Sequence[Step]) -> Ended:
         room = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
         programs, more = [step.command[0] for step in steps], [path for step in steps for path in step.readable]
-        readable = isolation.needed(programs, more)
+        visible = isolation.visible(programs, more)
         job = {
             "room": room,
             "files": dict(files),
             "steps": [_as_job(step, room) for step in steps],
-            "around": isolation.around(way, room, readable),
-            "readable": readable,
+            "around": isolation.around(way, room, visible),
+            "visible": visible,
+            "filter": seccomp.program().hex(),
+            "python": isolation.confine_python(),
             "confine": Path(confine.__file__).read_text(encoding="utf-8"),
         }
         return _ended(self._ask_warden(job), way, room)
@@ -187,6 +208,10 @@ class Sandbox:
             return asdict(STOPPED)
         shutil.rmtree(job["room"], ignore_errors=True)
         raise InternalError(f"the warden of a program ended without an answer: {complaint.decode(errors='replace')}")
+
+
+def _why(ended: Ended) -> str:
+    return ended.stderr.strip() or f"a first program ended by: {ended.reason}"
 
 
 def _new_warden() -> subprocess.Popen[bytes]:

@@ -90,8 +90,8 @@ class _Step:
     """One command from its start until all that it started is gone."""
 
     def __init__(self, job: dict[str, Any], step: dict[str, Any], uid: int | None) -> None:
-        inner = {**step, "uid": uid, "room": job["room"], "readable": job["readable"]}
-        command = [*job["around"], sys.executable, "-I", "-S", "-c", job["confine"], json.dumps(inner)]
+        inner = {**step, "uid": uid, **{name: job[name] for name in ("room", "visible", "filter")}}
+        command = [*job["around"], job["python"], "-I", "-S", "-c", job["confine"], json.dumps(inner)]
         self.bounds: dict[str, Any] = step["bounds"]
         self.room: str = job["room"]
         self.eyes = -1 if uid is None or _sees_everybody() else uid
@@ -184,6 +184,7 @@ def _start(command: list[str]) -> tuple[int, dict[int, str]]:
         try:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
+            _offer_first()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for name, descriptor in (("stdout", 1), ("stderr", 2), ("report", REPORT)):
                 os.dup2(pipes[name][1], descriptor)
@@ -193,6 +194,12 @@ def _start(command: list[str]) -> tuple[int, dict[int, str]]:
     for _, writing in pipes.values():
         os.close(writing)
     return pid, {reading: name for name, (reading, _) in pipes.items()}
+
+
+def _offer_first() -> None:
+    """Where the machine runs out of memory, the kernel ends this process and those below it before any other."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from shoal.draft import ModelDrafter
 from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead import Fixed
-from shoal.noise import race_luck, row_seed
+from shoal.noise import group_seed, race_luck, row_seed
 from shoal.request import Request, Row
 from shoal.round import Proposal
 from shoal.testing import VOCABULARY, tiny_tokenizer
@@ -73,10 +73,11 @@ def masked_decoding(
 ) -> list[int]:
     """Plain decoding of the masked target, from the definition; the luck is that of the coupled rule."""
     tokens: list[int] = []
+    row = row_seed(group_seed(seed, PROMPT, 0), index)
     while len(tokens) < most and tokens[-1:] != [END]:
         history = (*PROMPT, *tokens)
         logits = script(history).masked_fill(~possible(grammar, tokens), -torch.inf)
-        luck = torch.from_numpy(race_luck([row_seed(seed, index)], [len(history)], 1))[0, 0]
+        luck = torch.from_numpy(race_luck([row], [len(history)], 1))[0, 0]
         p = one_hot(int(logits.argmax()), VOCABULARY).exp() if temperature == 0 else (logits / temperature).softmax(-1)
         tokens.append(int(race(p[None], luck[None])))
     return tokens
@@ -262,7 +263,8 @@ def violations(drafter: Watched) -> int:
         draft = draft[: draft.index(END) + 1] if END in draft else draft
         matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
         matcher.consume_tokens(new)
-        count += len(draft) - matcher.validate_tokens(draft)
+        ended = matcher.is_stopped() and draft == [END]  # of a complete text it validates nothing, the EOS included
+        count += 0 if ended else len(draft) - matcher.validate_tokens(draft)
     return count
 
 

@@ -125,13 +125,14 @@ def test_the_pieces_of_a_text_say_who_chose_them(pair: Shoal) -> None:
             assert all(mine[1] != other[1] for mine, other in zip(sample["spans"], sample["spans"][1:], strict=False))
 
 
-def test_a_problem_has_its_own_seed_whatever_else_is_evaluated(pair: Shoal) -> None:
-    one = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([task("a"), task("b")])]
-    other = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([task("b")])]
+def test_a_problem_has_its_own_samples_whatever_else_is_evaluated(pair: Shoal) -> None:
+    """By its prompt, as everywhere: see `test_seeds.py`."""
+    first, second = task("a", prompt="x"), task("b")
+    one = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([first, second])]
+    other = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([second])]
     texts = lambda attempts: [sample["text"] for sample in attempts[PLAIN]["samples"]]  # noqa: E731
     assert texts(one[1]) == texts(other[0])
     assert texts(one[0]) != texts(one[1])
-    assert plan(seed=None).seed_of("a") is None
 
 
 def test_a_prompt_that_cannot_be_asked_is_an_honest_row(pair: Shoal, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.noise import Purpose, row_seed, uniforms
+from shoal.noise import Purpose, group_seed, row_seed, uniforms
 from shoal.testing.law import chi_square
 
 ALPHA = 1e-6
@@ -50,14 +50,13 @@ def test_a_uniform_is_a_function_of_its_key_alone(seed: int, position: int, purp
     assert block[0, 1, DRAWN.index(purpose)] == alone
 
 
-@given(st.integers(), st.integers(0, 10_000))
-def test_any_request_seed_gives_row_seeds_that_fit(seed: int, row: int) -> None:
-    assert 0 <= row_seed(seed, row) < 2**63
-    assert row_seed(seed, row) == row_seed(seed + 2**64, row)
+@given(st.integers(), st.lists(st.integers(0, 2**63 - 1), max_size=9), st.integers(0, 2**40), st.integers(0, 10_000))
+def test_any_request_gives_row_seeds_that_fit(seed: int, prompt: list[int], occurrence: int, row: int) -> None:
+    assert 0 <= row_seed(group_seed(seed, prompt, occurrence), row) < 2**63
 
 
 def test_row_seeds_are_distinct() -> None:
-    assert len({row_seed(seed, row) for seed in range(-50, 50) for row in range(100)}) == 10_000
+    assert len({row_seed(seed, row) for seed in range(100) for row in range(100)}) == 10_000
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

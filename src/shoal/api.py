@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from shoal.config import Limits, Sampling, Speculation, require_text, split_opti
 from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.quantize import parse as parse_formats
-from shoal.request import Increment, Output, Request, Result, Sample
+from shoal.request import Increment, Output, Request, Result, Sample, occurrences
 from shoal.round import Commit
 from shoal.runner import Runner
 from shoal.scheduler import CHUNK
@@ -152,12 +151,12 @@ class Shoal:
         if not isinstance(items, Sequence) or not items:
             raise RequestError(f"prompts must be a text, texts or lists of token ids, at least one, got {prompts!r}")
         now = time.perf_counter()
-        requests = []
-        for i, item in enumerate(items):
-            own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i)
-            text = item if isinstance(item, str) else None
-            requests.append(Request(self._ids(item), n, own, limits, text, top_logprobs, submitted_at=now))
-        return requests
+        ids = [self._ids(item) for item in items]
+        texts = [item if isinstance(item, str) else None for item in items]
+        return [
+            Request(prompt, n, sampling, limits, text, top_logprobs, occurrence=occurrence, submitted_at=now)
+            for prompt, text, occurrence in zip(ids, texts, occurrences(ids), strict=True)
+        ]
 
     def _ids(self, item: Any) -> tuple[int, ...]:
         if not isinstance(item, str):

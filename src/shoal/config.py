@@ -101,7 +101,8 @@ class Sampling:
         no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
         processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position.
         grammar: the new text's language.
-        seed: of the request; row i of it draws from its own stream. None = fresh entropy.
+        seed: any integer; with the prompt's ids and how often the same prompt stands before it in the call it keys the noise of
+            the n rows, so a prompt gets the same samples wherever it stands and whatever else runs. None = fresh entropy.
     """
 
     temperature: float = 1.0

@@ -10,7 +10,7 @@ from shoal.constraints import Constraint, grammars_of
 from shoal.errors import RequestError
 from shoal.history import require_ids, require_stateless
 from shoal.memory import Memory
-from shoal.noise import row_seed
+from shoal.noise import group_seed, row_seed
 from shoal.outputs import Detokenizer
 from shoal.request import Request, Row
 from shoal.runner import Runner
@@ -42,7 +42,8 @@ class Intake:
         self._check(request)
         constraint = self._constraint(request)
         limits, prompt = request.limits, request.prompt_ids
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        seed = group_seed(asked, prompt, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos = frozenset(self._eos if limits.eos is None else limits.eos)
         group, self._groups = self._groups, self._groups + 1

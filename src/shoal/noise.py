@@ -1,7 +1,8 @@
 """Counter-based uniforms keyed by (row seed, position, purpose).
 
-A row's luck is a pure function of its own seed and of where the token stands in the row, so it cannot depend on its
-neighbours, on the order of the batch, on compaction or on when the row joined. Nothing here keeps state.
+A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its luck is a pure function of that seed and of where the
+token stands in the row, so it cannot depend on its neighbours, on the order of the batch, on compaction or on when the row joined.
+Nothing here keeps state.
 
 Why one key per position and not per draw is exact: whatever a round draws at positions beyond its first rejection is
 thrown away without having influenced anything committed, so the next round may use the same numbers again. A controller that
@@ -11,6 +12,8 @@ one has numbers of its own.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -90,9 +93,20 @@ def race_luck(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.ND
     return luck
 
 
-def row_seed(request_seed: int, row: int) -> int:
-    """The seed of row `row` of a group; equal for equal (request seed, row), whatever else runs."""
-    mask = (1 << 64) - 1
+def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
+    """The seed of a group of rows, in [0, 2**64): a hash of what was asked, so that nothing else in the call can matter.
+
+    Args:
+        seed: of the request, any integer. prompt_ids: of the prompt, each in int64.
+        occurrence: how often the same prompt stands before it in the call (`shoal.request.occurrences`).
+    """
+    head = f"{seed} {occurrence} ".encode()  # no two pairs give the same bytes
+    ids = np.asarray(prompt_ids, dtype="<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(head + ids, digest_size=8).digest(), "little")
+
+
+def row_seed(group: int, row: int) -> int:
+    """The seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
     with np.errstate(over="ignore"):
-        mixed = int(_mix(_mix(np.array([request_seed & mask], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0])
+        mixed = int(_mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0])
     return mixed >> 1  # non-negative int64

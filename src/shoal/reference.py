@@ -13,7 +13,7 @@ import torch
 
 from shoal.accept import Rejection, Rule
 from shoal.distributions import probabilities
-from shoal.noise import row_seed
+from shoal.noise import group_seed, row_seed
 from shoal.request import Request, Row
 
 
@@ -21,7 +21,7 @@ from shoal.request import Request, Row
 def decode(hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), rule: Rule | None = None) -> list[int]:
     """The new tokens of row `index` of a request whose sampling seed is set; `hf` is a stock Transformers model."""
     rule = rule or Rejection()
-    seed = row_seed(request.sampling.seed or 0, index)
+    seed = row_seed(group_seed(request.sampling.seed or 0, request.prompt_ids, request.occurrence), index)
     row = Row(request, 0, index, seed, list(request.prompt_ids), frozenset(eos), max_length=1 << 20)
     while row.remaining > 0 and not (row.new_tokens and row.tokens[-1] in row.eos):
         logits = hf(torch.tensor([row.tokens], device=hf.device), use_cache=False).logits[:, -1:]

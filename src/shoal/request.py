@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class Request:
         prompt: the prompt's text, if it was given as text.
         top_logprobs: how many of the most probable tokens to report per committed token, before and after processing.
         keep_logits: keep the target's raw logits [vocab] of every committed token.
+        occurrence: how often the same prompt stands before it in the same call; with the prompt and the seed it keys the noise.
         max_draft: longest draft of its rows, whatever the controller would like; 0 = they are decoded plainly; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
     """
@@ -40,9 +42,20 @@ class Request:
     prompt: str | None = None
     top_logprobs: int = 0
     keep_logits: bool = False
+    occurrence: int = 0
     max_draft: int | None = None
     criteria: Sequence[Any] = ()
     submitted_at: float = field(default_factory=time.perf_counter)
+
+
+def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
+    """For each prompt of a call, how often the same one stands before it; see `Request.occurrence`."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    found = []
+    for prompt in prompts:
+        found.append(seen[prompt])
+        seen[prompt] += 1
+    return found
 
 
 @dataclass(eq=False, slots=True)

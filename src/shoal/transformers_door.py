@@ -28,7 +28,7 @@ from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.history import position_independent, require_stateless
 from shoal.lookahead import Knowledge
-from shoal.request import Request, Row
+from shoal.request import Request, Row, occurrences
 from shoal.runner import Runner
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
@@ -59,8 +59,9 @@ def custom_generate(
 
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
-        as asked (zeros after a row's end) and `past_key_values` None. Random numbers follow `torch.manual_seed`: the same
-        seed gives the same tokens, whatever is drafted.
+        as asked (zeros after a row's end) and `past_key_values` None. One number is taken from torch's generator and
+        used as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens, whatever is drafted and whatever
+        other prompts are in the batch.
 
     Raises:
         RequestError: beam search and other methods, inputs that are no ids, or outputs shoal does not have (attentions, hidden
@@ -168,17 +169,17 @@ def _requests(groups: Groups, input_ids: Tensor, processors: Any, criteria: Any,
     )
     others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))]
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+    temperature, seed = 1.0 if config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
     requests = []
-    for prompt, rows in groups:
+    for (prompt, rows), occurrence in zip(groups, occurrences(prompt for prompt, _ in groups), strict=True):
         whole, first = input_ids[rows[:1]], rows[0]
         own = [
             step if position_independent(step) else _AsInGenerate(_alone(step, first, len(input_ids)), whole, len(prompt))
             for step in processors
         ]
         ends = [_AsInGenerate(criterion, whole, len(prompt)) for criterion in others]
-        seed = int(torch.randint(1 << 62, ()))
-        sampling = Sampling(temperature=1.0 if config.do_sample else 0.0, processors=own, seed=seed)
-        requests.append(Request(prompt, len(rows), sampling, limits, criteria=ends, keep_logits=keep))
+        sampling = Sampling(temperature=temperature, processors=own, seed=seed)
+        requests.append(Request(prompt, len(rows), sampling, limits, occurrence=occurrence, criteria=ends, keep_logits=keep))
     return requests
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Plan:
 
     Attributes:
         n: samples. options: of `Shoal.generate`, without stop strings, seed and lookahead.
-        lookahead: of the speculative ways. seed: of the run; each problem has its own from it and its name. None = fresh entropy.
+        lookahead: of the speculative ways. seed: of every problem; None = fresh entropy.
         ways: some of `WAYS`.
     """
 
@@ -45,12 +44,6 @@ class Plan:
         if not self.ways:
             raise RequestError(f"no way of decoding is left: give some of {', '.join(WAYS)}")
         split_options(self.options)
-
-    def seed_of(self, task_id: str) -> int | None:
-        """The problem's own seed: the same whatever else is evaluated, by every way."""
-        if self.seed is None:
-            return None
-        return int.from_bytes(hashlib.sha256(f"{self.seed} {task_id}".encode()).digest()[:7], "big")
 
 
 class Sampler:
@@ -95,7 +88,7 @@ class Sampler:
     def attempt(self, way: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """One problem by one way; times are seconds from its submission, the prompt's pass included."""
         lookahead = "off" if way == PLAIN else self.plan.lookahead
-        options = {**self.plan.options, "stop": task.stops, "seed": self.plan.seed_of(task.task_id), "lookahead": lookahead}
+        options = {**self.plan.options, "stop": task.stops, "seed": self.plan.seed, "lookahead": lookahead}
         try:
             result = self.shoals[way].generate([prompt] if isinstance(prompt, list) else prompt, self.plan.n, **options)
         except ShoalError as error:

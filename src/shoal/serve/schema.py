@@ -177,7 +177,7 @@ class Asked(Strict):
         None, description="Token ids that end a sample, beside the model's own."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="The same seed gives the same tokens, whoever else is served."
+        None, description="The same seed and prompt give the same tokens, whoever else is served."
     )
     stream: bool | None = Field(None, description="Send what there is as it comes, as server-sent events.")
     stream_options: StreamOptions | None = None

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Grammar, Limits, Sampling
@@ -14,7 +14,7 @@ from shoal.constraints import grammars_of
 from shoal.errors import RequestError
 from shoal.fim import fill_in_middle
 from shoal.history import require_ids
-from shoal.request import Request
+from shoal.request import Request, occurrences
 from shoal.serve.faults import Fault
 from shoal.serve.schema import Asked, ChatRequest, CompletionRequest, JsonFormat, TextFormat
 from shoal.serve.settings import Settings
@@ -110,8 +110,8 @@ class Translator:
         self._require("n" if drawn == kept else "best_of", drawn, 1, self.settings.max_n)
         self._require("logprobs", logprobs or 0, 0, self.settings.max_logprobs)
         requests = [
-            self._request(asked, ids, drawn, max_tokens, logprobs or 0, place)
-            for place, ids in enumerate(prompts)
+            self._request(asked, ids, drawn, max_tokens, logprobs or 0, occurrence)
+            for ids, occurrence in zip(prompts, occurrences(prompts), strict=True)
             if max_tokens
         ]
         usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -159,13 +159,12 @@ class Translator:
 
     # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _request(self, asked: Asked, ids: tuple[int, ...], n: int, max_tokens: int, logprobs: int, place: int) -> Request:
-        sampling = self._sampling(asked)
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=sampling.seed + place)  # as `Shoal.generate` does with several prompts
+    def _request(
+        self, asked: Asked, ids: tuple[int, ...], n: int, max_tokens: int, logprobs: int, occurrence: int
+    ) -> Request:
         draft = asked.speculation
         return Request(
-            ids, n, sampling, self._limits(asked, max_tokens), top_logprobs=logprobs,
+            ids, n, self._sampling(asked), self._limits(asked, max_tokens), top_logprobs=logprobs, occurrence=occurrence,
             max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None, submitted_at=time.perf_counter(),
         )  # fmt: skip
 

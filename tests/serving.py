@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,14 @@ from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
 PATIENCE = 110  # seconds until a wait is a hang
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Waits until it holds; a hang is a failure."""
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @dataclass

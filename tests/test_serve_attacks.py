@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 import torch
 
-from serving import PATIENCE, Served, legible, pair, served
-from shoal.cli.serve import served_name
-from shoal.serve import bodies
+from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
+from shoal import cli
+from shoal.cli.serve import serve, served_name
+from shoal.serve import app, bodies, protocol, run
 from shoal.serve.faults import public
+from shoal.serve.hosts import hosts_of
 
 JSON = {"content-type": "application/json"}
 ANSWER = 16 * 1024
@@ -232,3 +239,203 @@ def test_a_client_that_goes_before_its_body_is_there() -> None:
         while not server.metric('shoal_requests_total{path="/v1/completions",status="499"}'):
             threading.Event().wait(0.01)
         assert json.loads(server.post().content)["choices"]
+
+
+# ── connections ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def connected(server: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+        connection.settimeout(PATIENCE)
+        yield connection
+
+
+def until_closed(connection: socket.socket, drop: bytes = b"") -> bytes:
+    """What comes until the server closes, while a byte at a time is sent."""
+    got = b""
+    connection.settimeout(0.05)
+    for _ in range(20 * PATIENCE):
+        with suppress(TimeoutError, ConnectionError, BrokenPipeError):
+            if drop:
+                connection.sendall(drop)
+        try:
+            part = connection.recv(2**16)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return got
+        if not part:
+            return got
+        got += part
+    raise AssertionError("the connection stays open")
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD], ids=["nothing", "a line", "headers"])
+def test_headers_that_trickle(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    with served(pair()) as server:
+        monkeypatch.setitem(protocol.SECONDS, h11.IDLE, 0.5)
+        with connected(server) as connection:
+            connection.sendall(begun)
+            got = until_closed(connection, drop=b"x" if begun else b"")
+        assert got.startswith(b"HTTP/1.1 408")
+        assert b"request_timeout" in got
+        assert server.post().status_code == 200
+
+
+def test_a_later_request_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(pair()) as server, connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        monkeypatch.setitem(protocol.SECONDS, h11.IDLE, 0.5)
+        connection.sendall(b"GET /health HT")
+        assert b"HTTP/1.1 408" in until_closed(connection, drop=b"x")
+
+
+def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ARRIVAL", 0.5)
+    with served(pair()) as server:
+        with connected(server) as connection:
+            connection.sendall(HEAD + b"content-length: 100000\r\n\r\n")
+            got = until_closed(connection, drop=b"x")
+        assert got.startswith(b"HTTP/1.1 408")
+        assert b"request_timeout" in got
+        assert server.metric('shoal_requests_total{path="/v1/completions",status="408"}') == 1
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+def test_a_body_that_trickles_and_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    with served(pair(), keys=("sesame",)) as server:
+        monkeypatch.setitem(protocol.SECONDS, h11.SEND_BODY, 0.5)
+        with connected(server) as connection:
+            connection.sendall(HEAD.replace(b"/v1/completions", path) + b"content-length: 100000\r\n\r\n")
+            got = until_closed(connection, drop=b"x")
+        assert got.startswith((b"HTTP/1.1 401", b"HTTP/1.1 404"))
+
+
+def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate)) as server, connected(server) as connection:
+        for phase in protocol.SECONDS:
+            monkeypatch.setitem(protocol.SECONDS, phase, 0.2)
+        body = b'{"prompt": "hello", "max_tokens": 20}'
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert gate.reached.wait(PATIENCE)
+        threading.Event().wait(0.5)
+        gate.opened.set()
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.PROTOCOL, "limit_concurrency", 3)
+    monkeypatch.setitem(protocol.SECONDS, h11.IDLE, PATIENCE)
+    with served(pair()) as server, ExitStack() as stack:
+        held = [stack.enter_context(connected(server)) for _ in range(3)]
+        for _ in range(3):
+            with connected(server) as more:
+                got = until_closed(more)
+            assert got.startswith(b"HTTP/1.1 503")
+            assert b"too_many_connections" in got
+        held[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert held[0].recv(4096).startswith(b"HTTP/1.1 200")
+        held[1].close()
+        eventually(lambda: server.post(max_tokens=1).status_code == 200)
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_name_that_was_pointed_here_is_refused() -> None:
+    with served(pair(), hosts=hosts_of("127.0.0.1", ())) as server:
+        for host in (
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "evil.example.",
+        ):
+            for path in ("/v1/models", "/", "/metrics", "/v1/completions", "/health"):
+                response = httpx.request("GET", server.url + path, headers={"host": host})
+                assert (response.status_code, response.json()["error"]["code"]) == (403, "host_not_allowed")
+        for host in ("localhost", "LOCALHOST.:99", "127.0.0.1:1", "[::1]", "[::1]:8000", "10.0.0.7"):
+            assert httpx.get(f"{server.url}/v1/models", headers={"host": host}).status_code == 200
+        assert server.metric('shoal_requests_total{path="other",status="403"}') == 25
+
+
+def test_names_may_be_allowed() -> None:
+    assert hosts_of("0.0.0.0", ()) == ("*",)
+    assert hosts_of("0.0.0.0", ["a.example"]) == ("a.example",)
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.9.1"):
+        assert hosts_of(host, ()) == (host,)
+    assert hosts_of("localhost", ["a.example", "*"]) == ("a.example", "*")
+    with served(pair(), hosts=("A.example",)) as server:
+        statuses = [
+            httpx.get(f"{server.url}/health", headers={"host": host}).status_code for host in ("a.Example:80", "b.example")
+        ]
+        assert statuses == [200, 403]
+
+
+def test_the_command_checks_names_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run, "run", lambda app, *_: allowed.append(app))
+    monkeypatch.setattr("shoal.serve.recipe.Recipe.app", lambda recipe: recipe.settings.hosts)
+    for options in ([], ["--allowed-host", "a.example", "--allowed-host", "b"], ["--host", "0.0.0.0"]):
+        assert cli.run(["serve", "--port", "0", *options]) == 0
+    assert allowed == [("127.0.0.1",), ("a.example", "b"), ("*",)]
+
+
+# ── ready or not ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def status(server: Served, path: str) -> int:
+    return httpx.get(server.url + path, timeout=PATIENCE).status_code
+
+
+def test_a_pass_that_hangs_makes_ready_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HUNG", 0.2)
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate)) as server:
+        assert status(server, "/ready") == 200
+        thread = threading.Thread(target=server.post)
+        thread.start()
+        assert gate.reached.wait(PATIENCE)
+        eventually(lambda: status(server, "/ready") == 503)
+        assert "at one pass for" in httpx.get(f"{server.url}/ready").json()["status"]
+        assert status(server, "/health") == 200
+        gate.opened.set()
+        thread.join(PATIENCE)
+        eventually(lambda: status(server, "/ready") == 200)
+        threading.Event().wait(0.5)  # an engine without work is not stuck
+        assert status(server, "/ready") == 200
+
+
+def test_ready_is_red_before_a_server_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Balancers look at it: whoever is sent here meanwhile is still served."""
+    monkeypatch.setattr(run, "NOTICE", PATIENCE)
+    application_ = application(pair())
+    seen: list[int] = []
+
+    def client() -> None:
+        seen.append(httpx.get(f"{url}/ready").status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        seen.append(httpx.get(f"{url}/health").status_code)
+        seen.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE).status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with run.bind("127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=client)
+        run.run(application_, listening, 5, "critical", ready=thread.start)
+        thread.join(PATIENCE)
+    assert seen == [200, 200, 200]
+
+
+def test_a_server_stops_before_it_is_killed() -> None:
+    """Orchestrators kill 30 seconds after SIGTERM."""
+    drain = inspect.signature(serve).parameters["drain"].default
+    assert run.NOTICE > 0
+    assert drain + run.NOTICE + run.LAST_WORDS < 30

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import serving
-from serving import PATIENCE, Gate, Served, application, legible, pair, served
+from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
 from shoal import cli
 from shoal.cache import SlotCache
 from shoal.errors import RequestError
@@ -33,14 +33,6 @@ from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
 
 JSON = {"content-type": "application/json"}
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    """Waits until it holds; a hang is a failure."""
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[httpx.Response]]:

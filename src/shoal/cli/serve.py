@@ -92,6 +92,13 @@ def serve(
         list[str] | None,
         typer.Option(help="A web page's origin that may call from a browser; repeatable.", rich_help_panel=ADDRESS),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name to be asked under, beside addresses and localhost; repeatable, * = any.",
+            show_default="on a loopback address none, elsewhere any", rich_help_panel=ADDRESS,
+        ),
+    ] = None,
     max_n: MaxNOption = 64,
     max_tokens: MaxTokensOption = 1024,
     max_grammar: Annotated[
@@ -108,7 +115,7 @@ def serve(
     ] = 600.0,
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS)
-    ] = 30.0,
+    ] = 20.0,
     lookahead: Annotated[
         str,
         typer.Option(
@@ -166,13 +173,14 @@ def serve(
     controller = parse_lookahead(lookahead)
     source.quieten_transformers()
     try:
-        from shoal.serve import keys, recipe, run, settings
+        from shoal.serve import hosts, keys, recipe, run, settings
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install 'shoal[serve]'") from error
     allowed = settings.Settings(
         model=name or served_name(model), queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
         max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
-        origins=tuple(cors_origin or ()), chat_template=read_template(chat_template),
+        origins=tuple(cors_origin or ()), hosts=hosts.hosts_of(host, allowed_host or ()),
+        chat_template=read_template(chat_template),
     )  # fmt: skip
     served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory))
     cluster = ray_cluster() if ray else None

@@ -24,6 +24,7 @@ from shoal.fim import middle_tokens
 from shoal.serve import answers, bodies, faults, forms
 from shoal.serve.bodies import GONE
 from shoal.serve.faults import Fault
+from shoal.serve.hosts import HostCheck
 from shoal.serve.keys import opens
 from shoal.serve.metrics import Metrics
 from shoal.serve.page import page
@@ -40,12 +41,15 @@ NOTES: dict[str, dict[str, Any]] = {
     "x-shoal-clamped": {"description": "Values that were lowered to this server's limit.", "schema": {"type": "string"}},
 }
 """Headers that say what was not done as it was asked."""
-BROKEN: dict[int | str, dict[str, Any]] = {503: {"model": answers.Health, "description": "The engine has stopped."}}
+HUNG = 120.0
+"""Seconds; a round that takes longer is taken for stuck. Building static passes for a large model may take one or two minutes."""
+BROKEN: dict[int | str, dict[str, Any]] = {503: {"model": answers.Health, "description": "Not now; the status says why."}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": answers.ErrorAnswer, "description": what}
     for status, what in {
         400: "The request cannot be served; the message says why.",
         401: "The API key is missing or wrong.",
+        403: "The server is not asked under this name.",
         404: "There is no such model.",
         408: "The body took too long to arrive.",
         413: "The body is too large.",
@@ -78,11 +82,12 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         title="shoal", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
         summary="Many samples at once, by exact batched speculative sampling.",
     )  # fmt: skip
-    app.state.worker = worker
+    app.state.worker, app.state.draining = worker, False
     faults.install(app)
     app.include_router(_api(shoal, worker, settings))
     app.include_router(_house(worker, metrics))
     app.include_router(page())
+    app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(Counted, metrics=metrics)
     if settings.origins:
         app.add_middleware(
@@ -145,10 +150,14 @@ def _house(worker: Worker, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", response_model=answers.Health, responses=BROKEN)
-    @router.get("/ready", response_model=answers.Health, responses=BROKEN)
     async def health() -> Response:
-        """Whether there is an engine to decode."""
-        return JSONResponse({"status": "ok"}) if worker.alive else JSONResponse({"status": "the engine has stopped"}, 503)
+        """Whether there is an engine to decode; a supervisor restarts the process if not."""
+        return _status(None if worker.alive else "the engine has stopped")
+
+    @router.get("/ready", response_model=answers.Health, responses=BROKEN)
+    async def ready(request: Request) -> Response:
+        """Whether to send requests here: there is an engine, it gets on, and the server is not about to stop."""
+        return _status(_unready(worker, request.app.state.draining))
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus() -> Response:
@@ -156,6 +165,20 @@ def _house(worker: Worker, metrics: Metrics) -> APIRouter:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def _unready(worker: Worker, draining: bool) -> str | None:
+    """Why no requests should come for now."""
+    if not worker.alive:
+        return "the engine has stopped"
+    since = worker.busy_since
+    if since is not None and (age := time.perf_counter() - since) > HUNG:
+        return f"the engine has been at one pass for {age:.0f} seconds"
+    return "the server is stopping" if draining else None
+
+
+def _status(trouble: str | None) -> Response:
+    return JSONResponse({"status": trouble or "ok"}, 503 if trouble else 200)
 
 
 def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:

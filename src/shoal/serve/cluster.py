@@ -134,7 +134,7 @@ class Replicas:
     most: int = 1
     wanted: float = 4
     open: int = 256
-    drain: float = 30
+    drain: float = 20
 
 
 def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:

@@ -7,20 +7,27 @@ import copy
 import math
 import signal
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.datastructures import State
 
 from shoal.errors import RequestError
+from shoal.serve.protocol import Limited
 
+NOTICE = 2.0
+"""Seconds between SIGTERM and the end of new connections: /ready is red meanwhile, and balancers send requests elsewhere."""
 LAST_WORDS = 5
 """Seconds that clients have to read what was cut."""
 PATIENCE = 30
 """Seconds after which a client that reads nothing of what it is sent is cut off, where the system can do that (Linux)."""
-PROTOCOL: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "on"}
+CONNECTIONS = 512
+"""Most open connections, if no more rows may be in the server."""
+PROTOCOL: dict[str, Any] = {"http": Limited, "ws": "none", "lifespan": "on", "limit_concurrency": CONNECTIONS}
 """uvicorn's faster parser, httptools, holds headers of any size."""
 
 
@@ -44,8 +51,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C; then takes no new connections, and open requests have `drain` seconds to finish. Samples
-    unfinished then, or at a second signal, are returned as they are.
+    """Serves until SIGTERM or Ctrl-C; then takes no new connections, after SIGTERM `NOTICE` seconds later, and open requests have
+    `drain` seconds to finish. Samples unfinished then, or at a second signal, are returned as they are.
 
     Args:
         ready: called once requests are answered.
@@ -55,38 +62,51 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     """
     timeout = math.ceil(drain + LAST_WORDS)
     config = uvicorn.Config(
-        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout, **PROTOCOL
-    )
+        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout,
+        **{**PROTOCOL, "limit_concurrency": max(CONNECTIONS, 2 * app.state.worker.capacity)},
+    )  # fmt: skip
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        _Server(config, drain, ready, app.state.worker.cut).run([listening])
+        _Server(config, drain, ready, app.state).run([listening])
     finally:
         signal.signal(signal.SIGTERM, previous)
         app.state.worker.stop()
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and at the end of its patience cuts what is open."""
+    """Says when it is ready and when no more, and at the end of its patience cuts what is open."""
 
-    def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], cut: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State) -> None:
         super().__init__(config)
-        self._drain, self._ready, self._cut = drain, ready, cut
+        self._drain, self._ready, self._state = drain, ready, state
+        self._leaving: tuple[int, float] | None = None  # the signal, and when it counts
         self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        if self._leaving is not None and time.monotonic() >= self._leaving[1]:
+            super().handle_exit(self._leaving[0], None)
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain, self._cut)
+        self._state.draining = True
+        timer = asyncio.get_running_loop().call_later(self._drain, self._state.worker.cut)
         await super().shutdown(sockets)
         timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and not self._hurried:
+        """The first SIGTERM counts after the notice, Ctrl-C at once; a second signal cuts what is open."""
+        self._state.draining = True
+        if self._leaving is None:
+            self._leaving = sig, time.monotonic() + (NOTICE if sig == signal.SIGTERM else 0)
+        elif not self._hurried:
             self._hurried = True
-            self._cut()
+            self._leaving = self._leaving[0], 0.0
+            self._state.worker.cut()
         else:
             super().handle_exit(sig, frame)
 

@@ -19,6 +19,7 @@ class Settings:
         timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
         seeds: a seed's tokens come again, whoever else is served: the engine's rule is the coupled one.
         keys: any of them opens /v1; none = open to all. origins: of pages that may call from a browser (CORS).
+        hosts: names to be asked under beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
         chat_template: in place of the tokenizer's.
     """
 
@@ -33,6 +34,7 @@ class Settings:
     seeds: bool = True
     keys: tuple[str, ...] = field(default=(), repr=False)  # a repr ends in logs and tracebacks
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ class Worker:
     Attributes:
         engine: of the thread; others may look at its figures. capacity: most rows in it, running and waiting.
         rows: in it now, as the event loop knows. failure: what ended the thread.
+        busy_since: when the thread began what it is doing, by `time.perf_counter`; None = it waits for something to do.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], queue: int, observer: Observer) -> None:
@@ -58,6 +59,7 @@ class Worker:
         self.capacity = self.engine.scheduler.capacity + queue
         self.rows = 0
         self.failure: BaseException | None = None
+        self.busy_since: float | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -162,6 +164,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._do_jobs():
+                self.busy_since = time.perf_counter()
                 self._round()
         except BaseException as error:  # also what is raised in a thread to kill it
             self.failure = error
@@ -174,7 +177,9 @@ class Worker:
         False: stop."""
         due = self._jobs.qsize()
         while due > 0 or self.engine.scheduler.idle:
+            self.busy_since = None
             job = self._jobs.get()
+            self.busy_since = time.perf_counter()
             if job is None:
                 return False
             job()

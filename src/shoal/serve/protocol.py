@@ -1,0 +1,82 @@
+"""uvicorn's HTTP with limits: how long a request may take to arrive, and how many connections there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shoal.serve.bodies import ARRIVAL
+from shoal.serve.faults import Fault
+
+SECONDS: dict[Any, float] = {h11.IDLE: 15.0, h11.SEND_BODY: ARRIVAL + 5}
+"""Seconds that a client may take for its headers and for its body, by h11's name of what it is at. However it trickles, no byte
+starts them anew. Handlers that read a body give up a little sooner, and say so."""
+
+
+class Limited(H11Protocol):
+    """One connection. Of `limit_concurrency` there may be so many; uvicorn itself would hold more, and refuse their requests."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._phase: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._most is not None and len(self.connections) > self._most:
+            message = f"this server has {self._most} open connections, and takes no more"
+            self._refuse(Fault(503, message, code="too_many_connections"))
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        self._forget()  # from now on uvicorn's time for idle connections counts, until the next request begins
+        super().on_response_complete()
+        if self.conn.their_state is not h11.IDLE:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """A timer runs as long as a part of a request is on its way."""
+        phase = self.conn.their_state
+        if phase is self._phase or self.transport.is_closing():
+            return
+        self._forget()
+        if phase in SECONDS:
+            self._phase, self._timer = phase, self.loop.call_later(SECONDS[phase], self._give_up)
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._phase = self._timer = None
+
+    def _give_up(self) -> None:
+        if self.conn.our_state is h11.IDLE:
+            self._refuse(Fault(408, "the request did not arrive in time", code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, fault: Fault) -> None:
+        """Answers instead of the application, and closes."""
+        content = json.dumps(fault.body()).encode()
+        length = str(len(content)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=fault.status_code, headers=headers),
+            h11.Data(data=content),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

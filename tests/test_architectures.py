@@ -384,6 +384,29 @@ def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPat
         models.wrap(hf, "llama")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_the_self_check_tolerates_no_more_than_it_says(
+    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits off by half of what is allowed pass, by twice that they do not; on top of what the format itself costs."""
+    said = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}[dtype]
+    runner = Runner(tiny_model("llama").to(dtype), "llama", "interface", 128)
+    own = self_check(runner)
+    assert own < said / 4
+    with torch.inference_mode():
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, runner.vocab_size, (2, 12), generator=generator)  # those of the check
+        std = float(runner.hf(ids, use_cache=False).logits.double().std())
+    feed = Runner.feed
+    monkeypatch.setattr(Runner, "feed", lambda *args, **named: feed(*args, **named).double() + share * said * std)
+    if share < 1:
+        assert share * said / 2 < self_check(runner) < said
+    else:
+        with pytest.raises(UnsupportedModel, match="standard deviations"):
+            self_check(runner)
+
+
 # ── low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
-from shoal.distributions import probabilities
+from shoal.distributions import probabilities, pure_probabilities
 from shoal.errors import BadLogits, RequestError
 from shoal.request import Request, Row
 
@@ -475,3 +475,19 @@ def test_history_ids_beyond_the_output_layer_are_passed_over() -> None:
     got = probabilities(torch.ones(1, 2, 5), [row], [[6]])
     assert bool((got[..., 1] < got[..., 2]).all())
     assert torch.equal(got[..., 2], got[..., 4])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_p=0.9), Sampling(logit_bias={3: 1.0})]
+)
+def test_logits_of_16_bits_give_probabilities_of_32(dtype: torch.dtype, sampling: Sampling) -> None:
+    """In 16 bits they would not sum to 1, and a draft would be judged by another q than it was drawn from."""
+    logits = random_logits(0, 4, 3, 2048).to(dtype)
+    rows = [make_row(sampling, [0]) for _ in range(4)]
+    ours = [probabilities(logits, rows, [(1, 2)] * 4)]
+    if not sampling.logit_bias:
+        ours.append(pure_probabilities(logits[:, 0], torch.full((4,), sampling.temperature), sampling, False))
+    for probs in ours:
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs.double().sum(-1), torch.ones(probs.shape[:-1]).double(), rtol=0, atol=1e-5)

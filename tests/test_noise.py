@@ -11,8 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.engine import Engine
+from shoal.lookahead import Fixed
 from shoal.noise import Purpose, group_seed, row_seed, uniforms
+from shoal.request import Request
 from shoal.testing.law import chi_square
+from shoal.testing.scripted import hashed, scripted
 
 ALPHA = 1e-6
 COUNT = 200_000
@@ -96,3 +100,12 @@ def test_the_test_of_independence_can_fail() -> None:
     x = uniforms(5, np.arange(COUNT), Purpose.TOKEN)
     assert flat(squares(x, x)) < ALPHA
     assert flat(squares(x, 0.98 * x + 0.02 * uniforms(6, np.arange(COUNT), Purpose.TOKEN))) < ALPHA
+
+
+def test_requests_without_a_seed_have_seeds_of_their_own() -> None:
+    """Of 63 random bits: of 3,000 such numbers of 32 bits two would be equal once in a thousand runs, of 16 bits always."""
+    engine = Engine(scripted(hashed(5), 5), None, Fixed(0))
+    seeds = [row.seed for _ in range(3000) for row in engine.submit(Request((1, 2)))]
+    assert len(set(seeds)) == len(seeds)
+    assert flat(np.bincount(np.array(seeds) >> 55, minlength=256)) > ALPHA  # the high bits as well
+    assert flat(np.bincount(np.array(seeds) % 256, minlength=256)) > ALPHA

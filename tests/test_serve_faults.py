@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
 import serving
 from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
@@ -31,6 +32,7 @@ from shoal.serve.keys import opens, read_keys
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
+from shoal.testing import save_pair
 
 JSON = {"content-type": "application/json"}
 
@@ -264,6 +266,22 @@ def test_keys_open_the_api_and_nothing_else_does() -> None:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key)
             assert client.completions.create(model="tiny", prompt="x").choices
         assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
+
+
+def test_the_command_asks_for_the_keys_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("first\n")
+    target, drafter = map(str, save_pair(tmp_path))
+    apps: list[Any] = []
+    monkeypatch.setattr("shoal.serve.run.run", lambda app, *_, **__: apps.append(app))
+    assert (
+        cli.run(["serve", "--model", target, "--draft", drafter, "--port", "0", "--api-key-file", str(tmp_path / "keys")])
+        == 0
+    )
+    statuses = []
+    with TestClient(apps[0], base_url="http://localhost") as client:
+        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Bearer first"}):
+            statuses.append(client.get("/v1/models", headers=headers).status_code)
+    assert statuses == [401, 401, 200]
 
 
 def test_keys_are_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

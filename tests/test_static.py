@@ -367,7 +367,7 @@ def _tensors(result: Any) -> Sequence[Tensor]:
     return [result] if isinstance(result, Tensor) else result
 
 
-@pytest.mark.parametrize("options", SETTINGS[:2], ids=str)
+@pytest.mark.parametrize("options", [*SETTINGS[:2], {"rule": "rejection"}], ids=str)
 def test_a_graph_is_captured_once_per_bucket_and_replayed_after(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -233,3 +233,28 @@ def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: 
     monkeypatch.setattr(transformers_door.models, "wrap", lambda *a: pytest.fail("checked twice"))
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
     assert issubclass(UnsupportedModel, shoal.ModelError)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_no_two_rows_share_their_random_numbers(pair: tuple[Any, Any], apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one prompt, of several, and equal prompts that are kept apart because something is told their places."""
+    rows: list[Any] = []
+    submit = Engine.submit
+
+    def spy(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        made = submit(self, *args, **kwargs)
+        rows.extend(made)
+        return made
+
+    monkeypatch.setattr(Engine, "submit", spy)
+    asked: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(VOCAB))} if apart else {}
+    ids = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 4], [5, 6, 7, 8]])
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        pair[0].generate(
+            ids, do_sample=True, top_k=0, max_new_tokens=8, num_return_sequences=5, custom_generate=shoal.custom_generate,
+            draft_model=pair[1], lookahead=3, **asked,
+        )  # fmt: skip
+    assert len(rows) == 30
+    assert len({row.seed for row in rows}) == 30
+    assert len({tuple(row.tokens) for row in rows}) > 25  # two may be equal by chance

@@ -1,0 +1,212 @@
+"""The law of the samples through real models: Transformers forwards, unequal vocabularies, fixed shapes, `auto`, 8 and 16 bits.
+
+Each case draws N rows of two tokens and compares their counts with the law that the target's own logits give. All are
+deterministic (fixed seeds, no clock in a decision): each would fail with probability ALPHA if the seeds were drawn anew.
+Power: a law that is off by 2 % in total variation is noticed, see `test_the_power_of_these_tests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shoal
+from shoal import models
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import Auto, Controller, Fixed, Knowledge
+from shoal.quantize import quantized
+from shoal.request import Request, Row
+from shoal.round import Outcome
+from shoal.runner import Runner
+from shoal.static.executors import EXECUTORS
+from shoal.testing.law import chi_square
+from test_exact_law import joint
+from test_static import FakeGraphs
+
+ALPHA = 1e-3
+N = 40_000
+VOCAB = 4
+PROMPT = (1, 2, 3)
+
+
+@cache
+def llama(vocab: int, seed: int) -> Any:
+    """A one-layer Llama whose next token is uncertain and follows from all before it."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def runner(hf: Any, executor: str | None = None) -> Runner:
+    made = models.wrap(hf, "tiny", checked=False)
+    made.use_static_passes(executor)
+    return made
+
+
+@cache
+def law(vocab: int = VOCAB) -> Tensor:
+    """The law of two new tokens by plain forwards of the target, [vocab, vocab] float64."""
+    target = llama(vocab, 0)
+    with torch.inference_mode():
+        first = target(torch.tensor([PROMPT])).logits[0, -1].double().softmax(-1)
+        second = target(torch.tensor([[*PROMPT, token] for token in range(vocab)])).logits[:, -1].double().softmax(-1)
+    return first[:, None] * second
+
+
+def sampled(drafter: Runner, controller: Controller | Fixed, target: Runner | None = None) -> tuple[Engine, list[Row]]:
+    """N rows of two tokens by rejection sampling."""
+    engine = Engine(target or runner(llama(VOCAB, 0)), drafter, controller, max_batch=1000)
+    rows = engine.submit(Request(PROMPT, N, Sampling(seed=11), Limits(max_new_tokens=2)))
+    while engine.step():
+        pass
+    assert 0 < engine.stats.accepted < engine.stats.drafted  # both ways of a round were taken
+    return engine, rows
+
+
+def shifted(law: Tensor, distance: float) -> Tensor:
+    """A law at that total variation: every other outcome more likely in proportion, the others less."""
+    up = torch.arange(law.numel()).view(law.shape) % 2 == 0
+    share = law[up].sum()
+    return torch.where(up, law * (1 + distance / share), law * (1 - distance / (1 - share)))
+
+
+def test_the_power_of_these_tests() -> None:
+    """Proportional shifts are the hardest to see at a given total variation; of 20 such samples each is found."""
+    wrong = shifted(law(), 0.02)
+    assert float((wrong - law()).abs().sum() / 2) == pytest.approx(0.02)
+    for seed in range(20):
+        drawn = torch.multinomial(wrong.flatten(), N, True, generator=torch.Generator().manual_seed(seed))
+        assert chi_square(torch.bincount(drawn, minlength=VOCAB**2).view(VOCAB, VOCAB), law()) < ALPHA
+
+
+@pytest.mark.parametrize("width", [VOCAB - 1, VOCAB, VOCAB + 3])
+def test_drafters_of_unequal_vocabularies(width: int) -> None:
+    """Too few ids are filled up, too many cut away before the softmax: q must be what was drawn from."""
+    _, rows = sampled(runner(llama(width, 1)), Fixed(1))
+    assert chi_square(joint(rows, VOCAB), law()) > ALPHA
+
+
+@pytest.fixture
+def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+
+
+@pytest.mark.usefixtures("_graphs")
+@pytest.mark.parametrize("width", [VOCAB, VOCAB + 3])
+@pytest.mark.parametrize("executor", ["eager", "graphed"])
+def test_drafter_steps_of_fixed_shape(executor: str, width: int) -> None:
+    """Steps as functions of buffers, and captured ones that write each result over the last."""
+    drafter = runner(llama(width, 1), executor)
+    engine, rows = sampled(drafter, Fixed(1))
+    assert drafter.static is not None
+    assert drafter.static.failure is None
+    assert drafter.static.ran.total() >= engine.stats.draft_passes > 0
+    assert chi_square(joint(rows, VOCAB), law()) > ALPHA
+
+
+def test_an_int8_drafter() -> None:
+    copy, how = quantized(llama(VOCAB, 1), "int8")
+    assert how == "int8"
+    _, rows = sampled(runner(copy), Fixed(1))
+    assert chi_square(joint(rows, VOCAB), law()) > ALPHA
+
+
+def test_a_bfloat16_drafter() -> None:
+    drafter = LlamaForCausalLM(llama(VOCAB, 1).config).eval()
+    drafter.load_state_dict(llama(VOCAB, 1).state_dict())
+    _, rows = sampled(runner(drafter.to(torch.bfloat16)), Fixed(1))
+    assert chi_square(joint(rows, VOCAB), law()) > ALPHA
+
+
+class Timed(Auto):
+    """`auto` on a clock of its own, so that its decisions are the same in every run: a position costs 1, a drafter step 0.2."""
+
+    def learn(self, outcome: Outcome) -> None:
+        positions = sum(1 + drafted for drafted in outcome.drafted)
+        drafting = 0.2 * outcome.steps
+        super().learn(Outcome(outcome.drafted, outcome.accepted, outcome.steps, 1 + 1e-4 * positions + drafting, drafting))
+
+
+def test_auto_under_rejection() -> None:
+    """Rows stop drafting by their confidence, and numbers of drafts thrown away are never used again."""
+    engine, rows = sampled(runner(llama(VOCAB, 1)), Timed(Knowledge(packed=True)))
+    assert engine.lookahead.adaptive
+    assert 0 < engine.stats.drafted < N  # some rows drafted, some were stopped
+    assert chi_square(joint(rows, VOCAB), law()) > ALPHA
+
+
+def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    engine = Engine(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(Knowledge(packed=True)), max_batch=4)
+    luck = engine.rule.luck
+    monkeypatch.setattr(engine.rule, "luck", lambda *args: (seen.append(args[3]), luck(*args))[1])
+    engine.submit(Request(PROMPT, 4, Sampling(seed=1), Limits(max_new_tokens=6)))
+    while engine.step():
+        pass
+    assert [set(rounds) for rounds in seen] == [{i} for i in range(len(seen))]
+
+
+# ── through Transformers' own `generate` ────────────────────────────────────────────────────────────────────────────
+
+
+def test_generate_with_custom_generate() -> None:
+    """`do_sample=True` really samples, by the coupled rule there."""
+    torch.manual_seed(0)
+    ids = llama(VOCAB, 0).generate(
+        torch.tensor([PROMPT]), attention_mask=torch.ones(1, 3, dtype=torch.long), do_sample=True, top_k=0, max_new_tokens=2,
+        num_return_sequences=N, custom_generate=shoal.custom_generate, draft_model=llama(VOCAB + 3, 1), lookahead=1, max_batch=1000,
+    )  # fmt: skip
+    counts = torch.bincount(ids[:, 3] * VOCAB + ids[:, 4], minlength=VOCAB**2).view(VOCAB, VOCAB)
+    assert chi_square(counts, law()) > ALPHA
+
+
+# ── what a drafter says of itself ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Listening:
+    """A controller of drafts of one token that notes the confidences it is told."""
+
+    limit = 1
+    adaptive = True
+    hopeful = True
+
+    def __init__(self) -> None:
+        self.told: list[list[float]] = []
+
+    def lengths(self, rows: Any, waiting: int) -> list[int]:
+        return [min(self.limit, row.room) for row in rows]
+
+    def shorten(self, position: int, confidence: Any) -> list[int]:
+        self.told.append(list(confidence))
+        return [self.limit] * len(confidence)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(params=[None, "eager"], ids=["dynamic", "static"])
+def executor(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    return request.param
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_confidence_is_the_highest_probability_not_that_of_the_drawn_token(executor: str | None, temperature: float) -> None:
+    drafter = llama(VOCAB, 1)
+    with torch.inference_mode():
+        highest = float(drafter(torch.tensor([PROMPT])).logits[0, -1].softmax(-1).max())
+    controller = Listening()
+    engine = Engine(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=64)
+    engine.submit(Request(PROMPT, 64, Sampling(seed=2, temperature=temperature), Limits(max_new_tokens=2)))
+    engine.step()
+    assert controller.told[0] == pytest.approx([highest] * 64, rel=1e-5)

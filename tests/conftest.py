@@ -83,12 +83,11 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_decided_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number format and 8 bits are chosen by measurement (shoal.linears, shoal.quantize); here always the usual ones."""
-    from shoal import linears, quantize
+def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number format and order of weights follow the CPU (shoal.formats); in tests it has MKL and no 16-bit instructions."""
+    from shoal import formats
 
-    monkeypatch.setattr(linears, "number_format", lambda config: (torch.float32, "float32: by tests/conftest.py"))
-    monkeypatch.setattr(quantize, "_measured", lambda hf: (1.0, 1.0))
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ SAMPLE_KEYS = {
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "prefill_chunks", "row_rounds", "drafted", "accepted",
     "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds_propose", "seconds_verify",
-    "seconds_accept", "seconds_commit", "seconds", "acceptance_length",
+    "seconds_accept", "seconds_commit", "seconds", "loaded", "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip
 

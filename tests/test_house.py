@@ -27,8 +27,8 @@ PLACES = {
     "api": "api",
     "engine": "engine",
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs fim constraints memory models selfcheck strict quantize linears tensor_parallel runner distributions "
-    "history truncation attention cache static",
+    "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
+    "runner distributions history truncation attention cache static",
     "words": "request schedule deadlines sharing config errors stats noise ranking",
 }
 
@@ -44,10 +44,11 @@ MAY_IMPORT = {
 
 # ... but for these.
 WITHIN = {
-    "models": "selfcheck strict tensor_parallel quantize linears runner attention cache",
+    "models": "selfcheck strict tensor_parallel quantize linears formats runner attention cache",
     "strict": "runner attention",
     "tensor_parallel": "runner cache",
-    "quantize": "linears",
+    "linears": "formats",
+    "load_report": "attention runner",
     "selfcheck": "runner",
     "runner": "attention cache static",
     "memory": "runner",

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import shoal
-from shoal import linears, models
+from shoal import models
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.runner import Runner
@@ -98,19 +98,9 @@ def test_dtype(asked: str | torch.dtype, got: torch.dtype, tmp_path: Path) -> No
     assert len(greedy(loaded)) == 16
 
 
-@pytest.mark.parametrize("measured", [torch.float32, torch.bfloat16])
-def test_auto_is_what_was_measured_on_a_cpu(measured: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = saved(tiny_model("llama"), tmp_path)
-    hidden: list[int] = []
-    monkeypatch.setattr(
-        linears, "number_format", lambda config: (hidden.append(config.hidden_size), (measured, "faster"))[1]
-    )
-    loaded = shoal.load(place, device="cpu")
-    assert (loaded.target.dtype, loaded.target.notes["dtype"], hidden) == (measured, "faster", [32])
-
-
 def test_auto_keeps_the_checkpoints_dtype_on_an_accelerator() -> None:
-    assert models.resolve_dtype("auto", torch.device("cuda")) == "auto"
+    for place in ("cuda", "cuda:1"):
+        assert models._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False)[0] == "auto"
 
 
 def test_unknown_dtype(pair: tuple[Path, Path]) -> None:

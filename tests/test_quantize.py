@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal import quantize
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead import by_name
 from shoal.models import wrap
-from shoal.quantize import Int8Linear, _measured, parse, quantized
+from shoal.quantize import Int8Linear, parse, quantized
 from shoal.request import Request, Row
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 
@@ -35,9 +34,8 @@ def layers(hf: Any, kind: type[nn.Module]) -> list[Any]:
 @pytest.mark.parametrize(
     ("asked", "target", "draft"),
     [
-        ("auto", "off", "auto"),
         ("off", "off", "off"),
-        ("target=int8", "int8", "auto"),
+        ("target=int8", "int8", "off"),
         ("target=int8, draft=off", "int8", "off"),
         ({"draft": "int8"}, "off", "int8"),
     ],
@@ -46,7 +44,9 @@ def test_formats_by_role(asked: Any, target: str, draft: str) -> None:
     assert parse(asked) == {"target": target, "draft": draft}
 
 
-@pytest.mark.parametrize("asked", ["int8", "target=auto", "drafter=int8", "target=int4", {"draft": "q4"}, "target"])
+@pytest.mark.parametrize(
+    "asked", ["int8", "auto", "target=auto", "draft=auto", "drafter=int8", "target=int4", {"draft": "q4"}, "target"]
+)
 def test_nonsense_is_refused_before_anything_is_loaded(asked: Any) -> None:
     with pytest.raises(RequestError, match="quantize must be"):
         shoal.load(quantize=asked)
@@ -77,22 +77,6 @@ def test_the_owners_model_stays_as_it_is() -> None:
 def test_off_is_the_model_itself() -> None:
     hf = tiny_model("llama")
     assert quantized(hf, "off") == (hf, "off")
-
-
-@pytest.mark.parametrize(("eighth", "chosen"), [(0.5, True), (0.95, False), (3.0, False)])
-def test_auto_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch, eighth: float, chosen: bool) -> None:
-    hf = tiny_model("llama")
-    monkeypatch.setattr(quantize, "_measured", lambda hf: (1.0, eighth))
-    ours, how = quantized(hf, "auto")
-    assert (len(layers(ours, Int8Linear)) == LINEARS) == chosen == (ours is not hf)
-    assert how.startswith("int8" if chosen else "off")
-    assert f"take 1000.00 ms as they are, {1000 * eighth:.2f} ms in int8" in how
-
-
-def test_auto_really_measures() -> None:
-    plain, eighth = _measured(tiny_model("llama"))
-    assert 0 < plain < 1
-    assert 0 < eighth < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

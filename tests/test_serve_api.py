@@ -530,6 +530,7 @@ def test_metrics_tell_what_requests_took() -> None:
 def test_models(server: Served) -> None:
     (model,) = server.client.models.list().data
     assert model.id == "tiny"
+    assert model.model_extra["shoal"]["loaded"] == server.shoal.loaded
     assert server.client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError) as error:
         server.client.models.retrieve("huge")

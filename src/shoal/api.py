@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from shoal.accept import RULES, Rule
 from shoal.config import Limits, Sampling, Speculation, require_text, split_options
 from shoal.engine import Engine
 from shoal.errors import RequestError
+from shoal.load_report import load_report, one_line
 from shoal.quantize import parse as parse_formats
 from shoal.request import Increment, Output, Request, Result, Sample, occurrences
 from shoal.round import Commit
@@ -24,29 +26,33 @@ from shoal.scheduler import CHUNK
 from shoal.sharing import check_policy
 from shoal.static import executor_for
 
+LOG = logging.getLogger("shoal")
+
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
-    max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "auto", strict: bool = False,
+    max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
     prompts: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
+    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger "shoal" (INFO).
+
     Args:
         target: hub id or directory; None = the bundled pair.
         draft: hub id or directory of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
-        dtype: of both: "auto" (on a CPU float32 unless bfloat16 is measured to be faster, elsewhere the checkpoint's own),
-            "float32", "bfloat16", "float16".
+        dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
+            `shoal.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
         attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.attention`).
         max_batch: most rows decoded together; more rows than that take turns.
         compile: "on": passes of fixed shapes (see `shoal.static`), as CUDA graphs or, on a CPU, compiled, which takes many seconds
             for each shape; "off"; "auto": on for CUDA.
-        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off, and for the drafter auto: int8 on a
-            CPU that is faster so. "auto" is target=off,draft=auto. A quantised target is what is then decoded losslessly.
+        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
+            decoded losslessly.
         strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
         prompts: "shared": a group's prompt is stored, and read by each pass, once; "copied": by each row; "auto": shared where that
             pays (see `shoal.sharing`).
@@ -71,12 +77,16 @@ def load(
     draft_runner = None
     if draft is not None:
         draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)
-        draft_runner = models.load_runner(draft, revision=draft_revision, quantize=formats["draft"], **placed)
+        draft_runner = models.load_runner(
+            draft, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype, **placed
+        )
         models.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
     for model in (runner, draft_runner):
         if model is not None:
             model.use_static_passes(executor_for(compile, model.device))
-    return Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prompts=prompts)
+    pair = Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prompts=prompts)
+    LOG.info(one_line(pair.loaded))
+    return pair
 
 
 class Shoal:
@@ -139,10 +149,17 @@ class Shoal:
             RequestError: for an unknown lookahead.
         """
         controller = lookahead.by_name(lookahead_name, self.knowledge)
-        return Engine(
+        engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prompts=self.prompts, chunk=chunk, kv_bytes=kv_bytes,
         )  # fmt: skip
+        engine.stats.loaded = self.loaded
+        return engine
+
+    @property
+    def loaded(self) -> dict[str, dict[str, str] | None]:
+        """What was chosen for "target" and "draft" when they were loaded, see `shoal.load_report`."""
+        return load_report(self.target, self.draft_model)
 
     def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:
         items: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
-from shoal import linears
+from shoal import formats, linears
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.quantize import Int8Linear, quantized
 from shoal.runner import Runner
@@ -125,13 +125,13 @@ def require_eval(hf: Any, name: str) -> None:
 def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
     attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,
-    trust_remote_code: bool = False, local_files_only: bool = False,
+    trust_remote_code: bool = False, local_files_only: bool = False, target_dtype: torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
     """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
 
     Args:
-        dtype: "auto" is the checkpoint's own on an accelerator; on a CPU float32, where exactness is cheap, unless bfloat16 is
-            measured to be clearly faster. quantize: a format of `shoal.quantize`. strict: see `wrap`.
+        dtype: "auto" is the checkpoint's own on an accelerator, and decided by `shoal.formats` on a CPU.
+        quantize: a format of `shoal.quantize`. strict: see `wrap`. target_dtype: for a drafter, that of its target.
         tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
             `shoal.tensor_parallel`).
 
@@ -141,7 +141,6 @@ def load_runner(
     """
     place = resolve_device(device)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    kind, why = resolve_dtype(dtype, place), "as asked"
     config = _from(source, transformers.AutoConfig, **hub)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
@@ -152,9 +151,9 @@ def load_runner(
             f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
         )
     sharding = _sharding(str(source), config, device, quantize, strict) if tensor_parallel else {}
+    kind, why = resolve_dtype(dtype), f"{str(dtype).removeprefix('torch.')}: as asked"
     if dtype == "auto":
-        measured = place.type == "cpu" and not sharding  # where ranks measure, they may differ
-        kind, why = linears.number_format(config.get_text_config()) if measured else (kind, "the usual one of the device")
+        kind, why = _auto_dtype(config, source, place, target_dtype, bool(sharding))
     hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **sharding, **hub)
     _check_complete(source, found["missing_keys"])
     try:
@@ -166,6 +165,18 @@ def load_runner(
     runner = wrap(hf, str(source), attention, strict=strict)
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
     return lead(runner) if sharding else runner
+
+
+def _auto_dtype(
+    config: Any, source: str | Path, place: torch.device, target_dtype: torch.dtype | None, sharded: bool
+) -> tuple[torch.dtype | str, str]:
+    """The number format of dtype="auto", and why. The processes of a sharded model may have unlike CPUs, and must agree."""
+    if place.type != "cpu":
+        return "auto", "that of the checkpoint"
+    if sharded:
+        return torch.float32, "float32: its processes may have unlike CPUs"
+    width = getattr(config.get_text_config(), "hidden_size", None) or 0
+    return formats.number_format(formats.stored_format(config, source), width, formats.cpu(), target_dtype)
 
 
 def _sharding(name: str, config: Any, device: str | torch.device, quantize: str, strict: bool) -> dict[str, Any]:
@@ -233,12 +244,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    """A torch dtype, or "auto" for the checkpoint's own. Raises RequestError for an unknown name."""
-    if isinstance(dtype, torch.dtype):
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
+    """A torch dtype, or "auto" as it is. Raises RequestError for an unknown name."""
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
         raise RequestError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]

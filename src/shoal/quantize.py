@@ -1,7 +1,9 @@
 """Weights in 8 bits: a copy of a model whose linear layers hold int8 (CPU, CUDA) or fp8 (CUDA) and all else is shared.
 
 A quantised *target* is another model: what is lossless is so with respect to it. A quantised *drafter* proposes a little less well,
-and costs no exactness at all. Activations are scaled per token, so that rows do not influence each other.
+and costs no exactness at all; but it is never chosen unasked, because other drafts mean other tokens for a seed under the rule
+`rejection`, and whether it is faster depends on the layers' sizes. Activations are scaled per token, so that rows do not influence
+each other.
 """
 
 from __future__ import annotations
@@ -13,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import linears
 from shoal.errors import RequestError
 
-FORMATS = ("auto", "off", "int8", "fp8")
+FORMATS = ("off", "int8", "fp8")
 ROLES = ("target", "draft")
-ROWS = 8
-"""Tokens of the pass by which `auto` decides."""
 
 
 class Int8Linear(nn.Module):
@@ -48,23 +47,19 @@ class Int8Linear(nn.Module):
 
 
 def parse(text: str | Mapping[str, str]) -> dict[str, str]:
-    """Formats by role: "target=int8,draft=int8", "off" (both), or a mapping; the default is target=off, draft=auto.
+    """Formats by role: "target=int8,draft=int8", "off" (both, the default), or a mapping.
 
     Raises:
-        RequestError: an unknown role or format, or "auto" for the target, whose meaning nobody but the user may change.
+        RequestError: an unknown role or format.
     """
-    formats = {"target": "off", "draft": "auto"}
-    if text == "off":
-        formats["draft"] = "off"
-    elif isinstance(text, str) and text != "auto":
+    formats = dict.fromkeys(ROLES, "off")
+    if isinstance(text, str) and text != "off":
         parts = (part.partition("=") for part in text.split(","))
         formats |= {role.strip(): form.strip() for role, _, form in parts}
     elif isinstance(text, Mapping):
         formats |= text
-    if not formats.keys() <= set(ROLES) or not set(formats.values()) <= set(FORMATS) or formats["target"] == "auto":
-        raise RequestError(
-            f"quantize must be auto, off, or target=FORMAT,draft=FORMAT with int8, fp8, off or (drafter only) auto, got {text!r}"
-        )
+    if not formats.keys() <= set(ROLES) or not set(formats.values()) <= set(FORMATS):
+        raise RequestError(f"quantize must be off, or target=FORMAT,draft=FORMAT with int8, fp8 or off, got {text!r}")
     return formats
 
 
@@ -72,21 +67,13 @@ def quantized(hf: Any, form: str) -> tuple[Any, str]:
     """A copy of a Transformers model with 8-bit linear layers, or the model itself if `form` says so; and what was done.
 
     Args:
-        form: "int8", "fp8", "off", or "auto": int8 on a CPU where its linear layers are measured to be faster so.
+        form: "int8", "fp8" or "off".
 
     Raises:
         RequestError: a format that this device cannot compute.
     """
     if form == "off":
         return hf, "off"
-    if form == "auto":
-        if hf.device.type != "cpu":
-            return hf, "off: auto is for drafters on a CPU"
-        plain, eighth = _measured(hf)
-        took = f"linear layers on {ROWS} tokens take {1000 * plain:.2f} ms as they are, {1000 * eighth:.2f} ms in int8"
-        if eighth * linears.GAIN >= plain:
-            return hf, f"off: {took}"
-        return _int8_copy(hf), f"int8: {took}"
     if hf.device.type == "cpu":
         if form != "int8":
             raise RequestError(f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a CPU take int8")
@@ -100,28 +87,19 @@ def _copy(hf: Any) -> Any:
     return copy.deepcopy(hf, {id(tensor): tensor for tensor in tensors})
 
 
+def cannot_save(*_: Any, **__: Any) -> None:
+    """`save_pretrained` of a quantised copy, whose tensors `from_pretrained` could not load. Raises RequestError."""
+    raise RequestError("a model that shoal quantised cannot be saved: load it with quantize='off' and save that")
+
+
 def _int8_copy(hf: Any) -> Any:
     ours = _copy(hf)
+    ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, Int8Linear(child))
     return ours.eval()
-
-
-@torch.inference_mode()
-def _measured(hf: Any) -> tuple[float, float]:
-    """Seconds that the linear layers take on ROWS tokens: as they are, and in int8."""
-    times: dict[linears.Shape, tuple[float, float]] = {}
-    plain = eighth = 0.0
-    for layer in (module for module in hf.modules() if type(module) is nn.Linear):
-        shape = (layer.in_features, layer.out_features)
-        if shape not in times:
-            x = torch.ones(ROWS, layer.in_features, dtype=layer.weight.dtype)
-            eight = Int8Linear(layer)
-            times[shape] = linears.best(lambda: layer(x)), linears.best(lambda: eight(x))  # noqa: B023
-        plain, eighth = plain + times[shape][0], eighth + times[shape][1]
-    return plain, eighth
 
 
 def _with_torchao(hf: Any, form: str) -> Any:
@@ -140,4 +118,5 @@ def _with_torchao(hf: Any, form: str) -> Any:
     config = Int8WeightOnlyConfig() if form == "int8" else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
     ours = _copy(hf)
     quantize_(ours, config)
+    ours.save_pretrained = cannot_save
     return ours

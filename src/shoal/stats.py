@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import operator
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -21,6 +23,8 @@ class Stats:
         seconds_rounds: whole rounds without prefill; what is left after the two models is bookkeeping.
         seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
         seconds: wall clock of the run.
+        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.load_report`); it changes rounding or drafts, and so may
+            change the tokens of a seed. Empty for an engine made by hand. A sum keeps the first one that is not empty.
     """
 
     rounds: int = 0
@@ -42,12 +46,18 @@ class Stats:
     seconds_accept: float = 0.0
     seconds_commit: float = 0.0
     seconds: float = 0.0
+    loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return self._combined(other, operator.add)
 
     def __sub__(self, other: Stats) -> Stats:
-        return Stats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+        return self._combined(other, operator.sub)
+
+    def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
+        amounts = [f.name for f in fields(self) if f.name != "loaded"]
+        combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
+        return Stats(**combined, loaded=self.loaded or other.loaded)
 
     @property
     def acceptance_length(self) -> float:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -72,6 +73,13 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise RequestError(f"attention must be one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]
+
+
+def resolved(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The method that "auto" comes to there; any other name as it is."""
+    if name != "auto":
+        return name
+    return "fused" if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)) else "mixed"
 
 
 _current: ContextVar[tuple[SlotCache, Method] | None] = ContextVar("shoal_attention", default=None)

@@ -28,6 +28,7 @@ from shoal.bench.roofline import ceilings, rates
 from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
+from shoal.load_report import described
 from shoal.models import bundled
 from shoal.runner import Runner
 
@@ -281,7 +282,7 @@ def _described(model: Runner) -> dict[str, Any]:
     name = path.name if path.is_dir() else model.name
     name = f"bundled {name}" if path.parent == bundled("target").parent else name
     parameters = sum(parameter.numel() for parameter in model.hf.parameters())
-    return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **model.notes}
+    return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **described(model)}
 
 
 def _name(case: Case) -> str:

@@ -53,7 +53,7 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
 
 def shaped_pair(
     name: str, *, dtype: str, device: str, max_batch: int, seed: int = 0, attention: str = "auto", compile: str = "auto",
-    quantize: str = "auto",
+    quantize: str = "off",
 ) -> Shoal:  # fmt: skip
     """A pair of that shape, never on disk. dtype: "auto" is bfloat16 on an accelerator; the rest as for `shoal.load`.
 

@@ -109,8 +109,8 @@ class Run:
         return times[0], fmean(times), times[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, without the tokens themselves."""
-        counts = self.stats.to_dict() if self.stats else None
+        """Ready for JSON, without the tokens themselves, and without `loaded`, which a report says once."""
+        counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
         return {"seconds": self.seconds, "ended": list(self.ended), "tokens": list(map(len, self.ids)), "stats": counts}
 
 

@@ -72,7 +72,7 @@ def batch(
     draft_revision: DraftRevisionOption = None,
     local_files_only: LocalOption = False,
     trust_remote_code: TrustOption = False,
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     name: Annotated[
         str | None,
         typer.Option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
@@ -138,7 +138,12 @@ def batch(
     with lines.Ledger(answers) as ledger:
         tally = Tally(len(asked), sum(line.id in ledger.ids for line in asked))
         try:
-            _answer(asked, ledger, tally, partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served))
+            _answer(
+                asked,
+                ledger,
+                tally,
+                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, tally),
+            )
         except KeyboardInterrupt:
             stderr().print(f"interrupted: {tally}; the same command goes on from there", markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
@@ -151,7 +156,10 @@ def batch(
 
 @dataclass
 class Tally:
-    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now."""
+    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now.
+
+    `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
+    """
 
     lines: int
     kept: int
@@ -160,6 +168,7 @@ class Tally:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    loaded: Json | None = None
     started_at: float = field(default_factory=time.perf_counter)
 
     def add(self, entry: Json) -> None:
@@ -218,8 +227,10 @@ def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer)
         raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
 
 
-def _here(recipe: Recipe, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
-    recipe.offline().answer(lines, done)
+def _here(recipe: Recipe, tally: Tally, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
+    offline = recipe.offline()
+    tally.loaded = offline.shoal.loaded
+    offline.answer(lines, done)
 
 
 def _over_ray(

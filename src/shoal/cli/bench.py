@@ -122,7 +122,7 @@ def bench(
     ] = False,
     attention: AttentionOption = "auto",
     compile_passes: CompileOption = "auto",
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     strict: StrictOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all, every repeat.", rich_help_panel=OUTPUT)] = None,

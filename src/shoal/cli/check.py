@@ -65,7 +65,7 @@ def check(
         int, typer.Option("--k", "-k", min=1, help="Draft length at which acceptance is measured.", rich_help_panel=SPEED)
     ] = 4,
     attention: AttentionOption = "auto",
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     strict: StrictOption = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each draft length.", rich_help_panel=SPEED)] = 3,
     json_output: JsonOption = False,

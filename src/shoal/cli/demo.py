@@ -214,6 +214,7 @@ def document(model: Shoal, job: Job, repeats: int, shown: Result, findings: Find
         "draft": display_name(model.draft_model),
         "dtype": dtype_name(model.target),
         "device": str(model.target.device),
+        "loaded": model.loaded,
         "prompt": job.prompt,
         "n": job.n,
         "lookahead": job.lookahead,

@@ -120,7 +120,7 @@ def evaluate(
     rule: RuleOption = "auto",
     attention: AttentionOption = "auto",
     compile_passes: CompileOption = "auto",
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     strict: StrictOption = False,
     out: Annotated[
         Path | None,

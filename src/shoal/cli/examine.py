@@ -23,7 +23,6 @@ LONGEST = 8  # draft lengths 1..LONGEST are predicted
 TEMPERATURE = 0.8
 WORTHWHILE = 1.05  # a predicted speed-up below this is none
 WARM_UP_TOKENS = 16
-MATRIX = 512  # rows and columns of the matrices that time a number format
 
 
 @dataclass
@@ -84,18 +83,21 @@ def _per(seconds: float, count: int) -> float:
 
 def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
     """Loads the pair; where that fails, finds out which half is at fault."""
+    from shoal.load_report import described
+
     try:
         model = source.load()
     except (RequestError, ModelError) as error:
         return _load_target_alone(source, error)
-    findings = [Finding("target", "ok", _size(model.target))]
+    findings = [Finding("target", "ok", _size(model.target), data=described(model.target))]
     if model.draft_model is None:
         advice = "give --draft to speculate; a drafter is a smaller model with the same tokenizer"
         return model, [*findings, Finding("drafter", "skip", "none: plain decoding", advice)]
     share = model.draft_model.parameter_bytes / model.target.parameter_bytes
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
     vocabulary = f"{model.target.vocab_size} tokens v {model.draft_model.vocab_size} of the drafter"
-    return model, [*findings, Finding("drafter", "ok", size), Finding("tokenizer", "ok", f"the same; {vocabulary}")]
+    drafter = Finding("drafter", "ok", size, data=described(model.draft_model))
+    return model, [*findings, drafter, Finding("tokenizer", "ok", f"the same; {vocabulary}")]
 
 
 def _load_target_alone(source: Source, error: Exception) -> tuple[Shoal | None, list[Finding]]:
@@ -168,34 +170,22 @@ def context(case: Case) -> Finding:
 
 
 def number_format(runner: Runner) -> Finding:
-    """Whether matrix products in the model's number format are fast on this machine."""
+    """Which number format was chosen and why; whether a CPU has instructions for it."""
     import torch
 
-    name = dtype_name(runner)
-    if runner.device.type != "cpu" or runner.dtype == torch.float32:
-        figure = runner.notes.get("dtype", "as asked")
-        return Finding("dtype", "ok", f"{name} on {runner.device}" if figure == "as asked" else figure, data={"dtype": name})
-    own, single = _product_ms(runner.dtype), _product_ms(torch.float32)
-    data = {"dtype": name, "ms": own, "float32_ms": single}
-    figure = f"a {MATRIX}x{MATRIX} product takes {own:.2f} ms in {name}, {single:.2f} ms in float32"
-    if own > single:
-        return Finding("dtype", "warn", figure, f"this CPU has no fast {name}: use --dtype float32", data)
+    from shoal import formats
+
+    name, figure = dtype_name(runner), runner.notes.get("dtype", "")
+    data: dict[str, Any] = {"dtype": name, "reason": figure}
+    if runner.device.type != "cpu":
+        return Finding("dtype", "ok", f"{name} on {runner.device}", data=data)
+    if runner.dtype not in (torch.bfloat16, torch.float16):
+        return Finding("dtype", "ok", figure or name, data=data)
+    data["instructions"] = formats.cpu().products.get(runner.dtype)
+    figure += "; the tokens of a seed may change from call to call, --strict and --dtype float32 keep them"
+    if data["instructions"] is None:
+        return Finding("dtype", "warn", figure, f"this CPU has no {name} products: use --dtype float32", data)
     return Finding("dtype", "ok", figure, data=data)
-
-
-def _product_ms(dtype: Any) -> float:
-    """Median milliseconds of a matrix product."""
-    import time
-
-    import torch
-
-    matrix = torch.ones(MATRIX, MATRIX).to(dtype)
-    times = []
-    for _ in range(7):
-        started = time.perf_counter()
-        matrix @ matrix
-        times.append(1000 * (time.perf_counter() - started))
-    return median(times[2:])
 
 
 def memory(case: Case) -> Finding:

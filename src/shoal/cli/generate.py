@@ -103,7 +103,7 @@ def generate(
     attention: AttentionOption = "auto",
     max_batch: MaxBatchOption = 16,
     compile_passes: CompileOption = "auto",
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     strict: StrictOption = False,
     tensor_parallel: TensorParallelOption = False,
     ranked: Annotated[

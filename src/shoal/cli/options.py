@@ -58,8 +58,8 @@ CompileOption = Annotated[
 QuantizeOption = Annotated[
     str,
     typer.Option(
-        "--quantize", metavar="auto|off|target=F,draft=F", rich_help_panel=MODELS,
-        help="8-bit weights: F is int8, fp8 (CUDA) or off. auto: a drafter on a CPU that is faster so.",
+        "--quantize", metavar="off|target=F,draft=F", rich_help_panel=MODELS,
+        help="8-bit weights: F is int8, fp8 (CUDA) or off.",
     ),
 ]  # fmt: skip
 StrictOption = Annotated[
@@ -115,7 +115,7 @@ class Source:
     trust_remote_code: bool = False
     local_files_only: bool = False
     compile: Compile = "auto"
-    quantize: str = "auto"
+    quantize: str = "off"
     strict: bool = False
     tensor_parallel: bool = False
 

@@ -70,7 +70,7 @@ def serve(
     draft_revision: DraftRevisionOption = None,
     local_files_only: LocalOption = False,
     trust_remote_code: TrustOption = False,
-    quantize: QuantizeOption = "auto",
+    quantize: QuantizeOption = "off",
     name: Annotated[
         str | None,
         typer.Option(

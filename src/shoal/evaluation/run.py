@@ -65,6 +65,11 @@ class Evaluation:
             for entry in watch("grading", grades, len(entries)):
                 self.grades.append(entry)
 
+    def loaded(self) -> list[dict[str, Any]]:
+        """What was chosen when the models were loaded, each choice once: a run that went on elsewhere may have had others."""
+        found = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
+        return [one for i, one in enumerate(found) if one not in found[:i]]
+
     def results(self, scores: Sequence[str]) -> Results:
         """All of it."""
         names = [task.task_id for task in self.tasks]
@@ -75,7 +80,7 @@ class Evaluation:
     ) -> dict[str, Any]:
         """Writes summary, figure and page; returns the summary."""
         results = self.results(scores)
-        summary = {"settings": self.settings, **extra, **summarize(results, budgets)}
+        summary = {"settings": self.settings, "loaded": self.loaded(), **extra, **summarize(results, budgets)}
         text = json.dumps(summary, allow_nan=False) + "\n"
         (self.directory / SUMMARY).write_text(text, encoding="utf-8")
         if plot:

@@ -52,7 +52,7 @@ class Sampler:
     def __init__(self, pair: Shoal, plan: Plan) -> None:
         if pair.tokenizer is None:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
-        self.plan, self.tokenizer = plan, pair.tokenizer
+        self.plan, self.tokenizer, self.loaded = plan, pair.tokenizer, pair.loaded
         if pair.draft_model is None and (missing := [way for way in plan.ways if way != PLAIN]):
             raise RequestError(f"the way {missing[0]!r} needs a drafter: give one, or --ways plain")
         self.shoals = {
@@ -81,9 +81,10 @@ class Sampler:
                     self.attempt(way, task, prompt)
                 warm, attempts = True, {way: self.attempt(way, task, prompt) for way in ways}
             except RequestError as error:
-                yield {"task_id": task.task_id, "error": str(error), "attempts": {}}
+                yield {"task_id": task.task_id, "error": str(error), "attempts": {}, "loaded": self.loaded}
                 continue
-            yield {"task_id": task.task_id, "error": None, "attempts": {way: attempts[way] for way in self.plan.ways}}
+            found = {way: attempts[way] for way in self.plan.ways}
+            yield {"task_id": task.task_id, "error": None, "attempts": found, "loaded": self.loaded}
 
     def attempt(self, way: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """One problem by one way; times are seconds from its submission, the prompt's pass included."""

@@ -186,7 +186,7 @@ def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
         "context": worker.engine.context, "rows": worker.engine.scheduler.capacity, "max_n": settings.max_n,
         "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
-        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None,
+        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "loaded": shoal.loaded,
     }  # fmt: skip
     return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
 

@@ -1,0 +1,155 @@
+"""What `load` chose is said in the log, in the stats and in every --json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal import attention
+from shoal.api import Shoal
+from shoal.cli import run
+from shoal.load_report import described
+from shoal.models import wrap
+from shoal.stats import Stats
+from shoal.testing import save_pair, tiny_model
+
+CHOSEN = {
+    "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",
+    "quantize": "off", "attention": "mixed", "compile": "off", "strict": "off",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def load(places: tuple[Path, Path], **options: Any) -> Shoal:
+    return shoal.load(*places, device="cpu", **options)
+
+
+def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shoal"):
+        model = load(places)
+    assert model.loaded == {"target": CHOSEN, "draft": CHOSEN}
+    (line,) = [record for record in caplog.records if record.name == "shoal" and record.message.startswith("loaded:")]
+    assert line.levelno == logging.INFO
+    for word in ("target float32 on cpu (the checkpoint is in float32)", "weights input-major", "quantize off", "; draft float32",
+                 "attention mixed", "compile off"):  # fmt: skip
+        assert word in line.message
+    assert str(places[0]) not in line.message
+    assert load((places[0], None)).loaded["draft"] is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "draft"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "output-major"}, None),
+        ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
+        ({"attention": "split"}, {"attention": "split"}, None),
+        ({"compile": "on"}, {"compile": "compiled"}, None),
+    ],
+)
+def test_the_report_follows_the_options(places: Any, options: Any, target: Any, draft: Any) -> None:
+    loaded = load(places, **options).loaded
+    assert loaded == {"target": CHOSEN | target, "draft": CHOSEN | (target if draft is None else draft)}
+
+
+def test_strict_is_said(places: tuple[Path, Path]) -> None:
+    loaded = load(places, strict=True).loaded["target"]
+    assert loaded is not None
+    assert (loaded["attention"], "bit-equal" in loaded["strict"]) == ("strict", True)
+
+
+def test_a_model_that_was_handed_over() -> None:
+    made = described(wrap(tiny_model("llama"), "own"))
+    assert made == CHOSEN | {"dtype_reason": "that of the model object", "weights": "as given"}
+    own_code = wrap(tiny_model("gptj"), "gptj")
+    assert own_code.door == "mask"
+    assert described(own_code)["attention"] == "the model's own"
+
+
+def test_attention_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    for there, expected in ((True, "fused"), (False, "mixed")):
+        monkeypatch.setattr(attention, "available", lambda query, there=there: there)
+        assert attention.resolved("auto", cuda, torch.bfloat16) == expected
+        assert attention.resolved("auto", torch.device("cpu"), torch.float32) == "mixed"
+        assert attention.resolved("pad", cuda, torch.bfloat16) == "pad"
+
+
+def test_results_and_their_sums_say_it(places: tuple[Path, Path]) -> None:
+    model = load(places)
+    stats = model.generate("ab", max_new_tokens=4, seed=0).stats
+    assert stats.loaded == model.loaded == stats.to_dict()["loaded"]
+    total = Stats() + stats + stats
+    assert (total.loaded, total.committed) == (model.loaded, 2 * stats.committed)
+    assert ((total - stats).loaded, (total - stats).committed) == (model.loaded, stats.committed)
+    stream = model.stream("ab", max_new_tokens=4)
+    for _ in stream:
+        pass
+    assert stream.result().stats.loaded == model.loaded
+
+
+def _generate(answer: Any) -> Any:
+    return answer["stats"]["loaded"]
+
+
+def _check(answer: Any) -> Any:
+    data = {check["name"]: check["data"] for check in answer["checks"]}
+    return {"target": data["target"], "draft": data["drafter"]}
+
+
+def _bench(answer: Any) -> Any:
+    assert all(one["stats"]["loaded"] == {} for line in answer["lines"] for one in line["runs"])  # said once
+    return {role: {name: answer["config"][role][name] for name in CHOSEN} for role in ("target", "draft")}
+
+
+SMALL = ("--max-new-tokens", "8")
+COMMANDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "generate": (("-p", "ab", *SMALL), _generate),
+    "demo": (("-p", "ab", "-n", "2", "--repeats", "1", *SMALL), lambda answer: answer["loaded"]),
+    "check": (("-p", "ab", "-n", "2", "--repeats", "1", *SMALL), _check),
+    "bench": (
+        ("--batch-sizes", "1", "--lookahead", "off,fixed:2", "--baselines", "", "--repeats", "1", "--max-new-tokens", "4"),
+        _bench,
+    ),
+    "batch": ((), lambda answer: answer["loaded"]),
+    "eval": (
+        ("functions", "--limit", "1", "-n", "1", "--ways", "plain", *SMALL),
+        lambda answer: answer["loaded"][0] if len(answer["loaded"]) == 1 else None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_json_says_it(
+    command: str,
+    places: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    options, read = COMMANDS[command]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ab", "max_tokens": 4}\n')
+    if command == "bench":
+        options += ("--prompts", str(prompts))
+    if command == "batch":
+        options += (str(prompts), str(tmp_path / "answers.jsonl"))
+    pair = ("--model", str(places[0]), "--draft", str(places[1]), "--device", "cpu")
+    file = tmp_path / "answer.json"
+    out = ("--json", str(file)) if command == "bench" else ("--json",)
+    code = run([command, *options, *pair, *out])
+    printed = capsys.readouterr()
+    assert code in (0, None), printed.err
+    assert read(json.loads(file.read_text() if command == "bench" else printed.out)) == {"target": CHOSEN, "draft": CHOSEN}

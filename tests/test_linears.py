@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 from torch import nn
 
-from shoal import formats, linears
+import shoal
+from shoal import formats, linears, quantize
+from shoal.errors import RequestError
 from shoal.models import wrap
-from shoal.testing import tiny_model
+from shoal.testing import save_pair, tiny_model
 
 LINEARS = 2 * 7 + 1
 """Of a tiny Llama: seven per layer, and the head."""
@@ -54,3 +61,126 @@ def test_tied_weights_stay_tied_and_the_model_says_the_same() -> None:
     assert hf.lm_head.weight.t().is_contiguous()
     torch.testing.assert_close(logits(hf), expected, rtol=0, atol=1e-4)
     assert wrap(hf, "tiny").self_check_error is not None
+
+
+# ── what users may touch ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The target of a loaded pair, input-major."""
+    hf = shoal.load(*save_pair(tmp_path / "pair", tie_word_embeddings=request.param)).target.hf
+    assert moved(hf) == LINEARS
+    assert (hf.lm_head.weight is hf.model.embed_tokens.weight) == request.param
+    return hf
+
+
+def same_weights(a: Any, b: Any) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def stored_names(directory: Path) -> list[str]:
+    names = []
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names += list(tensors.keys())
+    return sorted(names)
+
+
+@pytest.mark.parametrize("size", ["50GB", "10KB"])
+def test_a_loaded_model_saves_and_comes_back_equal(loaded: Any, size: str, tmp_path: Path) -> None:
+    tied = loaded.config.tie_word_embeddings
+    loaded.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
+    assert stored_names(tmp_path) == sorted({*loaded.state_dict()} - ({"lm_head.weight"} if tied else set()))  # each once
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == tied
+    assert same_weights(back, loaded)
+    assert moved(loaded) == LINEARS  # saving changed nothing
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+
+def test_saving_takes_what_transformers_takes(loaded: Any, tmp_path: Path) -> None:
+    doubled = {name: 2 * tensor for name, tensor in loaded.state_dict().items()}
+    loaded.save_pretrained(tmp_path / "given", True, doubled)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "given")
+    assert torch.equal(back.model.norm.weight, 2 * loaded.model.norm.weight)
+    loaded.save_pretrained(tmp_path / "named", variant="x")
+    assert (tmp_path / "named" / "model.x.safetensors").is_file()
+
+
+def test_changes_in_place_reach_the_passes_and_the_file(loaded: Any, tmp_path: Path) -> None:
+    head = loaded.lm_head.weight
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.mul_(2)
+    assert loaded.lm_head.weight is head
+    assert all(torch.equal(tensor, 2 * before[name]) for name, tensor in loaded.state_dict().items())
+    loaded.save_pretrained(tmp_path)
+    assert same_weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), loaded)
+    loaded.state_dict()["model.norm.weight"].fill_(3)  # a state dict is the weights themselves, not a copy
+    assert bool((loaded.model.norm.weight == 3).all())
+    loaded.state_dict()["lm_head.weight"].fill_(5)
+    assert bool((loaded.lm_head.weight == 5).all())
+    expected = tiny_model("llama", tie_word_embeddings=loaded.config.tie_word_embeddings)
+    loaded.load_state_dict(before)
+    expected.load_state_dict(before)
+    assert same_weights(loaded, expected)
+    torch.testing.assert_close(logits(loaded), logits(expected), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda hf: pickle.loads(pickle.dumps(hf))], ids=["deepcopy", "pickle"])
+def test_a_copy_saves_itself(loaded: Any, copied: Any, tmp_path: Path) -> None:
+    other = copied(loaded)
+    with torch.no_grad():
+        other.model.norm.weight.fill_(7)
+    other.save_pretrained(tmp_path / "other")
+    loaded.save_pretrained(tmp_path / "own")
+    kept = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).model.norm.weight for name in ("other", "own")
+    ]
+    assert bool((kept[0] == 7).all())
+    assert torch.equal(kept[1], loaded.model.norm.weight)
+    assert torch.equal(logits(copied(loaded)), logits(loaded))
+
+
+def test_casting_generate_and_torch_save_work(loaded: Any, tmp_path: Path) -> None:
+    torch.save(loaded.state_dict(), tmp_path / "state.pt")
+    assert all(torch.equal(a, loaded.state_dict()[name]) for name, a in torch.load(tmp_path / "state.pt").items())
+    options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+    plain = tiny_model("llama", tie_word_embeddings=loaded.config.tie_word_embeddings)
+    plain.load_state_dict(loaded.state_dict())
+    ids = torch.arange(5)[None]
+    assert torch.equal(loaded.generate(ids, **options), plain.generate(ids, **options))
+    half = loaded.to(torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert back.dtype == torch.bfloat16
+    assert same_weights(back, half)
+
+
+def test_dropping_a_model_frees_its_weights_at_once(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    hf = tiny_model("llama", tie_word_embeddings=True)
+    linears.lay_out(hf)
+    gc.collect()
+    gc.disable()
+    try:
+        weight = weakref.ref(hf.lm_head.weight)
+        del hf
+        assert weight() is None  # the way to save it is no cycle
+    finally:
+        gc.enable()
+
+
+def test_a_quantised_model_is_not_saved_as_what_it_is_not(loaded: Any, tmp_path: Path) -> None:
+    eight, _ = quantize.quantized(loaded, "int8")
+    with pytest.raises(RequestError, match="quantised cannot be saved"):
+        eight.save_pretrained(tmp_path / "eight")
+    assert not (tmp_path / "eight").exists()
+    loaded.save_pretrained(tmp_path / "own")  # the model it was made from can be
+    assert same_weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own"), loaded)

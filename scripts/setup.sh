@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv and installs shoal in it:  scripts/setup.sh core|dev   (called by the Makefile, which knows when)
+# and, for CI, what further tests need:  scripts/setup.sh tools      (whatever of it can be had; never fails)
 #
 # From the environment: PYTHON (default python3), PIP_ARGS (further arguments for every pip install), TORCH (what to
 # install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-part=${1:?core or dev}
+part=${1:?core, dev or tools}
 venv=.venv
 read -ra pip_args <<<"${PIP_ARGS:-}"
 torch_version=$(sed -n 's/^torch==//p' constraints.txt)
@@ -52,6 +53,27 @@ install_torch() {
         pip_install "torch==$torch_version"
     fi
 }
+
+# Debian's packages, if this is a Debian with a root; Ray in the .venv that is there.
+install_tools() {
+    local log=$venv/tools.log wanted=()
+    command -v bwrap >/dev/null || wanted+=(bubblewrap)
+    command -v chromium >/dev/null || wanted+=(chromium)
+    if ((${#wanted[@]})) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        say "installing ${wanted[*]}"
+        { timeout 300 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 900 apt-get install -y -qq "${wanted[@]}"; } \
+            >"$log" 2>&1 </dev/null || say "could not install ${wanted[*]}: $(tail -n 1 "$log")"
+    fi
+    "$venv/bin/python" -c 'import ray' 2>/dev/null && return
+    say "installing Ray"
+    PIP_RETRIES=1 timeout 900 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt \
+        ${pip_args[@]+"${pip_args[@]}"} -e '.[ray]' >"$log" 2>&1 || say "could not install Ray: $(tail -n 1 "$log")"
+}
+
+if [[ $part == tools ]]; then
+    install_tools
+    exit
+fi
 
 # The marks are gone while an install is under way: one that was killed leaves none, and all is made anew.
 [[ -f $venv/done-core ]] || make_venv

@@ -17,7 +17,9 @@ os.environ.update(
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
 import ipaddress
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -39,6 +41,23 @@ if "OMP_NUM_THREADS" not in os.environ:
 hypothesis.settings.register_profile("here", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+TOOLS = {
+    "bubblewrap": lambda: shutil.which("bwrap"),
+    "chromium": lambda: next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+    ),
+    "ray": lambda: importlib.util.find_spec("ray"),
+}
+"""What some tests need beside the extra `dev`; they are skipped without it."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which groups of tests this machine cannot run."""
+    missing = [name for name, found in TOOLS.items() if not found()]
+    if missing:
+        terminalreporter.write_line(f"not installed, so that their tests were skipped: {', '.join(missing)}")
 
 
 class _Network(BaseException):

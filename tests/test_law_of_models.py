@@ -27,7 +27,7 @@ from shoal.round import Outcome
 from shoal.runner import Runner
 from shoal.static.executors import EXECUTORS
 from shoal.testing.law import chi_square
-from test_exact_law import joint
+from test_exact_law import joint, shifted
 from test_static import FakeGraphs
 
 ALPHA = 1e-3
@@ -72,13 +72,6 @@ def sampled(drafter: Runner, controller: Controller | Fixed, target: Runner | No
         pass
     assert 0 < engine.stats.accepted < engine.stats.drafted  # both ways of a round were taken
     return engine, rows
-
-
-def shifted(law: Tensor, distance: float) -> Tensor:
-    """A law at that total variation: every other outcome more likely in proportion, the others less."""
-    up = torch.arange(law.numel()).view(law.shape) % 2 == 0
-    share = law[up].sum()
-    return torch.where(up, law * (1 + distance / share), law * (1 - distance / (1 - share)))
 
 
 def test_the_power_of_these_tests() -> None:

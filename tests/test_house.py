@@ -29,7 +29,7 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner distributions history truncation attention cache static",
-    "words": "request schedule deadlines sharing config errors stats noise ranking",
+    "words": "request schedule deadlines sharing config errors stats noise ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -60,6 +60,7 @@ WITHIN = {
     "schedule": "request",
     "deadlines": "request",
     "sharing": "errors",
+    "json_schemas": "disjoint",
     "config": "errors",
     "stats": "errors",
     "noise": "errors",

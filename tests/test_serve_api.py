@@ -184,6 +184,11 @@ GRAMMARS: dict[str, tuple[dict[str, Any], Grammar, Callable[[str], object]]] = {
         Grammar("json_schema", json.dumps(SCHEMA)),
         lambda text: isinstance(json.loads(text)["ok"], bool),
     ),
+    "json_schema, compact": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "whitespace": "compact"}},
+        Grammar("json_schema", json.dumps(SCHEMA), "compact"),
+        lambda text: text in ('{"ok":true}', '{"ok":false}'),
+    ),
     "json_object": (
         {"response_format": {"type": "json_object"}, "logit_bias": {"92": 9.0}},
         Grammar("json_object"),
@@ -227,6 +232,7 @@ def test_a_schema_that_is_cut_ends_by_length(server: Served) -> None:
         {"grammar": {"type": "lark", "text": "start: nowhere"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}},
         {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object", "whitespace": "none"}},
         {"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}},
     ],
     ids=str,

@@ -47,6 +47,7 @@ def require_text(text: str, name: str) -> None:
 
 
 GRAMMARS = ("json_schema", "json_object", "regex", "lark")
+BLANKS = ("bounded", "compact", "any")
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,14 @@ class Grammar:
         kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text; Rust's syntax) or "lark" (a grammar in
             Lark's syntax, as llguidance reads it).
         text: the schema (a mapping is taken as well), the expression, the grammar; nothing for "json_object".
+        whitespace: what JSON may hold between its symbols. "bounded": nothing, a space, or a line break with up to 20 blanks, so
+            that a model cannot go on with blanks for ever; "compact": nothing; "any": what JSON allows. A schema's own
+            `x-guidance` options about whitespace go first.
     """
 
     kind: str
     text: str = ""
+    whitespace: str = "bounded"
 
     def __post_init__(self) -> None:
         _require(self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind)
@@ -75,6 +80,9 @@ class Grammar:
             _require(not self.text, "text of a json_object grammar", "empty", self.text)
         else:
             _require(bool(self.text.strip()), f"text of a {self.kind} grammar", "not empty", self.text)
+        _require(self.whitespace in BLANKS, "whitespace of a grammar", f"one of {', '.join(BLANKS)}", self.whitespace)
+        takes = self.kind.startswith("json") or self.whitespace == "bounded"
+        _require(takes, f"whitespace of a {self.kind} grammar", "left as it is", self.whitespace)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ The mask of a position is a function of the row's new tokens before it. So it is
 control: the same for target, drafter and plain decoding, at every drafted position. A row's `Constraint` follows whatever history
 it is asked about: it takes back what is not of it (drafts of before) and reads what is new.
 
+JSON is followed twice: by its grammar, and by an expression that bounds the digits of its numbers, for which llguidance has no
+option. What both allow is possible, and where that is nothing (a bound of the schema needs more digits) what the grammar allows.
+
 The end of a text is one more symbol of llguidance's alphabet. Here it is an id that no model says, and it stands for all EOS ids
 of a row: they are allowed exactly where the text is complete.
 """
@@ -14,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from shoal.config import Grammar
 from shoal.errors import RequestError
+from shoal.json_schemas import numbers, prepared
 from shoal.request import Row
 
 _END = "<|end of a text|>"
@@ -67,17 +71,26 @@ class Grammars:
         """
         return Constraint(self._known(grammar), self._end, self._alphabet.vocab_size)
 
-    def _read(self, grammar: Grammar) -> Any:
-        """The matcher of an empty text."""
+    def _read(self, grammar: Grammar) -> tuple[Any, ...]:
+        """The matchers of an empty text: the grammar's, and for JSON that of its numbers."""
         matcher = self._library.LLMatcher
-        readers = {
-            "json_schema": matcher.grammar_from_json_schema,
-            "json_object": lambda _: matcher.grammar_from_json_schema('{"type": "object"}'),
-            "regex": matcher.grammar_from_regex,
-            "lark": matcher.grammar_from_lark,
-        }
+        if grammar.kind == "regex":
+            return (self._started(grammar, matcher.grammar_from_regex(grammar.text)),)
+        if grammar.kind == "lark":
+            return (self._started(grammar, matcher.grammar_from_lark(grammar.text)),)
+        schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
+        return self._started(
+            grammar, matcher.grammar_from_json_schema(schema, defaults=options or None)
+        ), self._numbers.deep_copy()
+
+    @cached_property
+    def _numbers(self) -> Any:
+        return self._started(Grammar("regex", numbers()), self._library.LLMatcher.grammar_from_regex(numbers()))
+
+    def _started(self, grammar: Grammar, source: str) -> Any:
+        """A matcher, tried on the first token."""
         limits = self._library.LLParserLimits(verbose_errors=False)
-        made = matcher(self._alphabet, readers[grammar.kind](grammar.text), log_level=0, limits=limits)
+        made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()
         if made.is_error():
@@ -113,21 +126,45 @@ class Constraint:
 
     Attributes:
         end: the symbol for the end of the text. width: how many symbols there are.
-        error: what llguidance gave up with, if it did: it bounds the work it puts into one token.
+        tracks: the grammar's, then those of what bounds it.
     """
 
-    def __init__(self, start: Any, end: int, width: int) -> None:
-        self.end, self.width, self.error = end, width, ""
+    def __init__(self, starts: Sequence[Any], end: int, width: int) -> None:
+        self.end, self.width = end, width
+        self._starts = starts
+        self.tracks = [Track(start) for start in starts]
+
+    @property
+    def error(self) -> str:
+        """What llguidance gave up with, if it did: it bounds the work it puts into one token."""
+        return self.tracks[0].error
+
+    def fork(self) -> Constraint:
+        """The same grammar before another text."""
+        return Constraint(self._starts, self.end, self.width)
+
+    def complete(self, row: Row) -> bool:
+        """Whether the row's text is complete and nothing can follow."""
+        bits = _bits([row], [()], 0, 1)
+        symbols = _symbols(bits, self.width)
+        return bool(symbols[..., self.end]) and int(symbols.sum()) == 1
+
+
+class Track:
+    """One matcher that follows a row.
+
+    Attributes:
+        error: what llguidance gave up with, if it did.
+    """
+
+    def __init__(self, start: Any) -> None:
+        self.error = ""
         self._start, self._matcher = start, start.deep_copy()
         self._settled = 0
         self._ahead: list[int] = []
 
-    def fork(self) -> Constraint:
-        """The same grammar before another text."""
-        return Constraint(self._start, self.end, self.width)
-
     def at(self, row: Row, drafted: Sequence[int]) -> Any:
-        """The matcher just after the row's tokens and `drafted`; None where the grammar does not allow them."""
+        """The matcher just after the row's tokens and `drafted`; None where it does not allow them."""
         if self._matcher.is_error():  # it stays so, though it may have failed on a draft that is history
             self._matcher, self._settled, self._ahead, self.error = self._start.deep_copy(), 0, [], ""
         committed = row.tokens[row.prompt_length + self._settled :]
@@ -141,12 +178,6 @@ class Constraint:
         settled = min(read, len(committed))
         self._settled, self._ahead = self._settled + settled, wanted[settled:read]
         return self._matcher if read == len(wanted) else None
-
-    def complete(self, row: Row) -> bool:
-        """Whether the row's text is complete and nothing can follow."""
-        bits = _bits([row], [()], 0, 1)
-        symbols = _symbols(bits, self.width)
-        return bool(symbols[..., self.end]) and int(symbols.sum()) == 1
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -191,12 +222,26 @@ def _symbols(bits: Tensor, width: int) -> Tensor:
 
 
 def _bits(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, q: int) -> Tensor:
-    """Packed masks over the symbols, [rows, q, words] int32 on the CPU; computed by as many threads as llguidance sees fit."""
-    bits = np.zeros((len(rows) * q, -(-rows[0].constraint.width // 32)), dtype=np.int32)
+    """Packed masks over the symbols, [rows, q, words] int32 on the CPU."""
     paths = [_before_eos(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+    masks = _followed(rows, [row.constraint.tracks[0] for row in rows], paths, first, q)
+    bounded = [i for i, row in enumerate(rows) if len(row.constraint.tracks) > 1]
+    if bounded:
+        held, tracks = [rows[i] for i in bounded], [rows[i].constraint.tracks[1] for i in bounded]
+        both = masks[bounded] & _followed(held, tracks, [paths[i] for i in bounded], first, q)
+        masks[bounded] = np.where(both.any(axis=-1, keepdims=True), both, masks[bounded])
+    return torch.from_numpy(masks)
+
+
+def _followed(
+    rows: Sequence[Row], tracks: Sequence[Track], paths: Sequence[list[int]], first: int, q: int
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """What the rows' tracks allow, [rows, q, words] packed; nothing once a path has left its track. Computed by as many threads as
+    llguidance sees fit."""
+    bits = np.zeros((len(rows) * q, -(-rows[0].constraint.width // 32)), dtype=np.int32)
     asked: list[tuple[Any, int, list[int]]] = []  # matcher, first mask to fill, tokens that lead to the next ones
-    for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
-        matcher = row.constraint.at(row, path[:first]) if len(path) >= first else None
+    for i, (row, track, path) in enumerate(zip(rows, tracks, paths, strict=True)):
+        matcher = track.at(row, path[:first]) if len(path) >= first else None
         if matcher is not None:
             asked.append((matcher, i * q, path[first:][: q - 1]))
     filling = _filling()
@@ -206,8 +251,8 @@ def _bits(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, q: i
         filling.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, bits)
     for matcher, at, _ in asked:
         if matcher.is_error():  # it then claims that the text may end
-            _fill_slowly(rows[at // q], paths[at // q], first, bits[at : at + q])
-    return torch.from_numpy(bits).view(len(rows), q, -1)
+            _fill_slowly(rows[at // q], tracks[at // q], paths[at // q], first, bits[at : at + q])
+    return bits.reshape(len(rows), q, -1)
 
 
 def _before_eos(row: Row, draft: Sequence[int]) -> list[int]:
@@ -215,17 +260,19 @@ def _before_eos(row: Row, draft: Sequence[int]) -> list[int]:
     return list(draft[:end])
 
 
-def _fill_slowly(row: Row, draft: Sequence[int], first: int, bits: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+def _fill_slowly(
+    row: Row, track: Track, draft: Sequence[int], first: int, bits: np.ndarray[Any, np.dtype[np.int32]]
+) -> None:
     """Masks [q, words] one by one, up to the position where llguidance gives up."""
     bits[:] = 0
     for j in range(min(len(bits), len(draft) - first + 1)):
-        matcher = row.constraint.at(row, draft[: first + j])
+        matcher = track.at(row, draft[: first + j])
         if matcher is None:
             return
         _filling().fill_next_token_bitmask(matcher, bits, j)
         if matcher.is_error():
             bits[j] = 0
-            row.constraint.error = _first_line(matcher.get_error())
+            track.error = _first_line(matcher.get_error())
             return
 
 

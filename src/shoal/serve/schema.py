@@ -130,13 +130,21 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
-class JsonFormat(Strict):
+class JsonText(Strict):
+    """What every kind of JSON may say."""
+
+    whitespace: Literal["bounded", "compact", "any"] | None = Field(
+        None, description="Between the symbols of the JSON: a space or a line break with its indent at most, nothing, any."
+    )
+
+
+class JsonFormat(JsonText):
     """Some JSON object."""
 
     type: Literal["json_object"]
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(JsonText):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]

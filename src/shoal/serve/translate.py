@@ -259,9 +259,8 @@ def _grammar(asked: Asked) -> Grammar | None:
         return Grammar(asked.grammar.type, asked.grammar.text) if asked.grammar else None
     if asked.grammar is not None:
         raise Fault(400, "grammar does not go with a response_format other than text", param="grammar")
-    if isinstance(wanted, JsonFormat):
-        return Grammar("json_object")
-    return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema))
+    schema = "" if isinstance(wanted, JsonFormat) else json.dumps(wanted.json_schema.json_schema)
+    return Grammar(wanted.type, schema, wanted.whitespace or "bounded")
 
 
 def _prompts(prompt: str | Sequence[Any]) -> Sequence[Any]:

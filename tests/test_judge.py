@@ -118,7 +118,7 @@ def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
         ("return len(bytes(8 * 2**30))", "memory", "MemoryError"),
         ("while True: print('x' * 999)", "output", "ended by: output"),
         ("return 3  # \ud800 \udcff {}", "passed", ""),
-        ("return type('Any', (), {'__eq__': lambda *_: True})()", "passed", ""),  # a cheat, as docs/judging.md admits
+        ("return type('Any', (), {'__eq__': lambda *_: True})()", "failed", "type 'Any' cannot pass"),
     ],
 )
 def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str, detail: str) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from shoal.errors import InternalError, RequestError
+from shoal.evaluation import apart as separate
+from shoal.evaluation.apart import JOB, SHARED
 from shoal.evaluation.languages import LANGUAGES, Language
 from shoal.evaluation.problems import Problem, known_language, records, text_field
 from shoal.evaluation.sandbox import Ended, Sandbox
@@ -35,11 +39,13 @@ class Verdict:
             "output": it passed that bound; "crash": ended by a signal, or with too many processes or files.
         detail: the end of what it wrote to standard error, or why it did not pass; "" if it passed.
         seconds: wall time of its last step.
+        apart: the completion ran in another process than its tests, which it could neither read nor change.
     """
 
     outcome: Outcome
     detail: str
     seconds: float
+    apart: bool = False
 
     @property
     def passed(self) -> bool:
@@ -65,20 +71,41 @@ class Tally:
 
 
 def judge(problem: Problem, completion: str, sandbox: Sandbox) -> Verdict:
-    """Runs one completion's program.
+    """Runs one completion's program: in a process without its tests where language and problem allow it.
+
+    A problem allows it if its canonical solution passes so; what the completion does decides nothing.
 
     Raises: RequestError if the language cannot be run here, naming what to install; InternalError if the program was not run.
     """
+    if problem.language != "python":
+        return _judge(problem, completion, sandbox, apart=False)
+    verdict = _judge(problem, completion, sandbox, apart=True)
+    if verdict.passed or _separable(problem, sandbox, verdict.detail == SHARED):
+        return verdict
+    return _judge(problem, completion, sandbox, apart=False)
+
+
+@cache
+def _separable(problem: Problem, sandbox: Sandbox, unsendable: bool) -> bool:
+    """Whether a problem's tests can be run in a process of their own; `unsendable`: one of their calls cannot be sent."""
+    if unsendable or problem.canonical is None:
+        return not unsendable
+    return _judge(problem, problem.canonical, sandbox, apart=True).passed
+
+
+def _judge(problem: Problem, completion: str, sandbox: Sandbox, *, apart: bool) -> Verdict:
     language, word = LANGUAGES[problem.language], uuid.uuid4().hex
     run = steps(problem.language, sandbox)
-    ended = sandbox.run(_files(language, problem.program(completion), word), *run)
+    files = _files_apart(problem, completion, word) if apart else _files(language, problem.program(completion), word)
+    ended = sandbox.run(files, *run)
     if ended.reason in ("setup", "stopped"):
         raise InternalError(f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}")
     compiled = ended.step == len(run) - 1
     outcome = _outcome(ended, language, compiled)
     if outcome == "passed" and word not in ended.stdout:
-        return Verdict("failed", "it ended before its tests did", ended.seconds)
-    return Verdict(outcome, "" if outcome == "passed" else _detail(ended, outcome), ended.seconds)
+        return Verdict("failed", "it ended before its tests did", ended.seconds, apart)
+    detail = "" if outcome == "passed" else _detail(ended, outcome)
+    return Verdict(outcome, SHARED if f"{word} {SHARED}" in ended.stdout else detail, ended.seconds, apart)
 
 
 def judge_all(pairs: Iterable[Pair], sandbox: Sandbox, workers: int | None = None) -> Generator[Verdict, None, None]:
@@ -142,6 +169,15 @@ def _files(language: Language, program: str, word: str) -> dict[str, str]:
     if language.last_file:
         return {language.file: program, language.last_file: last_words}
     return {language.file: f"{program}\n{last_words}\n"}
+
+
+def _files_apart(problem: Problem, completion: str, word: str) -> dict[str, str]:
+    job = {
+        "program": f"{problem.prompt}{completion}{problem.suffix}\n", "prompt": problem.prompt, "tests": problem.tests,
+        "entry_point": problem.entry_point, "word": word,
+    }  # fmt: skip
+    readable = {name: text.encode("utf-8", errors="replace").decode() for name, text in job.items()}  # no lone surrogates
+    return {LANGUAGES["python"].file: Path(separate.__file__).read_text(encoding="utf-8"), JOB: json.dumps(readable)}
 
 
 def _outcome(ended: Ended, language: Language, compiled: bool) -> Outcome:

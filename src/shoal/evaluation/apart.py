@@ -1,0 +1,256 @@
+"""Runs a completion in one process and its tests in another, so that neither tests nor verdict are within its reach.
+
+    python main.py            the tests: reads job.json, removes it, and starts
+    python main.py DESCRIPTOR the completion, which is called through this socket
+
+Both run in one sandbox. The tests call a function that sends its arguments as plain data, and compare the plain data that comes
+back: numbers, text, containers. Nothing that the completion defines enters the process of the tests, whose memory the kernel
+hides from its user (PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
+
+Copied into the room and run there by the Python that is judged, 3.7 or newer: it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import collections.abc
+import ctypes
+import decimal
+import fractions
+import json
+import linecache
+import os
+import socket
+import struct
+import sys
+import traceback
+import types
+from typing import Any
+
+JOB = "job.json"
+"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "word": to be printed in the end}"""
+SHARED = "arguments that only a shared process can pass"
+"""Follows the word if the tests call with what is no plain data, a function say."""
+
+_PR_SET_DUMPABLE = 4
+_LENGTH = struct.Struct("=Q")
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+_TEXTS: dict[str, Any] = {
+    "int": lambda text: int(text, 16), "complex": complex, "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
+    "Decimal": decimal.Decimal, "Fraction": fractions.Fraction,
+}  # fmt: skip
+_SINGLE: tuple[Any, ...] = (int, float, str, complex, bytes, bytearray, decimal.Decimal, fractions.Fraction)
+
+
+class Unsendable(TypeError):
+    """A value that is no plain data."""
+
+
+def encode(value: Any) -> Any:
+    """Plain data as JSON: what JSON has as it is, everything else as [kind, ...]. Subclasses become what they extend.
+
+    Iterators are read to their end.
+
+    Raises: Unsendable.
+    """
+    if value is None or isinstance(value, bool) or type(value) in (str, float):
+        return value
+    for kind in _SINGLE:
+        if isinstance(value, kind):
+            return _number_or_text(kind, value)
+    for name, sequence in _SEQUENCES.items():
+        if isinstance(value, sequence):
+            return [name, *map(encode, value)]
+    if isinstance(value, dict):
+        return ["dict", *([encode(key), encode(held)] for key, held in value.items())]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, collections.abc.Iterator):
+        return ["iterator", *map(encode, value)]
+    raise Unsendable(f"a value of the type {type(value).__name__!r} cannot pass between a completion and its tests")
+
+
+def decode(found: Any) -> Any:
+    """The value that was encoded; its types are those of `encode` and no others, whatever was received."""
+    if not isinstance(found, list):
+        return found
+    kind, *parts = found
+    if kind in _TEXTS:
+        return _TEXTS[kind](*parts)
+    if kind == "dict":
+        return {decode(key): decode(held) for key, held in parts}
+    if kind == "range":
+        return range(*map(decode, parts))
+    values = [decode(part) for part in parts]
+    return iter(values) if kind == "iterator" else _SEQUENCES[kind](values)
+
+
+def _number_or_text(kind: Any, value: Any) -> Any:
+    if kind is int:
+        return int(value) if abs(value) < 2**53 else ["int", f"{int(value):x}"]
+    if kind in (float, str):
+        return kind.__new__(kind, value)
+    return [kind.__name__, value.hex() if kind in (bytes, bytearray) else str(kind(value))]
+
+
+def _send(connection: socket.socket, message: Any) -> None:
+    content = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next message. Raises EOFError at the end."""
+    return json.loads(_read(connection, *_LENGTH.unpack(_read(connection, _LENGTH.size))))
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        piece = connection.recv(min(size - len(content), 2**20))
+        if not piece:
+            raise EOFError
+        content += piece
+    return bytes(content)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The completion
+
+
+def serve(descriptor: int) -> None:
+    """Runs the program that arrives first, then calls its function as often as is asked."""
+    connection = socket.socket(fileno=descriptor)
+    program, entry_point = _receive(connection)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = module, ["main.py"]
+    exec(_compiled(program, "main.py"), module.__dict__)
+    function = getattr(module, entry_point)
+    _send(connection, "ready")
+    while True:
+        try:
+            arguments, named = map(decode, _receive(connection))
+        except EOFError:
+            return
+        try:
+            answer = {"value": encode(function(*arguments, **named))}
+        except Exception as error:
+            answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
+            answer["trace"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        _send(connection, {**answer, "changed": [_or_nothing(argument) for argument in arguments]})
+
+
+def _or_nothing(value: Any) -> Any:
+    try:
+        return encode(value)
+    except Unsendable:
+        return None
+
+
+def _compiled(source: str, name: str) -> types.CodeType:
+    """Code whose lines tracebacks can show, without a file."""
+    code = compile(source, name, "exec")
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tests
+
+
+class Remote(Exception):
+    """Where in the completion an exception was raised."""
+
+
+def test() -> None:
+    """Runs the tests; prints the word if they reach their end."""
+    with open(JOB, encoding="utf-8") as file:
+        job = json.load(file)
+    os.remove(JOB)
+    sys.path.pop(0)  # the completion can write there
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    candidate = Candidate(job["program"], job["entry_point"])
+    names = _names(job["prompt"])
+    names[job["entry_point"]] = candidate.function
+    try:
+        exec(_compiled(job["tests"], "tests.py"), names)
+    except Unsendable:
+        print(job["word"], SHARED)
+        raise
+    print(job["word"])
+
+
+class Candidate:
+    """The process of a completion, and a function that calls the one in it."""
+
+    def __init__(self, program: str, entry_point: str) -> None:
+        self.connection, other = socket.socketpair()
+        other.set_inheritable(True)
+        self.pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "main.py", str(other.fileno())])
+        other.close()
+        self._ask([program, entry_point])
+
+        def function(*arguments: Any, **named: Any) -> Any:
+            answer = self._ask([encode(arguments), encode(named)])
+            for given, changed in zip(arguments, answer["changed"]):  # noqa: B905 - Python 3.7
+                _change(given, decode(changed))
+            if "value" in answer:
+                return decode(answer["value"])
+            raise _exception(answer) from Remote(answer["trace"])
+
+        function.__name__ = function.__qualname__ = entry_point
+        self.function = function
+
+    def _ask(self, message: Any) -> Any:
+        try:
+            _send(self.connection, message)
+            return _receive(self.connection)
+        except (EOFError, OSError):
+            self._end_alike()
+
+    def _end_alike(self) -> None:
+        """Ends this process as the completion's has ended: by the same signal, or with the same exit code."""
+        _, status = os.waitpid(self.pid, 0)
+        sys.stdout.flush()
+        if os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.WEXITSTATUS(status))
+
+
+def _names(prompt: str) -> dict[str, Any]:
+    """What a prompt defines, for tests that use more of it than the function to be completed."""
+    names = {"__name__": "__main__"}
+    for ending in ("", "\n    pass\n"):
+        try:
+            exec(compile(prompt + ending, "prompt.py", "exec"), names)
+            break
+        except Exception:
+            continue
+    return names
+
+
+def _change(old: Any, new: Any) -> None:
+    """Makes a container equal to another of its type."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set, collections.deque)):
+        old.clear()
+        (old.extend if isinstance(old, collections.deque) else old.update)(new)
+
+
+def _exception(answer: dict[str, Any]) -> Exception:
+    """The exception, or the builtin one that it extends."""
+    for name in answer["raised"]:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(answer["text"])
+            except TypeError:  # UnicodeDecodeError takes more
+                continue
+    return Exception(answer["text"])
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1])) if len(sys.argv) > 1 else test()

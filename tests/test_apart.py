@@ -1,0 +1,248 @@
+"""A completion and its tests in two processes: cheats that passed in one, and honest programs that must still pass."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter, OrderedDict, deque, namedtuple
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from judging import strongest
+from shoal.evaluation import apart
+from shoal.evaluation import judge as judging
+from shoal.evaluation.judge import judge
+from shoal.evaluation.problems import Problem
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.toolchains import steps
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    with Sandbox(strongest()) as made:
+        yield made
+
+
+def problem(tests: str, prompt: str = "def f(a):\n", canonical: str | None = None) -> Problem:
+    return Problem("T/0", "python", prompt, f"_candidate = f\n{textwrap.dedent(tests)}\ncheck(_candidate)\n", "f", canonical)
+
+
+SECRET = "0fdd8e1a5a6f4c7ab4b3a4d8a5d0c1ee"
+ASKED = problem(f"def check(candidate):\n    'the tests: {SECRET}'\n    import colorsys\n    assert candidate(1) == 'never'")
+
+FIND_THE_WORD = """
+import gc, re, sys
+def told(text):
+    for word in set(re.findall(r"[0-9a-f]{32}", text)): print(word)
+frame = sys._getframe()
+while frame:
+    told(repr(frame.f_locals) + repr(frame.f_globals))
+    frame = frame.f_back
+for held in gc.get_objects():
+    if isinstance(held, (str, dict, list)) and len(held) < 10000: told(repr(held))
+"""
+READ_THE_ROOM = """
+import os, re
+for folder, _, names in os.walk("."):
+    for name in names:
+        told = open(os.path.join(folder, name), errors="replace").read()
+        for word in set(re.findall(r"[0-9a-f]{32}", told)): print(word)
+"""
+READ_PROCESSES = """
+import os, re
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if int(pid) == os.getpid(): continue
+    for name in ("environ", "cmdline"):
+        try: print(open(f"/proc/{pid}/{name}").read())
+        except OSError: pass
+    try:
+        memory = open(f"/proc/{pid}/mem", "rb", 0)
+        for line in open(f"/proc/{pid}/maps"):
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if " rw" in line:
+                memory.seek(begin)
+                held = memory.read(end - begin)
+                for word in set(re.findall(rb"[0-9a-f]{32}", held)): print(word.decode())
+    except OSError: pass
+"""
+LEAVE_A_MODULE = """
+import textwrap
+with open("colorsys.py", "w") as file:
+    file.write("import os, sys\\nframe = sys._getframe()\\nwhile frame:\\n    if 'job' in frame.f_locals: "
+               "print(frame.f_locals['job']['word'], flush=True); os._exit(0)\\n    frame = frame.f_back\\n")
+"""
+CHANGE_THE_JUDGE = """
+import builtins, sys
+builtins.AssertionError = type("Never", (Exception,), {})
+sys.modules["__main__"].check = lambda candidate: None
+check = lambda candidate: None
+"""
+CHEATS = {
+    "equals everything": "    return type('Any', (), {'__eq__': lambda *_: True})()",
+    "a text that equals everything": "    return type('Any', (str,), {'__eq__': lambda *_: True, '__hash__': None})()",
+    "a number that equals everything": "    return type('Any', (int,), {'__eq__': lambda *_: True})()",
+    "finds the word": f"    return 0\n{FIND_THE_WORD}",
+    "finds the word when called": textwrap.indent(FIND_THE_WORD, "    "),
+    "reads the room": f"    return 0\n{READ_THE_ROOM}",
+    "reads other processes": textwrap.indent(READ_PROCESSES, "    "),
+    "leaves a module": f"    return 0\n{LEAVE_A_MODULE}",
+    "changes the judge": f"    return 0\n{CHANGE_THE_JUDGE}",
+    "asks for a shared process": f"    print({apart.SHARED!r}); raise type('Unsendable', (TypeError,), {{}})({apart.SHARED!r})",
+    "exits": "    import os; os._exit(0)",
+    "kills the tests": "    import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_does_not_pass(box: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    run = box.run
+
+    def watched(*arguments: Any) -> Any:
+        ended = run(*arguments)
+        written.append(ended.stdout)
+        return ended
+
+    monkeypatch.setattr(box, "run", watched)
+    verdict = judge(ASKED, CHEATS[name], box)
+    assert not verdict.passed
+    assert verdict.apart, verdict.detail
+    assert verdict.outcome in ("failed", "crash")
+    assert not [text for text in written if SECRET in text]
+
+
+def test_the_word_is_found_nowhere_but_in_the_end(box: Sandbox) -> None:
+    """The cheats above find nothing because there is nothing, not because they cannot look."""
+    planted = f"    return 0\nword = {'a' * 32!r}\n{FIND_THE_WORD}"
+    job = {
+        "program": "def f(a):\n" + planted,
+        "prompt": "def f(a):\n",
+        "tests": "f(1)",
+        "entry_point": "f",
+        "word": "b" * 32,
+    }
+    files = {"main.py": Path(apart.__file__).read_text(), apart.JOB: json.dumps(job)}
+    found = box.run(files, *steps("python", box)).stdout.split()
+    assert "a" * 32 in found
+    assert found.count("b" * 32) == 1
+
+
+HONEST = {
+    "arguments that are changed": ("    a.append(2); a.sort(reverse=True)", "x = [1]; candidate(x); assert x == [2, 1]"),
+    "a dictionary that is changed": ("    a['b'] = {1}", "x = {}; candidate(x); assert x == {'b': {1}}"),
+    "an exception that is expected": (
+        "    raise KeyError(a)",
+        "try: candidate('x')\n    except KeyError: return\n    assert False",
+    ),
+    "an exception of its own": (
+        "    raise type('Mine', (ValueError,), {})('why')",
+        "try: candidate('x')\n    except ValueError as e: assert str(e) == 'why'",
+    ),
+    "floats": ("    return a / 3", "assert candidate(1) == 1 / 3; assert abs(candidate(2.5) - 0.8333) < 1e-3"),
+    "large numbers": ("    return a ** 50", "assert candidate(10**200) == 10 ** 10000"),
+    "types": ("    return tuple(a), set(a)", "r = candidate([1, 2]); assert isinstance(r, tuple) and type(r[1]) is set"),
+    "a generator": ("    yield a; yield a + 1", "r = candidate(1); assert next(r) == 1; assert list(r) == [2]"),
+    "names": ("    return a", "assert candidate(a=(1, 'x', None)) == (1, 'x', None)"),
+    "a state of its own": ("    f.n = getattr(f, 'n', 0) + 1; return f.n", "candidate(0); assert candidate(0) == 2"),
+    "modules of its own": ("    import math; return math.pi", "import math; assert candidate(0) == math.pi"),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_program_passes_apart(box: Sandbox, name: str) -> None:
+    body, tests = HONEST[name]
+    verdict = judge(problem(f"def check(candidate):\n    {tests}"), body, box)
+    assert (verdict.outcome, verdict.detail, verdict.apart) == ("passed", "", True)
+
+
+def test_tests_may_use_what_the_prompt_defines(box: Sandbox) -> None:
+    prompt = 'import math\n\ndef twice(a):\n    return 2 * a\n\ndef f(a):\n    """Twice."""\n'
+    asked = problem("def check(candidate):\n    assert candidate(2) == twice(math.floor(2.5))", prompt)
+    assert judge(asked, "    return twice(a)", box).apart
+    assert judge(asked, "    return twice(a)", box).passed
+    assert not judge(asked, "    return a", box).passed
+
+
+CLASS = "class Pair:\n    def __init__(self, a): self.a = a\n\ndef f(a):\n"
+
+
+def test_values_that_cannot_travel_share_a_process_for_the_problems_sake_only(box: Sandbox) -> None:
+    returned = problem("def check(candidate):\n    assert candidate(1).a == 1", CLASS, "    return Pair(a)")
+    for body, outcome in (("    return Pair(a)", "passed"), ("    return Pair(2)", "failed")):
+        verdict = judge(returned, body, box)
+        assert (verdict.outcome, verdict.apart) == (outcome, False)
+    given = problem("def check(candidate):\n    assert candidate(lambda: 3) == 3")
+    verdict = judge(given, "    return a()", box)
+    assert (verdict.outcome, verdict.apart) == ("passed", False)
+    plain = problem("def check(candidate):\n    assert candidate(1) == 1", canonical="    return a")
+    verdict = judge(plain, CHEATS["equals everything"], box)
+    assert (verdict.outcome, verdict.apart) == ("failed", True)
+    assert "'Any' cannot pass between a completion and its tests" in verdict.detail
+
+
+def test_a_problem_is_asked_once_whether_its_values_travel(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[tuple[str, bool]] = []
+    real = judging._judge
+
+    def counting(asked: Problem, completion: str, sandbox: Sandbox, *, apart: bool) -> Any:
+        judged.append((completion, apart))
+        return real(asked, completion, sandbox, apart=apart)
+
+    monkeypatch.setattr(judging, "_judge", counting)
+    asked = problem("def check(candidate):\n    assert candidate(1) == 1 # once", canonical="    return a")
+    for _ in range(2):
+        judge(asked, "    return 2", box)
+    assert judged == [("    return 2", True), ("    return a", True), ("    return 2", True)]
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+    | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False) | st.fractions() | st.binary().map(bytearray),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.lists(inner).map(deque) | st.dictionaries(st.text(), inner)
+    | st.frozensets(st.integers()) | st.sets(st.text()),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(PLAIN)
+def test_plain_data_travels_unchanged(value: Any) -> None:
+    found = apart.decode(json.loads(json.dumps(apart.encode(value))))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_subclasses_become_what_they_extend() -> None:
+    Point = namedtuple("Point", "x y")
+    for value, base in ((Point(1, 2), tuple), (Counter("aab"), dict), (OrderedDict(a=1), dict), (Named("x"), str)):
+        found = apart.decode(apart.encode(value))
+        assert found == base(value)
+        assert type(found) is base
+    assert apart.decode(apart.encode([True, 1, 1.0, Decimal("0.1"), Fraction(1, 3), range(3)]))[-1] == range(3)
+
+
+class Named(str):
+    """A text that claims to equal everything."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return other is not self
+
+
+@pytest.mark.parametrize("value", [len, object(), print, Exception("x"), [1, {2: len}], int])
+def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
+    with pytest.raises(apart.Unsendable):
+        apart.encode(value)
+
+
+@pytest.mark.parametrize("message", [["eval", "1"], ["object"], [[]], ["int", "z"], ["dict", 3], ["__import__", "os"], []])
+def test_nothing_else_is_made_of_what_arrives(message: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        apart.decode(message)

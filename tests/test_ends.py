@@ -302,11 +302,12 @@ def test_time_is_over_after_at_most_one_more_round(timed: tuple[Shoal, Clock], b
     running, other, waiting = stream.result()[0].samples
     rounds = max(0, int(clock.now) - 1)
     for sample in (running, other):
-        assert (sample.finish_reason, sample.finished) == ("time", False)
+        assert (sample.finish_reason, sample.finished) == ("time" if rounds else "not started", False)
         assert sample.text == "abcdefghijklmnopqrstuvwxyz"[: rounds * (k + 1)]
         assert sample.finished_at == clock.now
         assert_consistent(sample)
-    assert (waiting.finish_reason, waiting.token_ids, waiting.text) == ("time", (), "")
+    assert (waiting.finish_reason, waiting.token_ids, waiting.text) == ("not started", (), "")
+    assert not waiting.finished
     assert waiting.mean_logprob != waiting.mean_logprob  # NaN: there is nothing to rank
     assert stream.result()[0].ranked[-1] is waiting
     assert joined(increments, 0) == running.text
@@ -315,8 +316,16 @@ def test_time_is_over_after_at_most_one_more_round(timed: tuple[Shoal, Clock], b
 def test_a_row_that_ends_in_time_keeps_its_reason(timed: tuple[Shoal, Clock]) -> None:
     shoal, clock = timed
     result = shoal.generate(PROMPT, 3, temperature=0, lookahead=3, eos=END, max_new_tokens=8, time_budget=3)
-    assert [sample.finish_reason for sample in result[0].samples] == ["length", "length", "time"]
+    assert [sample.finish_reason for sample in result[0].samples] == ["length", "length", "not started"]
     assert clock.now == 3  # prompt, two rounds
+
+
+def test_prompts_of_one_call_take_turns(timed: tuple[Shoal, Clock]) -> None:
+    shoal, clock = timed
+    result = shoal.generate([PROMPT] * 3, 2, temperature=0, lookahead=3, max_new_tokens=4, time_budget=4)
+    assert clock.now == 4  # two prompts, their round, the third prompt, and the round of it and of the second again
+    reasons = [[sample.finish_reason for sample in output.samples] for output in result]
+    assert reasons == [["length", "not started"], ["length", "length"], ["length", "not started"]]
 
 
 def test_held_back_text_is_shown_when_time_is_over(timed: tuple[Shoal, Clock]) -> None:

@@ -29,7 +29,7 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner distributions history truncation attention cache static",
-    "words": "request schedule deadlines sharing config errors stats noise ranking json_schemas disjoint",
+    "words": "request schedule deadlines waiting sharing config errors stats noise ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -59,6 +59,7 @@ WITHIN = {
     "request": "config errors stats ranking sharing",
     "schedule": "request",
     "deadlines": "request",
+    "waiting": "request",
     "sharing": "errors",
     "json_schemas": "disjoint",
     "config": "errors",

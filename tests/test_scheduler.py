@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -151,6 +152,83 @@ def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequenc
         assert len(slots.computed) == len(set(slots.computed))  # no prompt twice
     assert all((row.prefix is not None) == (prompts == "shared" and row.prompt_length > 1) for row in entered)
     assert said(scheduler.next_round()) == ([], [], [])
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@given(
+    st.integers(1, 5), st.sampled_from([1, 3, CHUNK]), st.integers(4, 40),
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=6), min_size=1, max_size=4), st.randoms(),
+)  # fmt: skip
+def test_prompts_with_deadlines_take_turns(
+    prompts: str, capacity: int, chunk: int, cells: int, calls: Sequence[Sequence[int]], random: Any
+) -> None:
+    """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
+    call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
+    stored never takes more than it may."""
+    fits = lambda rows, slots, used: used <= cells  # noqa: E731
+    scheduler, slots, entered, rows = Scheduler(capacity, prompts=prompts, chunk=chunk, fits=fits), Slots(), [], []
+    for number, sizes in enumerate(calls):
+        new = [row for i, n in enumerate(sizes) for row in group(10 * number + i, n, deadline=1e9, length=1 + (3 * i) % 5)]
+        scheduler.add(new)
+        rows += new
+    gone: set[Row] = set()
+    while not scheduler.idle:
+        round_ = scheduler.next_round()
+        slots.carry_out(round_)
+        entered += [admission.row for admission in round_.admissions]
+        assert round_.cells <= cells
+        assert len(scheduler._store.groups) <= capacity
+        ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
+        gone |= ended
+        scheduler.remove(ended)
+    turns = [(row.group // 10, row.index) for row in entered]
+    assert turns == sorted(turns)
+    assert len(set(entered)) == len(entered)
+    assert set(rows) == gone
+    assert len(slots.computed) <= len(entered)
+
+
+@pytest.mark.parametrize(("prompts", "together"), [("copied", True), ("shared", True), ("shared", False)])
+@pytest.mark.parametrize(
+    ("groups", "n", "capacity", "computed"),
+    [
+        *((4, 6, 4, 4), (3, 5, 4, 3), (2, 8, 2, 2), (1, 9, 3, 1)),  # no more prompts than slots: once each
+        *(
+            (5, 3, 4, 7),
+            (8, 4, 4, 20),
+            (6, 1, 2, 6),
+            (6, 3, 1, 16),
+        ),  # else as many are kept from turn to turn as there are slots
+    ],
+)
+def test_how_often_prompts_are_computed_in_turns(
+    prompts: str, together: bool, groups: int, n: int, capacity: int, computed: int
+) -> None:
+    """Rows end all together, or one at a time in any order: a prompt is computed again only in a turn that finds it nowhere."""
+    for seed in range(1 if together else 8):
+        choice, admitted = Random(seed).choice, []
+        scheduler, slots = Scheduler(capacity, prompts=prompts), Slots()
+        scheduler.add([row for number in range(groups) for row in group(number, n, deadline=1e9, length=4)])
+        while not scheduler.idle:
+            round_ = scheduler.next_round()
+            slots.carry_out(round_)
+            admitted += [admission.row.group for admission in round_.admissions]
+            scheduler.remove(round_.rows if together else [choice(round_.rows)])
+        assert [set(admitted[i : i + groups]) for i in range(0, groups * n, groups)] == [set(range(groups))] * n
+        assert len(slots.computed) == computed == groups + (n - 1) * max(0, groups - capacity)
+
+
+def test_a_later_call_does_not_go_before_the_turns_of_an_earlier_one() -> None:
+    scheduler = Scheduler(1)
+    early, late = group(0, 3, deadline=1e9), group(1, 1, deadline=1e9)
+    scheduler.add(early)
+    scheduler.add(late)
+    seen = []
+    while not scheduler.idle:
+        (row,) = scheduler.next_round().rows
+        seen.append(row)
+        scheduler.remove([row])
+    assert seen == early + late
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms())
@@ -306,8 +384,8 @@ def work(do: Callable[[], object]) -> int:
 @pytest.mark.parametrize("deadline", [None, 1e9])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_round_costs_nothing_for_rows_that_wait(n: int, deadline: float | None, prompts: str) -> None:
-    """Twelve rounds in which rows end, are cancelled while they wait, and are admitted: as much work with 60 waiting as with 6,000,
-    but for the height of a heap."""
+    """Twelve rounds in which rows end, are cancelled while they wait, and are admitted: as much work with 600 waiting as with
+    6,000, but for the height of a heap."""
 
     def of(waiting: int) -> int:
         scheduler = Scheduler(4, prompts=prompts)
@@ -327,7 +405,7 @@ def test_a_round_costs_nothing_for_rows_that_wait(n: int, deadline: float | None
 
         return work(rounds)
 
-    few, many = of(60), of(6000)
+    few, many = of(600), of(6000)
     assert few > 1000
     assert many <= few + 200
 

@@ -492,7 +492,8 @@ def test_a_chat_answer_may_be_as_long_as_the_server_allows() -> None:
 
 def test_a_time_budget_returns_what_there_is(server: Served) -> None:
     answer = server.post(max_tokens=1000, time_budget=0.001, n=2).json()
-    assert [took["ended_by"] for took in answer["usage"]["choices"]] == ["time", "time"]
+    assert {took["ended_by"] for took in answer["usage"]["choices"]} <= {"time", "not started"}
+    assert not any(took["finished"] for took in answer["usage"]["choices"])
     assert all(took["completion_tokens"] < 1000 for took in answer["usage"]["choices"])
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
 

@@ -383,7 +383,7 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     assert [store.find(group) for group in range(3)] == [None, Prefix(19, 13), Prefix(32, 29)]
     now += 61.0
     engine.step()
-    assert [row.finish_reason for row in late] == ["time", "time"]
+    assert [row.finish_reason for row in late] == ["time", "not started"]
     assert store.find(2) is None
     again = engine.submit(Request(prompt(9), 1, Sampling(temperature=0), Limits(max_new_tokens=20)))
     while engine.step():

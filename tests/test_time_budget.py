@@ -10,10 +10,13 @@ import pytest
 from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
+from shoal.errors import RequestError
 from shoal.lookahead import Fixed
 from shoal.ranking import ranked
-from shoal.request import Request, Row, Sample
+from shoal.request import FINISH_REASONS, Request, Row, Sample
 from shoal.round import Commit
+from shoal.serve.tickets import Ticket
+from shoal.serve.worker import Worker
 from shoal.testing.scripted import hashed, scripted
 
 VOCAB = 12
@@ -162,3 +165,83 @@ def test_ranking_honours_the_budget() -> None:
 
     late, whole, cut = sample("eos", -0.1, in_time=False), sample("stop", -2.0), sample("time", -0.5, in_time=False)
     assert ranked([late, cut, whole]) == [whole, late, cut]
+
+
+# ── who starts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def asked(timed: Timed, prompts: int, n: int, budget: float | None, length: int = 3) -> list[list[Row]]:
+    """Several prompts in one call, two tokens for each sample."""
+    limits = Limits(max_new_tokens=2, time_budget=budget, eos=())
+    return timed.engine.submit_all(
+        Request((1 + i, *range(1, length + 1)), n, Sampling(seed=i), limits, submitted_at=timed.now) for i in range(prompts)
+    )
+
+
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize(("groups", "slots", "computed"), [(4, 2, 8), (3, 4, 3), (3, 1, 7)])
+def test_with_a_budget_every_prompt_gets_its_first_sample_first(
+    groups: int, slots: int, computed: int, prompts: str
+) -> None:
+    """Three samples of each, in the order of their index; the tokens are those of the order without a budget, where every prompt is
+    computed once. A prompt that lost its slot between two of its samples is computed again, and counted."""
+    timed = Timed(draft=False, max_batch=slots, prompts=prompts, chunk=512)
+    rows = [row for group in asked(timed, groups, 3, 1e6) for row in group]
+    timed.finish()
+    began = sorted(rows, key=lambda row: (timed.samples[row].finished_at, row.index))
+    assert [row.index for row in began] == sorted(row.index for row in rows)
+    free = Timed(draft=False, max_batch=slots, prompts=prompts)
+    others = [row for group in asked(free, groups, 3, None) for row in group]
+    free.finish()
+    assert [row.tokens for row in rows] == [row.tokens for row in others]
+    assert (timed.engine.stats.prefills, free.engine.stats.prefills) == (computed, groups)
+
+
+def test_rows_that_time_never_let_start_say_so() -> None:
+    """Two slots, three prompts of three samples, time for the first samples and one more: of the prompt that is still in a slot."""
+    timed = Timed(draft=False, max_batch=2)
+    groups = asked(timed, 3, 3, 13.0)  # prompts take 3 seconds each, rounds 1
+    timed.finish()
+    assert [timed.told(group) for group in groups] == [
+        ["length", "not started", "not started"], ["length", "length", "not started"],
+        ["length", "not started", "not started"],
+    ]  # fmt: skip
+    for row in groups[0][1:] + groups[1][2:] + groups[2][1:]:
+        sample = timed.samples[row]
+        assert (sample.finished, sample.text, sample.token_ids, sample.rounds) == (False, "", (), 0)
+        assert ranked(timed.samples.values()).index(sample) >= 4
+    assert "not started" in FINISH_REASONS
+
+
+def test_a_call_that_cannot_be_served_leaves_nothing_behind() -> None:
+    timed = Timed()
+    with pytest.raises(RequestError, match="empty"):
+        timed.engine.submit_all([Request((1, 2)), Request(())])
+    assert timed.engine.scheduler.idle
+
+
+class Unlisted(dict[Row, Any]):
+    """A dict that may be asked, but not gone through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("gone through")
+
+    items = keys = values = __iter__  # type: ignore[assignment]
+
+
+def test_a_servers_ticket_joins_as_one_call_and_leaves_alone() -> None:
+    """Its prompts take turns; cancelling it does not look at the rows of others."""
+    engine = Timed(max_batch=1).engine
+    worker = Worker(lambda: engine, 100, None)  # type: ignore[arg-type]
+    worker._followers = Unlisted()
+    tickets = []
+    for _ in range(2):
+        requests = [Request((1 + i, 2), 2, limits=Limits(time_budget=60.0)) for i in range(2)]
+        tickets.append(Ticket(requests, 4, stream=False, detailed=False))
+        worker._submit(tickets[-1])
+    assert [(row.group, row.index) for row in engine.scheduler.waiting] == [
+        (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1),
+    ]  # fmt: skip
+    worker._cancel(tickets[0])
+    assert [(row.group, row.index) for row in engine.scheduler.waiting] == [(2, 0), (3, 0), (2, 1), (3, 1)]
+    assert len(worker._followers) == 4

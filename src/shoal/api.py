@@ -220,7 +220,7 @@ class Stream(Iterator[Increment]):
     def __init__(self, engine: Engine, requests: Sequence[Request], *, text: bool = True) -> None:
         self._engine, self._requests = engine, list(requests)
         self._started = time.perf_counter()
-        self.rows = [engine.submit(request, stream=text) for request in self._requests]
+        self.rows = engine.submit_all(self._requests, stream=text)
         self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
         self._samples: dict[int, Sample] = {}
         self._queue: deque[Increment] = deque()

@@ -82,9 +82,22 @@ class Engine:
         Raises:
             RequestError: before anything is computed, if the request cannot be served.
         """
-        rows = self.intake.rows(request, watched=stream)
-        self.scheduler.add(rows)
-        return rows
+        return self.submit_all([request], stream=stream)[0]
+
+    def submit_all(self, requests: Iterable[Request], *, stream: bool = False) -> list[list[Row]]:
+        """Queues the rows of several requests of one call, all or none; returns the rows of each.
+
+        With time budgets the requests take turns: each gets its first row before any gets its second.
+
+        Args:
+            stream: commits carry text as it grows.
+
+        Raises:
+            RequestError: before anything is computed, if one of them cannot be served.
+        """
+        groups = [self.intake.rows(request, watched=stream) for request in requests]
+        self.scheduler.add([row for rows in groups for row in rows])
+        return groups
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; what they have is returned, marked "cancelled"."""
@@ -134,8 +147,10 @@ class Engine:
         return self._clock() - sum(model.seconds_building for model in self.models)
 
     def _expire(self) -> list[Commit]:
-        """Ends the rows whose deadline has passed."""
-        return self._cut(self.scheduler.expire(self._clock()), "time")
+        """Ends the rows whose deadline has passed; those that had no round yet were not started."""
+        due = self.scheduler.expire(self._clock())
+        started, others = [row for row in due if row.rounds], [row for row in due if not row.rounds]
+        return self._cut(started, "time") + self._cut(others, "not started")
 
     def _gather(self, ended: list[Commit]) -> Sequence[Row]:
         """The rows of this round, their prompts in the caches and their slots side by side.

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from shoal.sharing import Prefix
     from shoal.stats import Stats
 
-FINISH_REASONS = ("eos", "stop", "length", "time", "cancelled", "error")
+FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
 """Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar where there is no
-EOS); max_new_tokens or a model's context; the time budget; a cancellation; a fault of this row alone."""
+EOS); max_new_tokens or a model's context; the time budget; the time budget before the row had a round, so that it is empty; a
+cancellation; a fault of this row alone."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Sample:
     def finished(self) -> bool:
         """False when the time budget, a cancellation or a fault cut the row, or when it ended after its deadline: what ranks and
         counts samples goes by this."""
-        return self.in_time and self.finish_reason not in ("time", "cancelled", "error")
+        return self.in_time and self.finish_reason not in ("time", "not started", "cancelled", "error")
 
 
 @dataclass(frozen=True)

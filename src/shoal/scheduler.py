@@ -2,8 +2,12 @@
 
 Active rows always occupy the slots 0, 1, ..., so that a round's caches are views. A row that ends leaves at once; a waiting row
 takes its slot, and when none waits the last row moves into the hole (compaction). A slot remembers whose prompt it holds even
-after its row has gone: prompts are admitted first come, first served, so a group's waiting rows always find a copy.
-A prompt in the shared store stays there for as long as a row of its group runs or waits.
+after its row has gone: prompts are admitted first come, first served, so a group's waiting rows find a copy, and a prompt is
+computed once. A prompt in the shared store stays there for as long as a row of its group runs or waits.
+
+Prompts with deadlines take turns (see `shoal.waiting`). Between two of its rows a prompt may then lose its place to another: a
+copy if the slot is taken, a stored one if there are more prompts than slots, or too little memory. It is then computed again, at
+most once per row; rows whose prompts are at hand go first, so that this is rare.
 
 While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
 arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs, and nobody is admitted before it is complete. The
@@ -13,7 +17,7 @@ same holds while nothing runs if any row has a deadline: deadlines are read betw
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +26,7 @@ from shoal.errors import RequestError
 from shoal.request import Row
 from shoal.schedule import Admission, Move, Piece, Round
 from shoal.sharing import Store
+from shoal.waiting import Waiting
 
 NOBODY = -1
 """The group whose prompt a slot holds, when it holds none."""
@@ -34,7 +39,7 @@ class Scheduler:
     """Rows waiting, rows running, and who sits where. A round costs nothing per row that waits.
 
     Attributes:
-        capacity: most rows in slots. waiting: rows without one, first come, first served (an ordered set).
+        capacity: most rows in slots. waiting: rows without one.
         prompts: whether groups share theirs, see `shoal.sharing`.
         chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
         fits: is there memory for these rows in that many slots, and so many cells of shared prompts? Asked before a row is
@@ -42,7 +47,7 @@ class Scheduler:
     """
 
     capacity: int
-    waiting: OrderedDict[Row, None] = field(default_factory=OrderedDict)
+    waiting: Waiting = field(default_factory=Waiting)
     prompts: str = "copied"
     chunk: int = CHUNK
     fits: Callable[[Sequence[Row], int, int], bool] | None = None
@@ -74,8 +79,8 @@ class Scheduler:
         return not self.waiting and not any(self._slots)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Rows join the queue, also while others run."""
-        self.waiting.update(dict.fromkeys(rows))
+        """Rows of one call join the queue, also while others run."""
+        self.waiting.add(rows)
         self._groups.update(row.group for row in rows)
         self._deadlines.add(rows)
 
@@ -83,7 +88,7 @@ class Scheduler:
         """Rows leave at once, wherever they are; those that have left before are passed over."""
         for row in rows:
             if row in self.waiting:
-                del self.waiting[row]
+                self.waiting.remove(row)
             elif self._has_slot(row):
                 self._slots[row.slot] = None
             else:
@@ -163,9 +168,9 @@ class Scheduler:
         Args:
             left: tokens that may still be computed in this round. fresh: groups whose prompts are completed in it.
         """
-        row = next(iter(self.waiting))
+        row = self.waiting.first(self._at_hand())
         if not self.seated and not self._fits(row, 0):
-            self._store.forget(row.group)  # it lies too far up, where there were others below; alone a row always fits
+            self._store.clear()  # nobody reads it; alone a row always fits
         source = self._resident.index(row.group) if row.group in self._resident else None
         stored = self._store.find(row.group)
         admission = Admission(row, source, source is not None and row.group in fresh, stored is not None)
@@ -173,20 +178,40 @@ class Scheduler:
         slot = self._free_slot(above=short < 0)
         if slot is None or (short < 0 and not left):
             return None
-        row.prefix = stored
-        if admission.computes:
-            row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
-        if self.seated and not self._fits(row, slot):
-            if admission.computes:
-                self._store.forget(row.group)
+        if not self._place(row, slot, admission.computes):
             return None
-        del self.waiting[row]
+        self.waiting.remove(row)
         if slot == len(self._slots):
             self._slots.append(None)
             self._resident.append(NOBODY)
         self._slots[slot], row.slot = row, slot
         self._resident[slot] = NOBODY if admission.computes or row.prefix is not None else row.group
         return admission
+
+    def _at_hand(self) -> list[int]:
+        """Groups whose prompts the next admissions may push out: those in free slots and in the store."""
+        return [group for row, group in zip(self._slots, self._resident, strict=True) if row is None] + self._store.groups
+
+    def _place(self, row: Row, slot: int, computes: bool) -> bool:
+        """Whether the row fits; `row.prefix` is then where its prompt is or will be stored, if it is shared.
+
+        Prompts that no row in a slot reads are given up if there is no room, or if there are as many prompts as slots.
+        """
+        read = {other.group for other in [*self.seated, row]}
+        unread = [group for group in self._store.groups if group not in read]
+        excess = max(0, len(self._store.groups) + computes - self.capacity)
+        for given_up in (unread[:excess], unread[excess:]):
+            for group in given_up:
+                self._store.forget(group)
+            row.prefix = self._store.find(row.group)
+            if computes:
+                self._store.forget(row.group)
+                row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
+            if self._fits(row, slot):
+                return True
+        if computes and self.seated:
+            self._store.forget(row.group)
+        return not self.seated  # alone it always fits
 
     def _fits(self, row: Row, slot: int) -> bool:
         return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.cells)

@@ -46,6 +46,11 @@ class Store:
         """Cells the store must have for what is in it."""
         return max((held.base + held.length for held in self._held.values()), default=0)
 
+    @property
+    def groups(self) -> list[int]:
+        """Whose prompts are here, the first that came first."""
+        return list(self._held)
+
     def find(self, group: int) -> Prefix | None:
         """The group's prompt, if it is here."""
         return self._held.get(group)
@@ -69,6 +74,10 @@ class Store:
     def forget(self, group: int) -> None:
         """Frees the prompt of a group, if it is here."""
         self._held.pop(group, None)
+
+    def clear(self) -> None:
+        """Frees all prompts."""
+        self._held.clear()
 
     def _shares(self, rows: int, length: int) -> bool:
         return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= SAVED)

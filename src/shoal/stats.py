@@ -15,7 +15,8 @@ class Stats:
     Attributes:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes, draft_passes: forward passes over the batch, prompts not counted.
-        prefills: prompts computed by the target (one per group). prefill_tokens: their tokens.
+        prefills: prompts computed by the target, one per group; more if a prompt lost its place to others while rows of its group
+            waited (`shoal.scheduler`). prefill_tokens: their tokens.
         prefill_chunks: pieces they were computed in between rounds; as many as prompts where none was long.
         row_rounds: rows times rounds: target passes as each row sees them.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.

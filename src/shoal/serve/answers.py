@@ -33,7 +33,7 @@ class ChoiceUsage(BaseModel):
     accepted: int
     rounds: int
     mean_logprob: float | None
-    ended_by: str = Field(description="eos, stop, length, time, cancelled or error.")
+    ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
     finished: bool = Field(description="It ended by itself, and within its time budget; `best_of` prefers those that did.")
     error: str | None = None
 

@@ -11,7 +11,10 @@ from shoal.request import Sample
 from shoal.serve.faults import public
 from shoal.serve.tickets import News, Token
 
-ENDINGS = {"eos": "stop", "stop": "stop", "length": "length", "time": "length", "cancelled": "length", "error": "error"}
+ENDINGS = {
+    "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",
+    "cancelled": "length", "error": "error",
+}  # fmt: skip
 """Our reasons in the API's words, which know fewer; `usage.choices` tells them as they are."""
 LEAST = -9999.0
 """Stands for the log-probability of the impossible: JSON has no infinities."""

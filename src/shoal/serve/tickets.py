@@ -49,12 +49,14 @@ class Ticket:
     Attributes:
         requests: one per prompt; none if nothing is to be generated. rows: asked for. open: rows not known to have ended.
         stream: news of every round, not only of each row's end. detailed: news tell their tokens.
+        members: its rows in the engine, prompt by prompt; the engine thread's own.
         inbox: where the event loop finds news, or what ended them all.
     """
 
     def __init__(self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool) -> None:
         self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
         self.open = sum(request.n for request in requests)
+        self.members: list[Row] = []
         self.inbox: asyncio.Queue[list[News] | Exception] = asyncio.Queue()
 
     async def news(self) -> AsyncIterator[News]:

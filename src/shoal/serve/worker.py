@@ -188,17 +188,11 @@ class Worker:
 
     def _submit(self, ticket: Ticket) -> None:
         watched = ticket.stream or ticket.detailed
-        rows: list[Row] = []
-        try:
-            for request in ticket.requests:
-                rows += self.engine.submit(request, stream=watched)
-        except ShoalError:
-            self.engine.cancel(rows)
-            raise
-        self._followers |= {row: Follower(ticket, place) for place, row in enumerate(rows)}
+        ticket.members = [row for rows in self.engine.submit_all(ticket.requests, stream=watched) for row in rows]
+        self._followers |= {row: Follower(ticket, place) for place, row in enumerate(ticket.members)}
 
     def _cancel(self, ticket: Ticket) -> None:
-        rows = [row for row, follower in self._followers.items() if follower.ticket is ticket]
+        rows = [row for row in ticket.members if row in self._followers]
         self.engine.cancel(rows)
         for row in rows:
             del self._followers[row]

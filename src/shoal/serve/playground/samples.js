@@ -35,7 +35,7 @@ class Sample {
   /** Takes how it ended. */
   end({ ended_by, error }) {
     this.node.classList.toggle("failed", error !== null);
-    this.describe(error ?? `ended by ${ended_by}`);
+    this.describe(error ?? (ended_by === "not started" ? ended_by : `ended by ${ended_by}`));
   }
 
   describe(...more) {

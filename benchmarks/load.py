@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 import shoal
+from shoal.bench.machine import machine
 
 Json = dict[str, Any]
 PROMPTS = (
@@ -363,7 +365,7 @@ def main() -> int:
     with server(options) as (url, process):
         found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed))
     found["failures"] = failures(found, seconds, process.returncode)
-    print(json.dumps(found)) if arguments.json else show(found)
+    print(json.dumps({"machine": machine(torch.device("cpu")), **found})) if arguments.json else show(found)
     return int(bool(found["failures"]))
 
 

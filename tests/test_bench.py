@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from shoal import stats
+from shoal.accept import RULES
 from shoal.api import Shoal, load
 from shoal.bench import referee as referees
 from shoal.bench import regret, shapes, stages, tables, ways
@@ -544,3 +545,22 @@ def test_stages_counts_every_watched_function(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     for name in (*stages.WATCHED, "whole round"):
         assert name in shown
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_every_speculative_way_judges_by_the_rule_that_was_asked_for(
+    pair: Shoal, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, used = Shoal.engine, []
+
+    def engine(self: Shoal, lookahead: Any, rule: Any, **options: Any) -> Any:
+        made = make(self, lookahead, rule, **options)
+        used.append((lookahead, type(made.rule)))
+        return made
+
+    monkeypatch.setattr(Shoal, "engine", engine)
+    report = measured(pair, replace(JOB, rule=rule, baselines=(), layouts=("different",), temperatures=(0.8,), batches=(2,)))
+    assert {kind for _, kind in used} == {RULES[rule]}
+    assert {lookahead for lookahead, _ in used} == {"off", "fixed:3", "bass"}
+    assert report.config["rule"] == rule
+    assert any(f"rule {rule}" in line for line in tables.footer(report))

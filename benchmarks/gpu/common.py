@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.machine import machine
+from shoal.bench.provenance import require_place, write_results
+from shoal.errors import RequestError
 
 NO_DEVICE = 3
 """Exit code where there is no such device."""
@@ -25,8 +26,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="cuda", help="cpu tries the script itself out; its times say nothing (default: cuda)"
     )
-    parser.add_argument("--results", type=Path, help="directory for a JSON file named by date and device")
+    parser.add_argument("--results", type=_place, help="directory for a JSON file named by date and device")
     return parser
+
+
+def _place(text: str) -> Path:
+    """A directory for results, refused at once if they could not be kept there."""
+    try:
+        require_place(Path(text))
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
 
 
 def device_or_exit(name: str) -> torch.device:
@@ -57,7 +67,5 @@ def deliver(
     if results is not None:
         where = machine(device)
         file = results / "-".join([where["date"], *where["device"].split(), f"{name}.json"])
-        file.write_text(
-            json.dumps({"measurement": name, "machine": where, "lines": lines}, indent=1) + "\n", encoding="utf-8"
-        )
+        write_results(file, {"measurement": name, "machine": where, "lines": lines})
         print(f"written to {file}")

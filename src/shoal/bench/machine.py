@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 import shoal
+from shoal.bench import provenance
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -28,20 +27,5 @@ def machine(device: torch.device) -> dict[str, Any]:
         "shoal": shoal.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit(),
+        "commit": provenance.commit(),
     }
-
-
-def commit() -> str | None:
-    """Of the repository that this package runs from; "-dirty" if its files differ from it. None for an installed package."""
-    package = Path(__file__).parents[1]
-    try:
-        head = _git(package, "rev-parse", "--short=12", "HEAD")
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not just some repository around it
-        return f"{head}-dirty" if _git(package, "status", "--porcelain", ".") else head
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(place: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=place, check=True, capture_output=True, text=True).stdout.strip()

@@ -6,7 +6,6 @@ and every line compares their logits.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from shoal import models
+from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
+from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.cache import Plan
 from shoal.errors import RequestError
 from shoal.runner import Runner
@@ -169,6 +170,7 @@ def main(
     most_gib: float = 6.0, output: Path | None = typer.Option(None, "--json"),
 ) -> None:  # fmt: skip
     """Prints bytes and times of a verify pass, shared against copied; a cache larger than --most-gib is not made."""
+    require_place(output)
     model = random_llama(layers, width, heads, kv_heads, dtype, device)
     console = Console()
     lines = []
@@ -189,8 +191,9 @@ def main(
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
-        output.write_text(json.dumps({"setting": setting, "lines": [asdict(line) for line in lines]}, indent=1) + "\n")
+        where = machine(torch.device(device))
+        write_results(output, {"machine": where, "setting": setting, "lines": [asdict(line) for line in lines]})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.attention.mixed import CALL_BYTES
+from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.models import bundled, load_runner
 from shoal.runner import Runner
@@ -81,7 +82,7 @@ def main(rows: int = 32, positions: str = "1,5", repeats: int = 9, as_json: bool
     each = [measured(rows, int(many), repeats) for many in positions.split(",")]
     lines, call = [line for part in each for line in part], call_keys(each[0], rows)
     if as_json:
-        print(json.dumps({"lines": lines, "call_keys": call}))
+        print(json.dumps({"machine": machine(torch.device("cpu")), "lines": lines, "call_keys": call}))
         return
     table = Table("tokens per row", "positions", *WAYS, "logits differ by", title=f"ms per pass, {rows} rows")
     for line in lines:

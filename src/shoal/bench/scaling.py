@@ -7,7 +7,6 @@ The last table predicts whole runs: the speed-up at a draft length, from rounds 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from shoal.bench.imposed import imposing
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
 from shoal.bench.plots import COLOURS, DPI, require_matplotlib
+from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.bench.work import timed
 from shoal.lookahead.costs import Curve
 from shoal.runner import Runner
@@ -284,6 +284,7 @@ def main(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the sweeps there (needs matplotlib).")] = None,
 ) -> None:
     """Prints measured costs, and predictions of every second of them."""
+    require_place(json_path)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     pair = shoal.load(model, draft, dtype=dtype, device=device, max_batch=BATCH)
     sweeps = []
@@ -301,10 +302,10 @@ def main(
             "sweeps": [{"name": sweep.name, "points": [point.to_dict() for point in sweep.points]} for sweep in sweeps],
             "gains": [vars(gain) for gain in found],
         }
-        json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_results(json_path, report)
     if plot_path is not None:
         plot(sweeps, plot_path)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -113,6 +113,7 @@ def footer(report: Report) -> Iterator[str]:
     machine = report.machine
     parts = [f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} ({machine['commit']})"]
     parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}")
+    parts.append(f"rule {report.config['rule']}")
     for when in ("before", "after"):
         if limit := machine.get(f"ceilings_{when}"):
             parts.append(f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s")

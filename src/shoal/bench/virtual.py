@@ -28,6 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 import shoal
+from shoal.bench.machine import machine
+from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.bench.regret import CONTROLLERS, SWEEP
 from shoal.bench.scaling import CONTEXT, prepared_pass
 from shoal.bench.work import Stopwatch, timed
@@ -286,6 +288,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all speed-ups there.")] = None,
 ) -> None:
     """Regret of draft length controllers against the best fixed draft length, in virtual time, for the bundled pair."""
+    require_place(json_path, facts_path)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     batches = [int(batch) for batch in batch_sizes.split(",")]
     if facts_path is not None and facts_path.exists():
@@ -309,7 +312,7 @@ def main(
     show(found, console)
     if json_path is not None:
         report = {"prices": asdict(facts), "tokens": tokens, "runs": runs, "lines": [asdict(one) for one in found]}
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(json_path, {"machine": machine(torch.device("cpu"))} | report)
 
 
 def _ms(prices: dict[int, float]) -> str:
@@ -317,4 +320,4 @@ def _ms(prices: dict[int, float]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

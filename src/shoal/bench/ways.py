@@ -40,7 +40,7 @@ def shoal_way(pair: Shoal, lookahead: str, rule: str = "rejection") -> Way:
 
     def run(work: Work) -> Run:
         options: dict[str, Any] = {"temperature": work.temperature, "max_new_tokens": work.max_new_tokens, "eos": work.eos}
-        options["rule"] = "rejection"  # the seed is there for fresh luck, not for the same tokens again
+        options["rule"] = rule  # "auto" would be coupled: the seed is there for new noise, not for the same tokens again
         with timed(pair.target.device) as watch:
             result = pair.generate(work.prompts, work.n, lookahead=lookahead, seed=work.seed, **options)
         samples = [sample for output in result for sample in output.samples]

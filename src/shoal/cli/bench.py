@@ -184,12 +184,12 @@ class Destination:
     def deliver(self, report: Report) -> None:
         """Files first, then the tables on stdout."""
         from shoal.bench import regret, tables
+        from shoal.bench.provenance import write_results
 
-        text = json.dumps(report.to_dict(), indent=1) + "\n"
         files = [self.json] if self.json else []
         files += [self.results / _file_name(report)] if self.results else []
         for path in files:
-            write_whole(path, text)
+            write_results(path, report.to_dict(), write_whole)
         if self.plot is not None and report.lines:
             from shoal.bench.plots import plot
 
@@ -224,8 +224,10 @@ def _measure(
     """Loads, measures and delivers; after Ctrl-C delivers what there is."""
     from dataclasses import replace
 
+    from shoal.bench.provenance import require_place
     from shoal.bench.referee import Job, Referee
 
+    require_place(target.json, target.results)
     if not Job(**job).cases:  # and whatever else is wrong with it is said before a model is loaded
         raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
     with _progress() as bar:

@@ -140,6 +140,10 @@ def evaluate(
     programs, and tells for every budget what the samples finished by then come to: Pass@First (the one ranked first by mean
     log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox.
     """
+    if out is not None:
+        from shoal.bench.provenance import require_place
+
+        require_place(out)
     if solutions is not None:
         with _directory(out) as directory:
             return _judge(Suite.read(set_, data, limit, chat), solutions, workers, sandbox, directory, as_json=json_output)

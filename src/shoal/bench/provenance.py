@@ -1,0 +1,91 @@
+"""The commit that results were made at. What is kept in benchmarks/results must name one, so that it can be measured again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shoal.errors import RequestError
+
+KEPT = ("benchmarks", "results")
+NO_GIT = "not from a git repository"
+PACKAGE = Path(__file__).parents[1]
+
+
+def commit(package: Path = PACKAGE) -> str:
+    """12 digits of the commit that the package runs from, or `NO_GIT`.
+
+    "-dirty" is added if a tracked file differs from it, or if src or benchmarks have untracked files that git does not ignore: they
+    may change what is measured. Files in benchmarks/results do not count: the results of one run must not spoil the next one's.
+    """
+    try:
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not just some repository around it
+        top = Path(_git(package, "rev-parse", "--show-toplevel"))
+        results = ":(top,exclude)" + "/".join(KEPT)
+        changed = _git(top, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
+        unknown = _git(top, "ls-files", "--others", "--exclude-standard", "--", ":(top)src", ":(top)benchmarks", results)
+        return _git(top, "rev-parse", "--short=12", "HEAD") + ("-dirty" if changed or unknown else "")
+    except (OSError, subprocess.CalledProcessError):
+        return NO_GIT
+
+
+def _git(place: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=place, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def require_place(*places: Path | None, made_at: str | None = None) -> None:
+    """Called before the work starts, with the files or directories that results shall go to; None is none.
+
+    Args:
+        made_at: the commit of results that are there already; None for that of this package now.
+
+    Raises:
+        RequestError: a place in benchmarks/results for results that name no commit.
+    """
+    for place in filter(None, places):
+        if _is_kept(place):
+            named = commit() if made_at is None else made_at
+            if not re.fullmatch("[0-9a-f]{12,}", named):
+                raise RequestError(
+                    f"results in {'/'.join(KEPT)} must name the commit they were made at, and this is {named}: commit the "
+                    "changes first, or write elsewhere"
+                )
+
+
+def _is_kept(place: Path) -> bool:
+    parts = place.resolve().parts
+    return KEPT in pairwise(parts)
+
+
+def _write(place: Path, text: str) -> None:
+    place.write_text(text, encoding="utf-8")
+
+
+def write_results(place: Path, report: Mapping[str, Any], write: Callable[[Path, str], None] = _write) -> None:
+    """Writes a report as JSON. The only way in which measurements become files.
+
+    Args:
+        report: ready for JSON; its "machine" is that of `shoal.bench.machine`. write: what writes a text to a file.
+
+    Raises:
+        RequestError: see `require_place`; by the commit that the report names.
+    """
+    require_place(place, made_at=str(report["machine"]["commit"]))
+    write(place, json.dumps(report, indent=1) + "\n")
+
+
+def run_module(main: Callable[..., None]) -> None:
+    """`typer.run` for `python -m shoal.bench.NAME`: a RequestError becomes one line on stderr and exit code 2."""
+    try:
+        typer.run(main)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -153,6 +153,90 @@ def test_a_texts_markup_stays_text(opened: Callable[..., Any], server: Served) -
     assert "taken" not in page.title()
 
 
+def chunk_of(*texts: str, drafted: bool = True) -> str:
+    """An event with one sample's tokens."""
+    tokens = [{"id": 1, "text": text, "logprob": -0.5, "from_draft": drafted} for text in texts]
+    details = {"tokens": tokens, "mean_logprob": -0.5, "committed": len(texts), "drafted": 1, "accepted": 1, "rounds": 1}
+    text = "".join(texts)
+    return f"data: {json.dumps({'choices': [{'index': 0, 'text': text, 'finish_reason': None, 'shoal': details}]})}\n\n"
+
+
+def test_a_tinted_blank_is_no_underscore(opened: Callable[..., Any], server: Served) -> None:
+    """Nothing is drawn below a token; what tells it without colour stands above it."""
+    for scheme in ("none", "active"):
+        page = opened(f"{server.url}/#n=1&compare=false", forced_colors=scheme)
+        asked(page, chunk_of("for", " c", " in", "    ") + "data: [DONE]\n\n")
+        page.get_by_role("button", name="Run").click()
+        expect(page.locator("#samples .draft")).to_have_count(4)
+        drawn = "({boxShadow, borderBottomStyle, textDecorationLine}) => [boxShadow, borderBottomStyle, textDecorationLine]"
+        shadow, border, line = page.locator("#samples .draft").last.evaluate(f"node => ({drawn})(getComputedStyle(node))")
+        assert border == "none"
+        assert "underline" not in line
+        offsets = re.findall(r"(-?\d+)px", shadow)
+        assert int(offsets[1]) > 0 if scheme == "none" else line == "overline"  # an inset shadow, from above
+
+
+def test_blanks_stay_in_their_column(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=1&compare=false", viewport={"width": 390, "height": 800})
+    asked(page, chunk_of("{", " " * 300, "\n", " " * 200, "}") + "data: [DONE]\n\n")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#samples .draft")).to_have_count(5)
+    right = page.locator(".text").evaluate("node => node.getBoundingClientRect().right")
+    reach = "node => Math.max(...[...node.getClientRects()].map((box) => box.right))"
+    assert all(token.evaluate(reach) <= right for token in page.locator("#samples .token").all())
+
+
+def test_what_was_shown_goes_when_the_next_run_is_refused(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=2&max_tokens=4&compare=false")
+    run = page.get_by_role("button", name="Run")
+    run.click()
+    expect(page.get_by_role("status")).to_contain_text("2 samples, 8 tokens")
+    page.route("**/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no", "param": None}}))
+    run.click()
+    expect(page.get_by_role("alert")).to_have_text("no")
+    assert page.get_by_role("article").count() == 0
+    assert page.locator("#figures").is_hidden()
+    page.unroute("**/completions")
+    broken = chunk_of("a") + 'data: {"error": {"message": "broke", "param": null}}\n\n'
+    asked(page, broken)
+    run.click()
+    expect(page.get_by_role("alert")).to_have_text("broke")
+    assert page.locator("pre").first.text_content() == "a"  # what came before the fault is of this run
+    assert page.locator("#figures").is_visible()
+
+
+def test_the_gauge_says_what_is_being_measured(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=1")
+    note, held = page.locator("#gauge-note"), []
+    answer = chunk_of("a") + 'data: {"choices": [], "usage": {"choices": []}}\n\ndata: [DONE]\n\n'
+
+    def fulfil(route: Any) -> None:
+        if route.request.post_data_json["speculation"] == "off":
+            held.append(route)
+        else:
+            route.fulfill(status=200, content_type="text/event-stream", body=answer)
+
+    page.route("**/completions", fulfil)
+    page.get_by_role("button", name="Run").click()
+    expect(note).to_have_text("Plain decoding is being measured.")
+    page.keyboard.press("Escape")
+    expect(note).to_have_text("Plain decoding has not been measured.")
+    page.get_by_role("button", name="Run").click()
+    eventually(lambda: bool(page.wait_for_timeout(10)) or len(held) == 2)
+    held[1].fulfill(status=200, content_type="text/event-stream", body=answer)
+    expect(note).to_contain_text("Both measured just now")
+    page.get_by_label("Then decode the same plainly").uncheck()
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("1 token")
+    expect(note).to_have_text("Plain decoding has not been measured.")
+
+
+def test_the_prompt_is_the_readme_s(opened: Callable[..., Any], server: Served) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (prompt,) = re.findall(r"^prompt = '''(.*?)'''$", readme, re.DOTALL | re.MULTILINE)
+    assert opened(server.url).get_by_label("Prompt").input_value() == prompt
+
+
 # ── what it asks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -300,6 +384,30 @@ def test_a_link_brings_the_controls_back(opened: Callable[..., Any], server: Ser
     expect(other.get_by_label("Temperature")).to_have_value("0")
     assert other.get_by_label("Samples (n)").input_value() == "4"  # not in the hash: as on a fresh page
     assert other.get_by_label("Speculation").input_value() == "auto"
+
+
+def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], server: Served) -> None:
+    """With the seed that was drawn; the page itself goes on drawing."""
+    page = opened(f"{server.url}/#n=2&max_tokens=12&compare=false", permissions=["clipboard-read", "clipboard-write"])
+
+    def copied() -> str:
+        page.get_by_role("button", name="Copy link").click()
+        expect(page.get_by_role("status")).to_have_text("The link is copied.")
+        return str(page.evaluate("navigator.clipboard.readText()"))
+
+    assert "seed" not in copied()  # nothing was drawn yet
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("status")).to_contain_text("2 samples, 24 tokens")
+    link, seed = copied(), page.locator("#used-seed").inner_text()
+    assert f"seed={seed}" in link
+    assert "seed" not in page.evaluate("location.hash")
+    assert page.get_by_label("Seed").input_value() == ""
+    other = opened(link)
+    other.get_by_role("button", name="Run").click()
+    expect(other.get_by_role("status")).to_contain_text("2 samples, 24 tokens")
+    assert other.locator("pre").all_text_contents() == page.locator("pre").all_text_contents()
+    page.get_by_label("Seed").fill("5")
+    assert "seed=5" in copied()
 
 
 @pytest.mark.parametrize("way", ["button", "Escape"])

@@ -25,10 +25,12 @@ function put(field, text) {
 const named = (form) => [...form.elements].filter((field) => field.name);
 const offered = (form) => named(form).filter((field) => !field.disabled);
 
-/** Whatever differs from what a fresh page has, as a URL's hash. */
-export function toHash(form) {
+/** Whatever differs from what a fresh page has, as a URL's hash. `drawn`: the seed that stands for an empty one, if one does. */
+export function toHash(form, drawn) {
   const changed = named(form).filter((field) => value(field) !== preset(field));
-  return new URLSearchParams(changed.map((field) => [field.name, value(field)])).toString();
+  const told = new URLSearchParams(changed.map((field) => [field.name, value(field)]));
+  if (drawn !== undefined && !told.has("seed")) told.set("seed", drawn);
+  return told.toString();
 }
 
 /** The inverse: fields that the hash does not name get what a fresh page has. */

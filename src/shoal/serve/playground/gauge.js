@@ -12,9 +12,15 @@ export function reset(seed, drafts) {
   for (const id of ["acceptance", "accepted", "tokens", "seconds", "times"]) write(id, "–");
   write("used-seed", seed ?? "none");
   write("mine-label", drafts ? "speculative" : "plain");
-  write("gauge-note", drafts ? "Plain decoding has not been measured." : "No drafts: this run is plain decoding itself.");
+  if (drafts) showPlain("has not been");
+  else write("gauge-note", "No drafts: this run is plain decoding itself.");
   at("plain-row").hidden = !drafts;
   for (const id of ["mine", "plain"]) bar(id, 0, 1);
+}
+
+/** Whether plain decoding "is being" or "has not been" measured. */
+export function showPlain(how) {
+  write("gauge-note", `Plain decoding ${how} measured.`);
 }
 
 /** The counts and the speed of a run so far. */

@@ -1,7 +1,7 @@
 // The page: what happens when something is pressed.
 
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
-import { reset, showComparison, showFigures } from "./gauge.js";
+import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
 import { ApiError, ask, servedModel } from "./stream.js";
@@ -12,6 +12,8 @@ const [run, stop, key, error, theme] = ["run", "stop-button", "key", "error", "t
 const NARROW = matchMedia("(width < 56rem)");
 
 let current = null; // the AbortController of what is running
+let shown = null; // the one whose samples are on the page
+let drawn; // the seed of these samples
 let known = false; // whether the server has told what it allows
 
 // ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -25,8 +27,9 @@ async function start() {
   form.setAttribute("aria-busy", "true");
   try {
     if (!known) await learn();
-    await sample(mine.signal);
+    await sample(mine);
   } catch (failure) {
+    if (current === mine && shown !== mine) wipe(); // what is there is of another request
     if (!mine.signal.aborted) complain(failure);
     else if (current === mine) say("Stopped.");
   } finally {
@@ -41,12 +44,15 @@ function rest() {
   stop.disabled = true;
 }
 
-async function sample(signal) {
+async function sample(controller) {
+  const { signal } = controller;
   const [path, body] = request(form);
   const drafts = body.speculation !== "off" && !form.elements.speculation.disabled;
   say(`Asking for ${count(body.n, "sample")}…`);
   const mine = new Run();
   const answer = await ask(path, body, key.value, signal);
+  shown = controller;
+  drawn = body.seed;
   const columns = clear(body, drafts);
   await mine.follow(answer, (choice) => { columns.add(choice); showFigures(mine); }, (usage) => columns.end(usage));
   const done = summary(mine);
@@ -64,11 +70,25 @@ function clear(body, drafts) {
   return columns;
 }
 
+/** The page as it was before the first run. */
+function wipe() {
+  drawn = undefined;
+  at("samples").replaceChildren();
+  at("figures").hidden = true;
+  at("empty").hidden = false;
+}
+
 /** Asks for the same once more without drafts, out of sight. */
 async function compare(mine, done, path, body, signal) {
   say(`${done} Now decoding plainly, to compare…`);
+  showPlain("is being");
   const plain = new Run();
-  await plain.follow(await ask(path, { ...body, speculation: "off" }, key.value, signal));
+  try {
+    await plain.follow(await ask(path, { ...body, speculation: "off" }, key.value, signal));
+  } catch (failure) {
+    if (shown?.signal === signal) showPlain("has not been");
+    throw failure;
+  }
   showComparison(mine, plain, body.seed !== undefined);
   say(`${done} ${at("times").textContent} the speed of plain decoding.`);
 }
@@ -131,9 +151,12 @@ function dress(choice) {
   document.documentElement.dataset.theme = choice;
 }
 
+/** Copies a link to the samples that are shown: with their seed, also if it was drawn. */
 async function copyLink() {
   remember();
-  await navigator.clipboard.writeText(location.href);
+  const link = new URL(location.href);
+  link.hash = toHash(form, drawn);
+  await navigator.clipboard.writeText(link.href);
   say("The link is copied.");
 }
 

@@ -101,16 +101,14 @@ def test_ids_outside_the_vocabulary(ids: list[int], got: str) -> None:
     refused([ids], rf"prompt ids must be in 0\.\.{V - 1}, got {got}")
 
 
-@pytest.mark.parametrize(
-    ("length", "name", "holds"), [(CONTEXT, "the-target", CONTEXT), (CONTEXT - 8, "the-drafter", CONTEXT - 8)]
-)
-def test_a_prompt_longer_than_a_context(length: int, name: str, holds: int) -> None:
-    refused([[1] * length], f"the prompt has {length} tokens; {name} holds {holds}")
+def test_a_prompt_longer_than_the_context() -> None:
+    refused([[1] * CONTEXT], f"the prompt has {CONTEXT} tokens; the-target holds {CONTEXT}")
 
 
-def test_a_drafter_that_is_not_used_does_not_limit_the_prompt() -> None:
+@pytest.mark.parametrize("lookahead", ["off", 4, "auto"])
+def test_the_drafter_does_not_limit_the_prompt(lookahead: str | int) -> None:
     pair, _ = shoal()
-    sample = pair.generate([[1] * (CONTEXT - 1)], lookahead="off")[0].samples[0]
+    sample = pair.generate([[1] * (CONTEXT - 1)], lookahead=lookahead)[0].samples[0]
     assert (len(sample.token_ids), sample.finish_reason) == (1, "length")
 
 
@@ -277,8 +275,9 @@ def test_minus_infinity_is_an_impossible_token_and_no_error() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_logits_of_the_drafter(value: float) -> None:
-    with pytest.raises(BadLogits, match="the drafter scripted returned NaN or infinite logits"):
-        decode(scripted(hashed(VOCAB, 0), VOCAB), scripted(spoilt(value, 2), VOCAB))
+    """Rows go on without it; more in tests/test_drafter_faults.py."""
+    good = scripted(hashed(VOCAB, 0), VOCAB)
+    assert decode(good, scripted(spoilt(value, 2), VOCAB)) == decode(good)
 
 
 def test_nothing_possible_at_all() -> None:

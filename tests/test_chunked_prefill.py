@@ -15,7 +15,7 @@ from shoal.request import Request, Row
 from shoal.runner import Runner
 from shoal.schedule import Piece
 from shoal.scheduler import CHUNK, Scheduler
-from shoal.sharing import Prefix
+from shoal.sharing import Prefix, cells
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 
@@ -234,7 +234,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
 def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
     most = 12
-    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, cells: cells <= most)
+    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, prefixes: cells(prefixes, 100) <= most)
     low, high = Request((1,) * 7), Request((2,) * 7, 2)
     rows = [
         Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)
@@ -246,7 +246,7 @@ def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     scheduler.remove(rows[:2])
     most = 6
     last = scheduler.next_round()
-    assert (list(last.rows), last.cells, rows[2].prefix) == (rows[2:], 6, Prefix(0, 6))
+    assert (list(last.rows), list(last.prefixes), rows[2].prefix) == (rows[2:], [Prefix(0, 6)], Prefix(0, 6))
     assert list(last.pieces) == [Piece(rows[2], 0, 0, 6)]
 
 

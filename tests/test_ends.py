@@ -248,14 +248,13 @@ def test_max_new_tokens_is_exact(kind: str, new: int) -> None:
 
 @pytest.mark.parametrize(("context", "draft_context"), [(12, 99), (99, 12), (12, 12)])
 @pytest.mark.parametrize("k", [1, 4, 20])
-def test_the_context_of_either_model_is_a_limit(context: int, draft_context: int, k: int) -> None:
+def test_the_context_of_the_target_is_a_limit(context: int, draft_context: int, k: int) -> None:
     target, drafter = pair(encode("abcdefghij"), "oracle", context, draft_context)
     shoal = Shoal(target, drafter, TOKENIZER)
-    sample = shoal.generate(PROMPT, temperature=0, lookahead=k, eos=END)[0].samples[0]
-    assert (sample.text, sample.finish_reason) == ("abcde", "length")  # 7 + 5 = 12
-    # Without a drafter only the target's context counts.
-    plain = shoal.generate(PROMPT, temperature=0, lookahead=0, eos=END, max_new_tokens=9)[0].samples[0]
-    assert plain.text == "abcdefghi"[: context - 7]
+    for lookahead in (k, 0):
+        sample = shoal.generate(PROMPT, temperature=0, lookahead=lookahead, eos=END, max_new_tokens=9)[0].samples[0]
+        assert (sample.text, sample.finish_reason) == ("abcdefghi"[: context - 7], "length")
+        assert (sample.accepted > 0) == (lookahead > 0)
 
 
 def test_a_prompt_one_short_of_the_context() -> None:

@@ -57,7 +57,7 @@ WITHIN = {
     "distributions": "history truncation constraints round",
     "ranking": "request",
     "request": "config errors stats ranking sharing",
-    "schedule": "request",
+    "schedule": "request sharing",
     "deadlines": "request",
     "waiting": "request",
     "sharing": "errors",

@@ -124,20 +124,6 @@ def test_nan_of_a_draft_itself(attention: str) -> None:
     assert engine.stats.accepted == 0
 
 
-@pytest.mark.parametrize("after", [2, 4])
-def test_nan_of_the_drafter_in_one_row(after: int) -> None:
-    """Its row ends, naming the drafter: running on without drafts would hide it."""
-    broken = scripted(faulty(after, DRAFTER), VOCAB)
-    engine, rows = run(scripted(HEALTHY, VOCAB), broken, 3, PROMPTS)
-    _, others = run(scripted(HEALTHY, VOCAB), scripted(DRAFTER, VOCAB), 3, PROMPTS)
-    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
-    assert new_tokens(rows)[::2] == new_tokens(others)[::2]
-    kept = new_tokens(rows)[1]
-    assert kept == new_tokens(others)[1][: len(kept)]
-    assert "the drafter scripted returned NaN or infinite logits" in str(rows[1].error)
-    assert engine.stats.accepted > 0
-
-
 def test_controls_that_leave_nothing_possible_end_their_row() -> None:
     engine = Engine(scripted(HEALTHY, VOCAB), scripted(DRAFTER, VOCAB), Fixed(3), rule=Coupled())
     limits = Limits(max_new_tokens=10)
@@ -200,7 +186,7 @@ def test_nothing_is_cleaned_where_nothing_was_spoilt(monkeypatch: pytest.MonkeyP
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (4, 5)], temperature=0)
     assert not calls
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (POISON, 5)], temperature=0)
-    assert calls == [(1, 0), (1, 0)]  # in both models
+    assert calls == [(1, 0)]
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ from shoal.lookahead import Fixed
 from shoal.request import Request, Row
 from shoal.schedule import Admission, Move, Piece, Round
 from shoal.scheduler import CHUNK, Scheduler
+from shoal.sharing import cells
 from shoal.testing.scripted import hashed, scripted
 
 
@@ -73,7 +74,7 @@ class Slots:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
             assert all(self.cells[cell] == row.group for cell in cells_of(row))
-            assert all(cell < round_.cells for cell in cells_of(row))
+            assert all(cell < cells(round_.prefixes, 10**6) for cell in cells_of(row))
 
     def _copy(self, admission: Admission) -> None:
         assert admission.source is not None

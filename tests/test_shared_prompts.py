@@ -23,7 +23,7 @@ from shoal.lookahead import Fixed
 from shoal.prefill import policy_for
 from shoal.request import Request, Row
 from shoal.runner import Runner
-from shoal.sharing import POLICIES, SAVED, Prefix, Store
+from shoal.sharing import POLICIES, SAVED, Prefix, Store, cells
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
@@ -50,13 +50,13 @@ def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
     store = Store("shared")
     living: dict[int, Prefix] = {}
     for group, (length, leaves) in enumerate(asked):
-        before = store.cells
+        before = cells(store.prefixes, 100)
         prefix = store.admit(group, 1, length)
         assert prefix is not None
         assert prefix.length == length
         taken = sorted((p.base, p.base + p.length) for p in [*living.values(), prefix])
         assert all(end <= base for (_, end), (base, _) in pairwise(taken))
-        assert store.cells == max(before, prefix.base + length)
+        assert cells(store.prefixes, 100) == max(before, prefix.base + length)
         living[group] = prefix
         if leaves:
             del living[min(living)]
@@ -75,7 +75,7 @@ def test_holes_are_used_again() -> None:
     for group in range(6):
         store.forget(group)
     assert store.admit(6, 1, 31) == Prefix(0, 31)
-    assert store.cells == 31
+    assert cells(store.prefixes, 100) == 31
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def commit(
     """
     accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
     blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
-    failing = _reached(rows, accepted, proposal.faults, scores.faults) if proposal.faults or scores.faults else {}
+    failing = _reached(rows, accepted, scores.faults)
     for b, fault in failing.items():
         blocks[b] = blocks[b][: fault.position]
     raw, processed = _logprobs(scores, blocks)
@@ -55,14 +55,9 @@ def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
     return Commit(row, tokens, accepted, visible_text(row), sample)
 
 
-def _reached(rows: Sequence[Row], accepted: Sequence[int], *kinds: Faults) -> dict[int, Fault]:
-    """The first fault that each row has come to, by its place in the batch."""
-    found = {}
-    for b, (row, drafts) in enumerate(zip(rows, accepted, strict=True)):
-        faults = [faults[row] for faults in kinds if row in faults and faults[row].position <= drafts]
-        if faults:
-            found[b] = min(faults, key=lambda fault: fault.position)
-    return found
+def _reached(rows: Sequence[Row], accepted: Sequence[int], faults: Faults) -> dict[int, Fault]:
+    """The faults that rows have come to, by their places in the batch."""
+    return {b: faults[row] for b, row in enumerate(rows) if row in faults and faults[row].position <= accepted[b]}
 
 
 def _append(row: Row, block: Sequence[int]) -> int:

@@ -34,7 +34,8 @@ def probabilities(
         rows: one per row of logits.
         drafts: per row, its drafted tokens so far; may differ in length.
         first: the draft position that logits[:, 0] belongs to.
-        faults: is told where there is no distribution, instead of raising; that position is then as good as padding.
+        faults: is told where there is no distribution, instead of raising, at padding too if the logits themselves are at fault;
+            that position is then as good as padding.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
@@ -159,7 +160,8 @@ def _possible(
     if not bool(impossible.any()):
         return scores
     for b, j in impossible.nonzero().tolist():
-        if first + j > history.last_position(rows[b], drafts[b]):
+        padding = first + j > history.last_position(rows[b], drafts[b])
+        if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
             continue
         if faults is None:
             raise _reason(logits[b, j], sampling, rows[b], first + j)

@@ -62,14 +62,18 @@ class Engine:
         if drafter_model is not None and speculative:
             self.models.append(drafter_model.fork())
             self.drafter = ModelDrafter(self.models[1], target.vocab_size)
-        self.context = min(model.context for model in self.models)
         self.lookahead, self.rule = controller, rule or Rejection()
         # A pass may write up to `limit` unused columns beyond a row's last token.
-        self.memory = Memory(self.models, self.context, controller.limit + 1, kv_bytes)
+        self.memory = Memory(self.models, controller.limit + 1, kv_bytes)
         self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=self.memory.fits)
-        self.intake = Intake(self.models, self.memory, self.context, tokenizer, eos)
+        self.intake = Intake(self.models, self.memory, tokenizer, eos)
         self.stats = Stats()
         self._clock = clock or time.perf_counter
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a row: as many as the target holds. Beyond its own context the drafter proposes nothing."""
+        return self.target.context
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,7 +140,7 @@ class Engine:
         clock.append(self._now())
         commits = commit(rows, proposal, scores, verdict, self._clock)
         self._settle(rows)
-        self._scrub(proposal, scores)
+        self._scrub(scores)
         clock.append(self._now())
         self._count(proposal, commits, clock)
         self._learn(proposal, accepted, clock)
@@ -193,12 +197,12 @@ class Engine:
     def _prefill(self, round_: Round) -> None:
         started = self._clock()
         self.memory.make_room(round_)
+        computed = [prefill(model, round_) for model in self.models]
         for model in self.models:
-            computed = prefill(model, round_)
             model.spent()  # no part of a round
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.pieces)
-        self.stats.prefill_tokens += computed
+        self.stats.prefill_tokens += computed[0]
         self.stats.seconds_prefill += self._clock() - started
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
@@ -221,14 +225,15 @@ class Engine:
             self.drafter.observe(rows)
         self.scheduler.remove([row for row in rows if row.finish_reason])
 
-    def _scrub(self, proposal: Proposal, scores: Scores) -> None:
-        """Removes what a faulty pass has left beyond the ends of its rows: hidden keys count with weight 0, and 0 * NaN is NaN."""
-        faults = [*proposal.faults.items(), *scores.faults.items()]
-        for row in dict.fromkeys(row for row, fault in faults if isinstance(fault.error, BadLogits)):
-            for model in self.models:
-                model.cache.scrub(row.slot, 0 if row.finish_reason else model.cache.lengths[row.slot])
-            if row.finish_reason:
-                self.scheduler.forget(row.slot)
+    def _scrub(self, scores: Scores) -> None:
+        """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0 * NaN is NaN. Of a row that
+        failed all goes, of others what lies beyond their ends: drafts that were rejected, and padding."""
+        for row, fault in scores.faults.items():
+            if isinstance(fault.error, BadLogits):
+                failed = row.error is fault.error
+                self.target.cache.scrub(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
+                if failed:
+                    self.scheduler.forget(row.slot)
 
     def _count(self, proposal: Proposal, commits: Sequence[Commit], clock: Sequence[float]) -> None:
         stats = self.stats

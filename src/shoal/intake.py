@@ -20,14 +20,15 @@ class Intake:
     """Makes rows of requests, for one engine.
 
     Args:
-        models: target first. memory: what their caches may take. context: most tokens of a row.
+        models: target first. It alone decides which prompts fit and where rows end. memory: what their caches may take.
         tokenizer: for text, stop strings and grammars, or None. eos: the model's own EOS ids, for requests that name none.
     """
 
-    def __init__(self, models: Sequence[Runner], memory: Memory, context: int, tokenizer: Any, eos: Sequence[int]) -> None:
-        self._models, self._memory, self._context = models, memory, context
+    def __init__(self, models: Sequence[Runner], memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
+        self._target, self._memory = models[0], memory
+        self._draft_context = min((drafter.context for drafter in models[1:]), default=None)
         self._tokenizer, self._eos = tokenizer, tuple(eos)
-        self._vocab_size = models[0].vocab_size
+        self._vocab_size = self._target.vocab_size
         self._groups = 0
 
     def rows(self, request: Request, watched: bool) -> list[Row]:
@@ -49,10 +50,10 @@ class Intake:
         group, self._groups = self._groups, self._groups + 1
         return [
             Row(
-                request, group, i, row_seed(seed, i), list(prompt), eos, self._context, deadline,
+                request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
                 detokenizer=Detokenizer(self._tokenizer, prompt, limits.stop) if self._tokenizer else None,
                 watched=self._tokenizer is not None and (watched or bool(limits.stop)),
-                constraint=constraint and constraint.fork(),
+                constraint=constraint and constraint.fork(), draft_context=self._draft_context,
             )
             for i in range(request.n)
         ]  # fmt: skip
@@ -77,11 +78,9 @@ class Intake:
             raise RequestError("the prompt is empty: at least one token is needed to continue from")
         if not all(0 <= token < self._vocab_size for token in ids):
             raise RequestError(f"prompt ids must be in 0..{self._vocab_size - 1}, got {min(ids)}..{max(ids)}")
-        for model in self._models:
-            if len(ids) >= model.context:
-                raise RequestError(
-                    f"the prompt has {len(ids)} tokens; {model.name} holds {model.context}, the first new token included"
-                )
+        if len(ids) >= self._target.context:
+            name, most = self._target.name, self._target.context
+            raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
 
     def _constraint(self, request: Request) -> Constraint | None:
         """Raises RequestError: a grammar that cannot be compiled, or not here."""

@@ -1,6 +1,7 @@
 """What keys and values may take, and what rows need of it.
 
-A cache is slots times the longest row in them, and the prompts that rows share beside that, once each.
+A cache is slots times the longest row in them, and the prompts that rows share beside that, once each. A model's cache has no room
+for what lies beyond its own context: a drafter with a shorter one than the target's takes no more than it can read.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from shoal.errors import RequestError
 from shoal.request import Request, Row
 from shoal.runner import Runner
 from shoal.schedule import Round
+from shoal.sharing import Prefix, cells
 
 
 class Memory:
     """The caches of an engine's models.
 
     Args:
-        context: most tokens of a row. spare: columns beyond a row's last token that a pass may write.
+        models: target first; its context bounds the rows. spare: columns beyond a row's last token that a pass may write.
         most: bytes that all caches together may take; None = no limit but the machine's.
     """
 
-    def __init__(self, models: Sequence[Runner], context: int, spare: int, most: int | None) -> None:
-        self._models, self._context, self._spare, self._most = models, context, spare, most
+    def __init__(self, models: Sequence[Runner], spare: int, most: int | None) -> None:
+        self._models, self._context, self._spare, self._most = models, models[0].context, spare, most
         if most is not None:
             for model in models:
                 _meet(model)
@@ -36,16 +38,20 @@ class Memory:
 
     def check(self, request: Request) -> None:
         """Raises RequestError: one row of the request is too much. Alone it takes as much with its prompt in its slot as apart."""
-        tokens = min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
-        if self._most is not None and (need := self._bytes(1, tokens + self._spare, 0)) > self._most:
+        prompt, new = len(request.prompt_ids), request.limits.max_new_tokens
+        tokens = min(prompt + new, self._context)
+        need = sum(model.cache_bytes(1, _read(model, prompt, tokens) + self._spare) for model in self._models)
+        if self._most is not None and need > self._most:
             raise RequestError(
                 f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are {self._most}: shorten the prompt or "
                 "lower max_new_tokens"
             )
 
-    def fits(self, rows: Sequence[Row], slots: int, cells: int) -> bool:
-        """Whether these rows may be in that many slots, with so many cells of shared prompts."""
-        return self._most is None or self._bytes(slots, self._capacity(rows), cells) <= self._most
+    def fits(self, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> bool:
+        """Whether these rows may be in that many slots, with these prompts in the shared store."""
+        if self._most is None:
+            return True
+        return sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models) <= self._most
 
     def make_room(self, round_: Round) -> None:
         """For what a round has in its slots. Caches keep the size they had, unless that would be too much.
@@ -53,24 +59,26 @@ class Memory:
         Raises:
             ModelError: out of memory.
         """
-        sizes = round_.slots, self._capacity(round_.seated), round_.cells
-        if self._most is not None and sum(_grown(model, *sizes) for model in self._models) > self._most:
-            for model in self._models:
-                model.trim(*sizes)
-        for model in self._models:
-            model.reserve(*sizes)
+        sizes = [(model, self._size(model, round_.seated, round_.slots, round_.prefixes)) for model in self._models]
+        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) > self._most:
+            for model, size in sizes:
+                model.trim(*size)
+        for model, size in sizes:
+            model.reserve(*size)
 
-    def _bytes(self, slots: int, capacity: int, cells: int) -> int:
-        return sum(model.cache_bytes(slots, capacity, cells) for model in self._models)
+    def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> tuple[int, int, int]:
+        """Slots, tokens per slot and cells of the shared store that the model needs."""
+        return slots, max((self._room(model, row) for row in rows), default=0) + self._spare, cells(prefixes, model.context)
 
-    def _capacity(self, rows: Sequence[Row]) -> int:
-        """Tokens per slot."""
-        return max(map(self._room, rows), default=0) + self._spare
+    def _room(self, model: Runner, row: Row) -> int:
+        """Most tokens that the row's slot will hold in the model's cache."""
+        most = _read(model, row.prompt_length, min(row.prompt_length + row.request.limits.max_new_tokens, self._context))
+        return most if row.prefix is None else max(most - row.prefix.length, 0)
 
-    def _room(self, row: Row) -> int:
-        """Most tokens that the row's slot will hold."""
-        most = min(row.prompt_length + row.request.limits.max_new_tokens, self._context)
-        return most if row.prefix is None else most - row.prefix.length
+
+def _read(model: Runner, prompt: int, tokens: int) -> int:
+    """How many of a row's tokens the model reads: nothing of a prompt that it cannot hold, and nothing beyond its context."""
+    return min(tokens, model.context) if model.holds(prompt) else 0
 
 
 def _grown(model: Runner, slots: int, capacity: int, cells: int) -> int:

@@ -31,17 +31,25 @@ def policy_for(prompts: str, models: Sequence[Runner]) -> str:
 
 
 def prefill(runner: Runner, round_: Round) -> int:
-    """Carries out a round's admissions and moves in one model's cache; returns how many prompt tokens were computed."""
+    """Carries out a round's admissions and moves in one model's cache; returns how many prompt tokens were computed.
+
+    Of prompts that the model does not hold nothing is computed: their rows are in its cache with no tokens.
+    """
     cache = runner.cache
-    copied = [a for a in round_.admissions if a.row.prefix is None]
+    for admission in round_.admissions:
+        if not runner.holds(admission.row.prompt_length):
+            cache.enter(admission.row.slot)
+    admissions = [a for a in round_.admissions if runner.holds(a.row.prompt_length)]
+    pieces = [piece for piece in round_.pieces if runner.holds(piece.row.prompt_length)]
+    copied = [a for a in admissions if a.row.prefix is None]
     for admission in copied:
         if admission.source is not None and not admission.fresh:
             _copy(runner, admission)
-    for admission in round_.admissions:
+    for admission in admissions:
         if admission.computes or admission.row.prefix is not None:
             cache.enter(admission.row.slot, admission.row.prefix)
-    computed = compute(runner, [piece for piece in round_.pieces if piece.row.prefix is None])
-    computed += sum(store(runner, piece) for piece in round_.pieces if piece.row.prefix is not None)
+    computed = compute(runner, [piece for piece in pieces if piece.row.prefix is None])
+    computed += sum(store(runner, piece) for piece in pieces if piece.row.prefix is not None)
     for admission in copied:
         if admission.fresh:
             _copy(runner, admission)
@@ -65,7 +73,10 @@ def compute(runner: Runner, pieces: Sequence[Piece]) -> int:
         for first in range(0, longest, CHUNK):
             part = [(piece.slot, tokens) for piece in batch if (tokens := _tokens(piece, first))]
             width = max(len(tokens) for _, tokens in part)
-            block = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for _, tokens in part], device=runner.device)
+            # Padding is a token of the row's own: what spoils another row's keys must not come in that way.
+            block = torch.tensor(
+                [[*tokens, *[tokens[-1]] * (width - len(tokens))] for _, tokens in part], device=runner.device
+            )
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
     return sum(piece.stop - piece.start for piece in pieces)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
 """Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar where there is no
-EOS); max_new_tokens or a model's context; the time budget; the time budget before the row had a round, so that it is empty; a
+EOS); max_new_tokens or the target's context; the time budget; the time budget before the row had a round, so that it is empty; a
 cancellation; a fault of this row alone."""
 
 
@@ -69,6 +70,8 @@ class Row:
         slot: where its keys and values live while it runs. prefix: where those of its prompt do, if they are shared.
         detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
         constraint: where it is in its grammar (`shoal.constraints`), if it has one. error: why it failed, if it did.
+        serial: unlike any other row's of the process, also of rows that are gone; what may outlive the row knows it by this.
+        draft_context: most tokens of the row that its drafter can read; None = no limit. A longer row is decoded plainly.
     """
 
     request: Request
@@ -96,6 +99,8 @@ class Row:
     finish_reason: str | None = None
     error: ShoalError | None = None
     finished_at: float | None = None
+    draft_context: int | None = None
+    serial: int = field(default_factory=itertools.count().__next__)
 
     @property
     def prompt_length(self) -> int:
@@ -112,9 +117,14 @@ class Row:
 
     @property
     def room(self) -> int:
-        """The longest draft that it may be given: one token less than it may still commit, and no more than was asked for."""
-        most = self.request.max_draft
-        return self.remaining - 1 if most is None else min(self.remaining - 1, most)
+        """The longest draft that it may be given: one token less than it may still commit, no more than was asked for, and no
+        token that the drafter would have to draw after more than it can read."""
+        limits = [self.remaining - 1]
+        if self.request.max_draft is not None:
+            limits.append(self.request.max_draft)
+        if self.draft_context is not None:
+            limits.append(self.draft_context - len(self.tokens) + 1)
+        return max(min(limits), 0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from shoal.request import Row, Sample
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a row has no distribution at a draft position: if it comes that far, it ends there.
+    """Why the target has no distribution for a row at a draft position: if the row comes that far, it ends there. At padding no row
+    comes that far, but what the pass wrote there must be removed.
 
     By plain decoding it would end there too, but for one case: a draft that makes NaN of its own keys or values. Those hidden from
     a position count with weight 0, and 0 * NaN is NaN, so that all positions of the row in that pass fail, and the row ends before
@@ -41,7 +42,6 @@ class Proposal:
         q: the distribution each draft was really drawn from, [rows, k, vocab]; None when k = 0.
         drafts: the same tokens without padding, one list per row.
         steps: positions the drafter looked at; more than k if it looked and stopped.
-        faults: of the drafter's model; drafts end before them.
     """
 
     tokens: Tensor
@@ -49,18 +49,17 @@ class Proposal:
     q: Tensor | None
     drafts: list[list[int]]
     steps: int = 0
-    faults: Faults = field(default_factory=dict)
 
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
 
     @staticmethod
-    def empty(rows: int, device: torch.device, steps: int = 0, faults: Faults | None = None) -> Proposal:
+    def empty(rows: int, device: torch.device, steps: int = 0) -> Proposal:
         """Nothing proposed: the round is a step of plain decoding."""
         tokens = torch.empty(rows, 0, dtype=torch.long, device=device)
         lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        return Proposal(tokens, lengths, None, [[] for _ in range(rows)], steps, faults or {})
+        return Proposal(tokens, lengths, None, [[] for _ in range(rows)], steps)
 
 
 @dataclass(frozen=True)

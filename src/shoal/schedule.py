@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.request import Row
+from shoal.sharing import Prefix
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Round:
 
     Attributes:
         rows: of the round, in slots 0, 1, ... filling: the row whose prompt is not complete; it is in a slot above theirs.
-        slots, cells: that many the cache and its shared store must have meanwhile.
+        slots: that many the cache must have meanwhile. prefixes: the prompts that its shared store must have room for.
     """
 
     rows: Sequence[Row]
@@ -58,7 +59,7 @@ class Round:
     moves: Sequence[Move] = ()
     filling: Row | None = None
     slots: int = 0
-    cells: int = 0
+    prefixes: Sequence[Prefix] = ()
 
     @property
     def seated(self) -> list[Row]:

@@ -25,7 +25,7 @@ from shoal.deadlines import Deadlines
 from shoal.errors import RequestError
 from shoal.request import Row
 from shoal.schedule import Admission, Move, Piece, Round
-from shoal.sharing import Store
+from shoal.sharing import Prefix, Store
 from shoal.waiting import Waiting
 
 NOBODY = -1
@@ -42,7 +42,7 @@ class Scheduler:
         capacity: most rows in slots. waiting: rows without one.
         prompts: whether groups share theirs, see `shoal.sharing`.
         chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
-        fits: is there memory for these rows in that many slots, and so many cells of shared prompts? Asked before a row is
+        fits: is there memory for these rows in that many slots, and for these shared prompts? Asked before a row is
             admitted, unless it would be alone.
     """
 
@@ -50,7 +50,7 @@ class Scheduler:
     waiting: Waiting = field(default_factory=Waiting)
     prompts: str = "copied"
     chunk: int = CHUNK
-    fits: Callable[[Sequence[Row], int, int], bool] | None = None
+    fits: Callable[[Sequence[Row], int, Sequence[Prefix]], bool] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
@@ -150,7 +150,7 @@ class Scheduler:
         """The rows that run, side by side: what there is to do, and the moves that close the holes between them."""
         slots = len(self._slots)
         moves = self._compact()
-        return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.cells)
+        return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.prefixes)
 
     def _fill(self, row: Row, most: int, pieces: list[Piece]) -> int:
         """Adds the next piece of the row's prompt; returns its tokens."""
@@ -214,7 +214,7 @@ class Scheduler:
         return not self.seated  # alone it always fits
 
     def _fits(self, row: Row, slot: int) -> bool:
-        return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.cells)
+        return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.prefixes)
 
     def _free_slot(self, above: bool) -> int | None:
         """above: a slot above all that are taken."""

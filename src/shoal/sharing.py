@@ -6,6 +6,7 @@ prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import RequestError
@@ -22,6 +23,12 @@ class Prefix:
 
     base: int
     length: int
+
+
+def cells(prefixes: Iterable[Prefix], context: int) -> int:
+    """Cells of the shared store up to the end of the last of these prompts. Prompts that a model of that context cannot hold are
+    not stored for it, see `shoal.runner.Runner.holds`."""
+    return max((prefix.base + prefix.length for prefix in prefixes if prefix.length < context), default=0)
 
 
 def check_policy(name: str) -> None:
@@ -42,9 +49,9 @@ class Store:
         self._held: dict[int, Prefix] = {}
 
     @property
-    def cells(self) -> int:
-        """Cells the store must have for what is in it."""
-        return max((held.base + held.length for held in self._held.values()), default=0)
+    def prefixes(self) -> Sequence[Prefix]:
+        """The prompts that are here, or come here in this round."""
+        return list(self._held.values())
 
     @property
     def groups(self) -> list[int]:

@@ -19,6 +19,10 @@ def verify(target: Runner, rows: Sequence[Row], proposal: Proposal) -> Scores:
     last = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
     block = torch.cat([last, proposal.tokens], dim=1)
     counts = [1 + len(drafts) for drafts in proposal.drafts]
+    if min(counts) < max(counts):
+        # Padding is the row's own token: hidden keys count with weight 0, but where they are NaN, 0 * NaN is NaN.
+        own = torch.arange(block.shape[1], device=block.device) < torch.tensor(counts, device=block.device)[:, None]
+        block = torch.where(own, block, last)
     logits = target.feed([row.slot for row in rows], block, counts)
     faults: Faults = {}
     p = probabilities(logits, rows, proposal.drafts, faults=faults)

@@ -142,6 +142,18 @@ class SlotCache(Cache):
             for tensor in layer.tensors():
                 tensor[slot, max(0, length - self._offset(slot)) :] = 0
 
+    @torch.inference_mode()
+    def zero_non_finite(self, slot: int) -> None:
+        """Makes zeros of all NaN and infinite values that the slot and its prefix hold, at any position."""
+        prefix = self.prefixes[slot]
+        for layer in self._layers:
+            held = [tensor[slot] for tensor in layer.tensors()]
+            if prefix is not None:
+                cells = slice(prefix.base, prefix.base + prefix.length)
+                held += [layer.shared_keys[cells], layer.shared_values[cells]]
+            for tensor in held:
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+
     def _offset(self, slot: int) -> int:
         """The position of the first token in the slot."""
         prefix = self.prefixes[slot]

@@ -152,7 +152,7 @@ def self_check(runner: Runner, role: str) -> Finding:
 
 
 def context(case: Case) -> Finding:
-    """Whether the longest prompt and its continuation fit in both models."""
+    """Whether the longest prompt and its continuation fit in the target, and how far the drafter can follow."""
     longest = max(len(case.model.tokenizer.encode(prompt)) for prompt in case.prompts)
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
@@ -164,8 +164,11 @@ def context(case: Case) -> Finding:
         return Finding("context", "fail", figure, "shorten the prompt or take a target with a longer context", data)
     if need > target:
         return Finding("context", "warn", figure, "samples will end early: lower --max-new-tokens", data)
+    if longest > data.get("draft", longest):
+        advice = "the drafter holds no prompt of that length: such rows are decoded plainly"
+        return Finding("context", "warn", figure, advice, data)
     if need > data.get("draft", need):
-        return Finding("context", "warn", figure, "the drafter cannot follow to the end of the samples", data)
+        return Finding("context", "warn", figure, "beyond the drafter's context rows are decoded plainly", data)
     return Finding("context", "ok", figure, data=data)
 
 

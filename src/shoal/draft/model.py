@@ -3,10 +3,19 @@
 Its cache holds a prefix of each row's committed tokens, never more than all but the last. It lags by one after a full acceptance
 (it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
 case is special.
+
+A row that has more tokens than the drafter's context is not drafted for (`Row.room`). Its cache then keeps the prompt alone, or
+nothing where the prompt is too long as well; in passes for other rows it stands as padding.
+
+Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain
+decoding. What is NaN or infinite in its cells becomes zero: it would otherwise reach the row's later drafts, and the next row of
+the slot. The drafts that follow are then worse, which costs acceptance and never exactness.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +27,8 @@ from shoal.request import Row
 from shoal.round import Fault, Faults, Proposal
 from shoal.runner import Runner
 from shoal.static.drafting import Draw, Drawn, style_of
+
+log = logging.getLogger("shoal")
 
 Step = Callable[[Tensor, Sequence[int]], Drawn | None]
 """The luck of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
@@ -32,6 +43,7 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
+        self._warned = False
 
     def propose(
         self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Draw,
@@ -42,7 +54,7 @@ class ModelDrafter:
         before = [self.runner.cache.lengths[row.slot] for row in rows]
         fixed = self._static_steps(rows, max(lengths), luck, draw)
         proposal = fixed and self._drafted(rows, lengths, luck, fixed, shorten, {})
-        if proposal is None:  # no static steps, or they met something for the ordinary ones to name
+        if proposal is None:  # no static steps, or they failed
             for row, length in zip(rows, before, strict=True):
                 self.runner.cache.rollback(row.slot, length)
             faults: Faults = {}
@@ -55,48 +67,64 @@ class ModelDrafter:
         self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
         shorten: Callable[[int, Sequence[float]], Sequence[int]] | None, faults: Faults,
     ) -> Proposal | None:  # fmt: skip
-        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on."""
+        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
+        token of -1, which is read when all steps are done."""
         lengths = list(lengths)
-        taken: list[Drawn] = []
+        looked: list[Drawn] = []
         steps = 0
         while steps < max(lengths):
             j, steps = steps, steps + 1
             drawn = step(luck[:, j], lengths)
             if drawn is None:
                 return None
+            looked.append(drawn)
             if shorten is not None:
                 lengths = [min(pair) for pair in zip(lengths, shorten(j, drawn.confidence.tolist()), strict=True)]
             if faults:
                 lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
             if max(lengths) <= j:
                 break
-            taken.append(drawn)
-        named = {row: self._named(fault) for row, fault in faults.items() if isinstance(fault.error, BadLogits)}
-        if not taken:
-            return Proposal.empty(len(rows), luck.device, steps, named)
-        drafted = torch.stack([drawn.tokens for drawn in taken], dim=1)
-        drafts = [row[:length] for row, length in zip(drafted.tolist(), lengths, strict=True)]
-        if any(-1 in row for row in drafts):
-            return None
-        own = torch.tensor(lengths, device=drafted.device)
-        return Proposal(drafted, own, torch.stack([drawn.q for drawn in taken], dim=1), drafts, steps, named)
+        drafted = torch.stack([drawn.tokens for drawn in looked], dim=1)
+        every = drafted.tolist()
+        drafts = [_sound(tokens[:length]) for tokens, length in zip(every, lengths, strict=True)]
+        self._clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
+        k = max(map(len, drafts))
+        if not k:
+            return Proposal.empty(len(rows), luck.device, steps)
+        own = torch.tensor([len(tokens) for tokens in drafts], device=drafted.device)
+        q = torch.stack([drawn.q for drawn in looked[:k]], dim=1)
+        return Proposal(drafted[:, :k].clamp(min=0), own, q, drafts, steps)
 
-    def _named(self, fault: Fault) -> Fault:
-        """Elsewhere than in the model there is no fault of the drafter's: whether the row can go on is the target's to say."""
-        error = BadLogits(f"the drafter {self.runner.name} returned NaN or infinite logits: {fault.error}")
-        return Fault(fault.position, error)
+    def _clean(self, rows: Sequence[Row]) -> None:
+        """Removes what a faulty pass has left in the cells of these rows, whether or not it was part of their drafts."""
+        for row in rows:
+            self.runner.cache.zero_non_finite(row.slot)
+        if rows and not self._warned:
+            self._warned = True
+            log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Rolls back to what was committed."""
+        """Rolls back to what was committed; a row that has outgrown the drafter's context, to its prompt."""
         cache = self.runner.cache
         for row in rows:
-            cache.rollback(row.slot, min(cache.lengths[row.slot], len(row.tokens) - 1))
+            cache.rollback(row.slot, min(cache.lengths[row.slot], self._kept(row)))
+
+    def _kept(self, row: Row) -> int:
+        """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
+        if self._reads(row):
+            return len(row.tokens) - 1
+        return row.prompt_length - 1 if self.runner.holds(row.prompt_length) else 0
+
+    def _reads(self, row: Row) -> bool:
+        """Whether the row's tokens fit in the drafter's context."""
+        return len(row.tokens) <= self.runner.context
 
     def pending(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
-        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts."""
+        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
+        padding token for a row that has outgrown the context."""
         pending = [self._pending(row) for row in rows]
         counts = [len(tokens) for tokens in pending]
-        block = [tokens + [0] * (max(counts) - len(tokens)) for tokens in pending]
+        block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
         return torch.tensor(block, device=self.runner.device), counts
 
     def _static_steps(self, rows: Sequence[Row], most: int, luck: Tensor, draw: Draw) -> Step | None:
@@ -113,7 +141,7 @@ class ModelDrafter:
         return step and (lambda luck, _: step(luck))
 
     def _pending(self, row: Row) -> list[int]:
-        return row.tokens[self.runner.cache.lengths[row.slot] :]
+        return row.tokens[self.runner.cache.lengths[row.slot] :] if self._reads(row) else [0]
 
     def _shorten_lags(self, rows: Sequence[Row]) -> None:
         """After plain rounds: brings every row to at most two pending tokens, all laggards by the shortest lag at a time, so
@@ -122,6 +150,11 @@ class ModelDrafter:
             step = min(len(self._pending(row)) for row in late) - 1
             block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
             self.runner.feed([row.slot for row in late], block, [step] * len(late), want_logits=False)
+
+
+def _sound(tokens: Sequence[int]) -> list[int]:
+    """The tokens before the first that could not be drawn."""
+    return list(itertools.takewhile(lambda token: token >= 0, tokens))
 
 
 class _OrdinarySteps:
@@ -137,11 +170,28 @@ class _OrdinarySteps:
         self._drawn: list[Tensor] = []
 
     def __call__(self, luck: Tensor, lengths: Sequence[int]) -> Drawn:
-        logits = self._logits(lengths)
+        logits, sound = self._possible(self._logits(lengths))
         q = self._distributions(logits)
-        tokens = self._draw(q, luck)
+        tokens = torch.where(sound, self._draw(q, luck), -1)
+        confidence = self._confidence(logits, q) * sound if self._wants_confidence else q[:, 0]
         self._drawn.append(tokens)
-        return Drawn(q, tokens, self._confidence(logits, q) if self._wants_confidence else q[:, 0])
+        return Drawn(q, tokens, confidence)
+
+    def _possible(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [rows, vocab] of the target's vocabulary, and which rows have a distribution, [rows]; the others' are made
+        uniform, and their drafts end here. Ids that the drafter does not have get no probability."""
+        vocab_size = self._drafter.vocab_size
+        missing = vocab_size - logits.shape[-1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        logits = logits[:, :vocab_size]
+        sound = logits.amax(-1).isfinite()
+        if not bool(sound.all()):
+            logits = logits.masked_fill(~sound[:, None], 0.0)
+            for row, good in zip(self._rows, sound.tolist(), strict=True):
+                if not good:
+                    self._faults.setdefault(row, Fault(len(self._drawn), BadLogits("NaN or infinite logits of the drafter")))
+        return logits, sound
 
     def _logits(self, lengths: Sequence[int]) -> Tensor:
         """Logits of the next position, [rows, vocab]."""
@@ -156,16 +206,11 @@ class _OrdinarySteps:
                 # What a row drafts beyond its own length is ignored, so no control may fail on it.
                 if len(self._drawn) < length:
                     history.append(drawn)
-        return runner.feed(slots, self._drawn[-1][:, None], [1] * rows)[:, -1]
+        return runner.feed(slots, self._drawn[-1].clamp(min=0)[:, None], [1] * rows)[:, -1]
 
     def _distributions(self, logits: Tensor) -> Tensor:
-        """q of every row, [rows, target vocab]; ids the drafter does not have get no probability."""
-        vocab_size = self._drafter.vocab_size
-        missing = vocab_size - logits.shape[-1]
-        if missing > 0:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        block, first = logits[:, None, :vocab_size], len(self._drawn)
-        return probabilities(block, self._rows, self._histories, first, self._faults)[:, 0]
+        """q of every row, [rows, target vocab]."""
+        return probabilities(logits[:, None], self._rows, self._histories, len(self._drawn), self._faults)[:, 0]
 
     def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
         """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""

@@ -53,8 +53,8 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
 class Drawn(NamedTuple):
     """What a step gives: q [rows, vocab], tokens [rows] int64, the drafter's highest probability in each row [rows].
 
-    A token is -1 where the logits are NaN or infinite. Beside greedy rows the probability is that before processing, as a greedy q
-    says nothing.
+    Where the logits are NaN or infinite the token is -1, and the probability 0. Beside greedy rows the probability is that before
+    processing, as a greedy q says nothing.
     """
 
     q: Tensor
@@ -81,14 +81,16 @@ class _Step:
         if known < style.vocab_size:
             logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
         logits = logits[:, : style.vocab_size]
+        sound = logits.amax(-1).isfinite()
+        logits = torch.where(sound[:, None], logits, 0.0)
         q = pure_probabilities(logits, self.temperature, self.sampling, style.greedy)
         confidence = (q if style.greedy is False else logits.to(q.dtype).softmax(-1)).amax(-1)
-        tokens = torch.where(logits.amax(-1).isfinite(), style.draw(q, self.luck), -1)
+        tokens = torch.where(sound, style.draw(q, self.luck), -1)
         then = block if self.then is None else self.then
         then.tokens.copy_(tokens.clamp(0, known - 1)[:, None])
         if then is block:
             block.advance()
-        return Drawn(q, tokens, confidence)
+        return Drawn(q, tokens, confidence * sound)
 
 
 class Steps:

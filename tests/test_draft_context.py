@@ -1,0 +1,298 @@
+"""A drafter of a shorter context: the target alone decides which prompts fit and where rows end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.accept import Coupled
+from shoal.api import Shoal
+from shoal.cli import examine
+from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.lookahead import Fixed, Knowledge, by_name
+from shoal.models import wrap
+from shoal.request import Request, Row
+from shoal.runner import Runner
+from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
+from shoal.testing.scripted import hashed, mixed, scripted
+from test_auto import auto
+
+CONTEXT, SHORT = 64, 24
+POSITIONS = {"llama": "max_position_embeddings", "gpt2": "n_positions"}
+EDGE = range(SHORT - 3, SHORT + 4)
+"""Prompt lengths around the edge: the drafter holds the first four."""
+
+
+@cache
+def models(architecture: str) -> tuple[Any, Any]:
+    """A target, and a drafter with its weights that has positions for `SHORT` tokens only."""
+    target, drafter = (tiny_model(architecture, **{POSITIONS[architecture]: most}) for most in (CONTEXT, SHORT))
+    weights = target.state_dict()
+    drafter.load_state_dict({name: weights[name][: len(own)] for name, own in drafter.state_dict().items()})
+    return target, drafter
+
+
+def runners(architecture: str) -> tuple[Runner, Runner]:
+    made = tuple(wrap(hf, name, checked=False) for hf, name in zip(models(architecture), ("long", "short"), strict=True))
+    assert tuple(model.context for model in made) == (CONTEXT, SHORT)
+    return made  # type: ignore[return-value]
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple((7 * i + length) % 250 for i in range(length))
+
+
+class Run:
+    """Prompts decoded with a drafter, and what it was asked for.
+
+    Attributes:
+        proposed: of each row in each proposal, its tokens before it and its drafts.
+    """
+
+    def __init__(
+        self, pair: tuple[Runner, Runner | None], lookahead: Any, lengths: Sequence[int], *, n: int = 1, new: int = 100,
+        temperature: float = 1.0, sampling: dict[str, Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.engine = Engine(*pair, lookahead, rule=Coupled(), **{"max_batch": 16, **options})
+        self.proposed: list[tuple[int, int]] = []
+        if self.engine.drafter is not None:
+            self._watch(self.engine.drafter)
+        requests = [
+            Request(prompt(length), n, Sampling(temperature, seed=length, **(sampling or {})), Limits(new))
+            for length in lengths
+        ]
+        self.rows = [row for request in requests for row in self.engine.submit(request)]
+        while self.engine.step():
+            pass
+        assert self.engine.scheduler.idle
+
+    def _watch(self, drafter: Any) -> None:
+        propose = drafter.propose
+
+        def watched(rows: Sequence[Row], *args: Any) -> Any:
+            proposal = propose(rows, *args)
+            self.proposed += [(len(row.tokens), len(drafts)) for row, drafts in zip(rows, proposal.drafts, strict=True)]
+            return proposal
+
+        drafter.propose = watched
+
+    @property
+    def said(self) -> list[tuple[tuple[int, ...], str | None]]:
+        return [(tuple(row.tokens[row.prompt_length :]), row.finish_reason) for row in self.rows]
+
+    @property
+    def before(self) -> int:
+        """Tokens drafted for rows that the drafter could read."""
+        return sum(drafts for tokens, drafts in self.proposed if tokens <= SHORT)
+
+    @property
+    def after(self) -> int:
+        """Tokens drafted for others, and tokens drafted after more than it could read."""
+        return sum(min(drafts, max(tokens + drafts - SHORT - 1, 0)) for tokens, drafts in self.proposed)
+
+
+def plain(architecture: str, lengths: Sequence[int], **options: Any) -> Run:
+    return Run((runners(architecture)[0], None), Fixed(0), lengths, **options)
+
+
+LOOKAHEADS = {
+    "1": lambda: Fixed(1), "7": lambda: Fixed(7), "bass": lambda: by_name("bass"), "heuristic": lambda: by_name("heuristic"),
+    "auto": lambda: auto({1: 1.0, 64: 1.0}, 0.01, 0.9), "opening": lambda: by_name("auto"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("architecture", POSITIONS)
+def test_rows_go_on_to_the_end_of_the_targets_context(architecture: str, lookahead: str, temperature: float) -> None:
+    """Ragged batches of prompts that the drafter holds, nearly holds and does not hold; rows cross the edge inside a draft."""
+    lengths = [3, *EDGE, 50]
+    run = Run(runners(architecture), LOOKAHEADS[lookahead](), lengths, temperature=temperature)
+    assert run.said == plain(architecture, lengths, temperature=temperature).said
+    assert [len(tokens) for tokens, _ in run.said] == [CONTEXT - length for length in lengths]
+    assert {reason for _, reason in run.said} == {"length"}
+    assert run.before > 0
+    assert run.after == 0
+    assert all(row.drafted == 0 for row in run.rows if row.prompt_length > SHORT)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 20])
+def test_the_last_draft_is_the_one_after_all_that_the_drafter_can_read(k: int) -> None:
+    """A drafter that is the target is right: all that can be drafted is, one token beyond its context included."""
+    run = Run(runners("llama"), Fixed(k), [SHORT - 6], temperature=0)
+    (row,) = run.rows
+    reached = max(tokens + drafts for tokens, drafts in run.proposed)
+    assert reached == SHORT + 1
+    assert row.accepted == row.drafted == run.before
+    assert Run(runners("llama"), Fixed(k), [SHORT]).before == 1
+    assert Run(runners("llama"), Fixed(k), [SHORT + 1]).before == 0
+
+
+@pytest.mark.parametrize("options", [
+    {"prompts": "shared", "n": 3}, {"prompts": "copied", "n": 3}, {"prompts": "copied", "n": 3, "max_batch": 2},
+    {"prompts": "shared", "n": 3, "max_batch": 2}, {"chunk": 5}, {"chunk": 5, "prompts": "shared", "n": 2, "max_batch": 3},
+    {"sampling": {"repetition_penalty": 1.2, "no_repeat_ngram": 3}}, {"max_batch": 1},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("architecture", POSITIONS)
+def test_in_every_arrangement_of_prompts(architecture: str, options: dict[str, Any]) -> None:
+    """Rows that cross the edge leave their prompts in their slots for the rows of their group that come later."""
+    lengths = [SHORT + 9, SHORT - 4, SHORT + 1, SHORT, 40]
+    run = Run(runners(architecture), Fixed(4), lengths, new=14, **options)
+    assert run.said == plain(architecture, lengths, new=14, **options).said
+    assert run.before > 0
+    assert run.after == 0
+    read = [row.drafted for row in run.rows if row.prompt_length < SHORT]
+    assert min(read) > 0
+
+
+@pytest.mark.parametrize("prompts", ["shared", "copied"])
+@pytest.mark.parametrize("architecture", POSITIONS)
+def test_by_static_steps(architecture: str, prompts: str) -> None:
+    pair = runners(architecture)
+    for model in pair:
+        model.use_static_passes("eager")
+    lengths = [SHORT + 9, SHORT - 4, SHORT, 40]
+    run = Run(pair, Fixed(4), lengths, prompts=prompts)
+    assert run.said == plain(architecture, lengths).said
+    assert run.before > 0
+    assert run.after == 0
+    assert pair[1].static is not None
+    assert pair[1].static.failure is None
+    assert prompts == "shared" or sum(pair[1].static.ran.values()) > 0
+
+
+@pytest.mark.parametrize("prompts", ["shared", "copied"])
+def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(prompts: str) -> None:
+    pair = runners("llama")
+    run = Run(pair, Fixed(4), [SHORT + 1, 50], n=2, prompts=prompts)
+    target, drafter = run.engine.models
+    assert run.said == plain("llama", [SHORT + 1, 50], n=2).said
+    assert (run.engine.stats.draft_passes, run.proposed) == (0, [])
+    assert drafter.cache.nbytes() == 0  # no pass, so no layer
+    assert (drafter.cache.capacity, drafter.cache.cells) == (5, 0)  # what a pass may write beyond a row's end
+    assert run.engine.stats.prefill_tokens == SHORT + 49
+    assert target.cache.capacity > 10
+
+
+def test_a_drafters_cache_is_no_longer_than_its_context() -> None:
+    run = Run(runners("llama"), Fixed(4), [3, 50], prompts="copied")
+    target, drafter = run.engine.models
+    assert (target.cache.capacity, drafter.cache.capacity) == (CONTEXT + 5, SHORT + 5)
+    assert run.before > 0
+
+
+def test_memory_is_planned_by_what_each_model_reads() -> None:
+    """Both prompts fit beside each other, as the drafter's cache has no room for what it cannot read."""
+    pair = runners("llama")
+    need = sum(model.context + 5 for model in pair) * 2
+    free = Run(pair, Fixed(4), [3, 50], prompts="copied")
+    per_token = free.engine.target.cache.bytes_per_token()
+    tight = Run(pair, Fixed(4), [3, 50], prompts="copied", kv_bytes=need * per_token)
+    assert tight.said == free.said
+    assert tight.engine.stats.rounds == free.engine.stats.rounds
+    assert tight.engine.memory.used <= need * per_token
+    with pytest.raises(RequestError, match="bytes of KV cache"):
+        Run(pair, Fixed(4), [50], kv_bytes=60 * per_token)
+
+
+def test_the_target_alone_refuses_prompts() -> None:
+    for lookahead in (Fixed(0), Fixed(4), by_name("auto")):
+        with pytest.raises(RequestError, match="the prompt has 64 tokens; long holds 64, the first new token included"):
+            Run(runners("llama"), lookahead, [CONTEXT])
+        assert Run(runners("llama"), lookahead, [CONTEXT - 1]).said[0][1] == "length"
+
+
+def test_what_auto_has_learned_does_not_move_the_ends_of_rows() -> None:
+    """A pair known to be hopeless is run without its drafter."""
+    hopeless = auto({1: 1.0, 64: 1.0}, 0.01, 0.0)
+    assert not hopeless.hopeful
+    lengths = [3, *EDGE]
+    runs = [Run(runners("llama"), controller, lengths) for controller in (hopeless, by_name("auto", Knowledge(True)))]
+    assert runs[0].engine.drafter is None
+    assert runs[0].said == runs[1].said == plain("llama", lengths).said
+    assert {run.engine.context for run in runs} == {CONTEXT}
+
+
+def test_padding_of_silent_rows_teaches_auto_nothing() -> None:
+    """Their confidences are those of no text; only rows that were drafted for move the estimates."""
+    target, drafter = (scripted(hashed(12, 0), 12, context) for context in (40, 8))
+    controller = auto({1: 1.0, 64: 1.0}, 0.01, 0.9)
+    learned: list[Any] = []
+    acceptance = controller.known.acceptance
+    learn = acceptance.learn
+    acceptance.learn = lambda rows, drafted, accepted, sure: (
+        learned.append((drafted, sure)),
+        learn(rows, drafted, accepted, sure),
+    )  # type: ignore[method-assign, assignment, func-returns-value]
+    engine = Engine(target, drafter, controller, rule=Coupled())
+    for ids in ((1, 2), (1,) * 20):
+        engine.submit(Request(ids, 1, Sampling(seed=1), Limits(12)))
+    while engine.step():
+        pass
+    looked = [(drafted, sure) for drafted, sure in learned if len(sure) and len(drafted) == 2]
+    assert looked
+    assert all(drafted[1] == 0 and bool((sure[:, 1] != sure[:, 1]).all()) for drafted, sure in looked)
+
+
+def test_the_transformers_entry_does_the_same() -> None:
+    target, drafter = models("llama")
+    ids = torch.tensor([prompt(SHORT - 2), prompt(SHORT - 2)[::-1]])
+    asked: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    ours = target.generate(ids, **asked, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3)
+    assert torch.equal(target.generate(ids, **asked), ours)
+    longer = torch.tensor([prompt(SHORT + 9)])
+    ours = target.generate(longer, **asked, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3)
+    assert torch.equal(target.generate(longer, **asked), ours)
+
+
+def test_the_server_offers_the_targets_context() -> None:
+    from serving import application
+
+    pair = Shoal(
+        scripted(hashed(VOCABULARY, 0), VOCABULARY, 90), scripted(hashed(VOCABULARY, 1), VOCABULARY, 30), tiny_tokenizer()
+    )
+    for lookahead in (0, 4):
+        app = application(pair, lookahead)
+        assert app.state.worker.engine.context == 90
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "said"),
+    [
+        (5, 10, "ok None"),
+        (20, 10, "warn beyond the drafter's context rows are decoded plainly"),
+        (30, 10, "warn the drafter holds no prompt of that length: such rows are decoded plainly"),
+        (30, 80, "warn samples will end early: lower --max-new-tokens"),
+    ],
+)
+def test_check_says_how_far_the_drafter_goes(length: int, new: int, said: str) -> None:
+    models = SimpleNamespace(
+        target=SimpleNamespace(context=64), draft_model=SimpleNamespace(context=24), tokenizer=tiny_tokenizer()
+    )
+    case = examine.Case(models, ["x" * length], 1, new, 4, 1, print)  # type: ignore[arg-type]
+    finding = examine.context(case)
+    assert f"{finding.verdict} {finding.advice or None}" == said
+
+
+def test_scripted_rows_that_go_silent_leave_their_neighbours_alone() -> None:
+    """A scripted drafter sees every cell that a pass reads: padding of silent rows included, none of it is another row's."""
+    script = hashed(12, 0)
+    target, drafter = scripted(script, 12, 40), scripted(mixed(script, hashed(12, 1), 3), 12, 10)
+    for lookahead in (Fixed(5), by_name("heuristic")):
+        engines = [Engine(target, other, lookahead, rule=Coupled(), max_batch=3) for other in (drafter, None)]
+        said = []
+        for engine in engines:
+            rows = [row for ids in ((1, 2), (3,) * 12, (4,) * 7) for row in engine.submit(Request(ids, 3, Sampling(seed=2)))]
+            while engine.step():
+                pass
+            said.append([(row.tokens, row.finish_reason) for row in rows])
+        assert said[0] == said[1]
+        assert engines[0].stats.drafted > engines[0].stats.accepted > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -95,9 +96,12 @@ def test_an_unknown_pair_is_given_a_chance() -> None:
 # ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+SERIALS = itertools.count()
+
+
 def row(remaining: int = 100) -> Any:
     """As much of a row as a controller sees."""
-    return SimpleNamespace(remaining=remaining, room=remaining - 1)
+    return SimpleNamespace(remaining=remaining, room=remaining - 1, serial=next(SERIALS))
 
 
 def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:
@@ -350,3 +354,21 @@ def test_the_heuristic_grows_by_two_and_shrinks_by_one() -> None:
     for _ in range(30):
         heuristic.update([1], [1])
     assert heuristic.next_length() == heuristic.limit == 20
+
+
+def test_what_is_learned_of_a_row_goes_with_it() -> None:
+    """Python gives the place of a row that has gone to the next one: a row is known by its serial number."""
+    controller = auto(FLAT, 0.2, 0.9)
+    known = controller.known.acceptance
+    places: set[int] = set()
+    for i in range(20):
+        living = Row(Request((1,)), 0, 0, 0, [1], frozenset(), 1000)
+        again = id(living) in places
+        places.add(id(living))
+        controller.lengths([living], 0)
+        assert known._offsets(controller._rows).tolist() == [0.0]
+        controller.shorten(0, [0.5])
+        controller.learn(Outcome([1], [i % 2], 1, 1.0, 0.1))
+        assert known._offsets(controller._rows).tolist() != [0.0]
+        del living
+    assert again, "no place was used twice: this test shows nothing"

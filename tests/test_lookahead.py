@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal.errors import RequestError
-from shoal.lookahead import Bass, Fixed, Lookahead, by_name
+from shoal.lookahead import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
+from shoal.round import Outcome
 
 
 def grown_to(length: int) -> Bass:
@@ -58,13 +61,46 @@ def test_growth_forgives_the_earlier_shrink() -> None:
 
 
 def test_a_row_near_its_end_says_nothing_about_the_length() -> None:
+    """Only rows that were given the whole length count; where there is none, the length stays, and no shrink is noted."""
     bass = Bass()
-    bass.update([2, 1], [2, 1])
-    assert bass.next_length() < 9
-    before = bass.next_length()
-    bass.update([0, 0], [0, 0])
-    bass.update([], [])
-    assert bass.next_length() == before
+    for drafted, accepted in (([2, 1], [2, 1]), ([6, 3], [0, 3]), ([0, 0], [0, 0]), ([], [])):
+        bass.update(drafted, accepted)
+        assert bass.next_length() == 7
+    bass.update([7, 6], [1, 6])  # 7 - 1 = 6, and the second row, taken as far as it had room, sets no bound
+    assert bass.next_length() == 6
+    bass.update([6, 5], [0, 5])
+    assert bass.next_length() == 4  # 6 - 1 - 1
+    bass.update([4, 1, 0], [4, 0, 0])
+    assert bass.next_length() == 6
+
+
+def test_rows_that_drafted_nothing_do_not_count_in_the_heuristic() -> None:
+    heuristic = Heuristic()
+    for drafted, accepted, expected in (
+        ([5, 0, 0, 0], [0, 0, 0, 0], 4),  # three rows have no room; the one that drafted was rejected
+        ([4, 4, 0, 0], [4, 0, 0, 0], 6),
+        ([6, 6, 6, 0], [6, 0, 0, 0], 5),
+        ([0, 0], [0, 0], 5),
+        ([], [], 5),
+    ):
+        heuristic.update(drafted, accepted)
+        assert heuristic.next_length() == expected
+
+
+def test_a_draft_that_the_drafter_could_not_finish_counts_as_asked_for() -> None:
+    """Where it failed may depend on drafts that were thrown away, and lengths must not."""
+    heard: list[tuple[list[int], list[int]]] = []
+
+    class Listening(Fixed):
+        def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+            heard.append((list(drafted), list(accepted)))
+
+    uniform = Uniform(Listening(5))
+    rows: list[Any] = [SimpleNamespace(room=9), SimpleNamespace(room=3)]
+    assert uniform.lengths(rows, 0) == [5, 3]
+    uniform.learn(Outcome([2, 3], [2, 1], 5, 1.0, 0.5))
+    uniform.learn(Outcome([0, 0], [0, 0], 0, 1.0, 0.0))
+    assert heard == [([5, 3], [2, 1]), ([0, 0], [0, 0])]
 
 
 # acceptance -> batch size -> (mean draft length, mean tokens per step and sequence), by simulation

@@ -8,6 +8,7 @@ takes what its passes cost, times noise. Hundreds of runs take a minute.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -135,12 +136,16 @@ def _seconds_beside_the_pass(pair: shoal.Shoal) -> float:
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_serials = itertools.count()
+
+
 class _Text:
     """A row as far as a controller sees it."""
 
     def __init__(self, trace: Trace, most: int, stops: bool) -> None:
         self.trace, self.most, self.done, self.lag = trace, most, 0, 1
         self.end = min(trace.length, most) if stops else most
+        self.serial = next(_serials)
 
     @property
     def remaining(self) -> int:

@@ -82,7 +82,8 @@ class Acceptance:
         Args:
             drafted, accepted: tokens per row, [rows]. confidence: [steps, rows], steps >= max(drafted); may hold one more
                 position per row than it drafted (it looked, and stopped): that one counts with its estimate, so that the
-                estimates by position stay those of all text, not of the confident places only. [0, rows] if unknown.
+                estimates by position stay those of all text, not of the confident places only. NaN there: it did not look.
+                [0, rows] if unknown.
         """
         self._rows = {row: self._rows.get(row, 0.0) * self.ROW_FADE for row in rows}
         width = max(len(confidence), int(drafted.max(initial=0)))
@@ -98,7 +99,7 @@ class Acceptance:
         self._confidences.add(bins[places, which], hits)
         for row, residual in zip(which.tolist(), (hits - expected[places, which]).tolist(), strict=True):
             self._rows[rows[row]] += self.ROW_STEP * residual
-        looked = (place == drafted) & (drafted == accepted) & (place < len(confidence)) & (place < self.limit)
+        looked = (place == drafted) & (drafted == accepted) & (place < self.limit) & np.isfinite(confidence)
         more, whose = looked.nonzero()
         self._positions.add(np.concatenate([places, more]), np.concatenate([hits, expected[more, whose]]))
 

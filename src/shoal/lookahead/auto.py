@@ -76,7 +76,7 @@ class Auto:
 
     def _begin(self, rows: Sequence[Row], room: Array) -> None:
         """Forgets the last round's drafting."""
-        self._rows, self._room, self._rate = [id(row) for row in rows], room, 0.0
+        self._rows, self._room, self._rate = [row.serial for row in rows], room, 0.0
         self._confidence: list[Array] = []
         self._weights = np.ones(len(room))
 
@@ -189,6 +189,8 @@ class Auto:
             corrected = known.truth * (1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1))
             known.truth = min(max(corrected, LEAST_TRUTH), MOST_TRUTH)
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(fed)))
+        # Beyond a row's room the drafter may have seen padding: that says nothing of its drafts.
+        confidence[np.arange(len(confidence))[:, None] >= self._room] = np.nan
         known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)
 
 

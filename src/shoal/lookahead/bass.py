@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 class Bass:
     """If some row took its whole draft: l + 2, at most 32. Otherwise l - ceil(l / 10) - s, at least what the best row took;
-    s = 1 from the second shrink in a row on."""
+    s = 1 from the second shrink in a row on. Rows whose drafts were shorter than l, as they had no room for more, do not count;
+    if there are no others, l stays."""
 
     L0, INCREMENT, MODULUS, LIMIT = 7, 2, 10, 32
 
@@ -25,13 +26,13 @@ class Bass:
         return self._length
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        if not accepted or max(drafted) == 0:
+        counted = [a for a, d in zip(accepted, drafted, strict=True) if d >= self._length]
+        if not counted:
             return
-        # A row near its end is given less than l; taking all of that says nothing about l.
-        if max(accepted) == self._length:
+        if max(counted) >= self._length:
             self._length = min(self._length + self.INCREMENT, self.LIMIT)
             self._shrank = 0
         else:
             shrunk = self._length - math.ceil(self._length / self.MODULUS) - self._shrank
-            self._length = max(1, *accepted, shrunk)
+            self._length = max(1, *counted, shrunk)
             self._shrank = 1

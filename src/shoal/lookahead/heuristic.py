@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 class Heuristic:
     """Starts at 5 and never leaves 1..20. A batch counts as fully accepted when at least half of its rows were: by its best
-    row, as in Algorithm 1, lengths would drift up with the batch; by its worst they would sink to 1."""
+    row, as in Algorithm 1, lengths would drift up with the batch; by its worst they would sink to 1. Rows that drafted nothing do
+    not count."""
 
     START, GROWTH, SHRINKAGE, LIMIT = 5, 2, 1, 20
 
@@ -19,8 +20,8 @@ class Heuristic:
         return self._length
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        if not drafted or max(drafted) == 0:
+        taken = [a == d for a, d in zip(accepted, drafted, strict=True) if d]
+        if not taken:
             return
-        taken = sum(a == d for a, d in zip(accepted, drafted, strict=True))
-        grows = 2 * taken >= len(drafted)
+        grows = 2 * sum(taken) >= len(taken)
         self._length = min(max(self._length + (self.GROWTH if grows else -self.SHRINKAGE), 1), self.limit)

@@ -21,7 +21,7 @@ class Lookahead(Protocol):
         ...
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Hears, after each round, what each row drafted and accepted (replacement and bonus not counted)."""
+        """Hears, after each round, what each row was asked to draft and what was accepted (replacement and bonus not counted)."""
         ...
 
 
@@ -35,12 +35,15 @@ class Uniform:
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
         self.limit = lookahead.limit
+        self._asked: list[int] = []
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """The next length, but no more than a row has room for."""
         k = min(max(self.lookahead.next_length(), 0), self.limit)
-        return [min(k, row.room) for row in rows]
+        self._asked = [min(k, row.room) for row in rows]
+        return self._asked
 
     def learn(self, outcome: Outcome) -> None:
-        """Passes the counts on."""
-        self.lookahead.update(outcome.drafted, outcome.accepted)
+        """Passes the counts on. What a row was asked for counts as drafted where the drafter failed on the way, as if the position
+        had been rejected: drafts that were thrown away must not decide on lengths, see `shoal.lookahead.Controller`."""
+        self.lookahead.update(self._asked if outcome.steps else outcome.drafted, outcome.accepted)

@@ -182,7 +182,8 @@ class Limits:
 
     Attributes:
         max_new_tokens: >= 1 tokens after the prompt.
-        stop: strings that end a row; text, ids and logprobs are cut before the string.
+        stop: strings that end a row; text, ids and logprobs are cut before the string. They may be, or contain, special tokens,
+            which the text itself is shown without.
         eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays in `token_ids`.
         time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time", and those
             that never ran, empty, "not started". With more rows than slots every prompt gets its first sample before any gets its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,18 @@ class Detokenizer:
     `text` is the new text so far, without a character still in pieces. With `stops`, `stopped` becomes true at the first token
     whose text completes a stop string, and `text` is cut before it; `kept` is then the number of tokens that cover the cut text.
     `ends`: how long the text was after each token pushed.
+
+    Text is decoded without special tokens. Stop strings that contain one are looked for in the *marked* text, where special tokens
+    stand as they are written; what is cut, and what is held back, is counted in the text without them.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokenizer = tokenizer
+        special = special_tokens(tokenizer) if stops else {}
+        self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
+        self._special = special if any(is_marked for _, is_marked in self._stops) else {}
+        self._marked = ""
+        self._names: list[tuple[int, int]] = []  # where special tokens stand in it, and their lengths
         self._ids = list(prompt[-CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
         self.ends: list[int] = []
@@ -38,7 +47,10 @@ class Detokenizer:
         held_back = self._extend(final=False)
         self.ends.append(len(self.text))
         if self._stops and not self.stopped:
-            self._look_for_stop(before, held_back)
+            marked = len(self._marked)
+            if self._special:
+                self._mark(self.text[before:], token)
+            self._look_for_stop(before, marked, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
         """The row is over: its text, and how many of its `count` tokens cover it.
@@ -65,10 +77,27 @@ class Detokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _look_for_stop(self, before: int, held_back: str) -> None:
-        start = max(0, before - max(map(len, self._stops)) + 1)
+    def _mark(self, text: str, token: int) -> None:
+        """Adds what a token added to the text to the marked text, and the token itself if it is special."""
+        self._marked += text
+        name = self._special.get(token, "")
+        if name:
+            self._names.append((len(self._marked), len(name)))
+            self._marked += name
+
+    def _unmarked(self, place: int) -> int:
+        """Characters of the text before a place in the marked one."""
+        return place - sum(min(place - start, length) for start, length in self._names if start < place)
+
+    def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
+        """Cuts the text if the last token completed a stop string; before, marked: lengths of the two texts before it."""
+        found: list[int] = []
         text = self.text + held_back
-        found = [at for at in (text.find(stop, start) for stop in self._stops) if at >= 0]
+        for stop, is_marked in self._stops:
+            within, start = (self._marked + held_back, marked) if is_marked else (text, before)
+            at = within.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                found.append(self._unmarked(at) if is_marked else at)
         if found:
             cut = min(found)
             self.text, self.ends[-1] = text[:cut], len(text)
@@ -88,10 +117,28 @@ class Detokenizer:
         """Text not taken before; what may yet become a stop string is held back until it cannot."""
         safe = len(self.text)
         if not final and self._stops:
-            safe -= max(_overlap(self.text, stop) for stop in self._stops)
+            safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
         taken = self.text[self.shown : safe]
         self.shown = max(self.shown, safe)
         return taken
+
+    def _safe(self, stop: str, is_marked: bool) -> int:
+        """Characters of the text that cannot be part of this stop string any more."""
+        if not is_marked:
+            return len(self.text) - _overlap(self.text, stop)
+        return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
+
+
+_special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The ids that decoding leaves out, and how they are written; found once per tokenizer."""
+    if tokenizer not in _special:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        always = set(getattr(tokenizer, "all_special_ids", ()))
+        _special[tokenizer] = {i: token.content for i, token in added.items() if token.special or i in always}
+    return _special[tokenizer]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -161,12 +161,12 @@ def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequenc
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=6), min_size=1, max_size=4), st.randoms(),
 )  # fmt: skip
 def test_prompts_with_deadlines_take_turns(
-    prompts: str, capacity: int, chunk: int, cells: int, calls: Sequence[Sequence[int]], random: Any
+    prompts: str, capacity: int, chunk: int, most: int, calls: Sequence[Sequence[int]], random: Any
 ) -> None:
     """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
     call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
     stored never takes more than it may."""
-    fits = lambda rows, slots, used: used <= cells  # noqa: E731
+    fits = lambda rows, slots, prefixes: cells(prefixes, 10**6) <= most  # noqa: E731
     scheduler, slots, entered, rows = Scheduler(capacity, prompts=prompts, chunk=chunk, fits=fits), Slots(), [], []
     for number, sizes in enumerate(calls):
         new = [row for i, n in enumerate(sizes) for row in group(10 * number + i, n, deadline=1e9, length=1 + (3 * i) % 5)]
@@ -177,7 +177,7 @@ def test_prompts_with_deadlines_take_turns(
         round_ = scheduler.next_round()
         slots.carry_out(round_)
         entered += [admission.row for admission in round_.admissions]
-        assert round_.cells <= cells
+        assert cells(round_.prefixes, 10**6) <= most
         assert len(scheduler._store.groups) <= capacity
         ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
         gone |= ended

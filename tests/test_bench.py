@@ -425,7 +425,7 @@ def test_plots_without_matplotlib_are_refused_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command_line([*COMMAND, "--plot", "out.png"]) == 2
-    assert "pip install 'shoal[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from rich.console import Console
+from typer import rich_utils
 
+from shoal import cli
+from shoal.attention import METHODS
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import run
 from shoal.cli.files import write_whole
@@ -531,3 +536,49 @@ def test_module_runs_and_keeps_stdout_for_results(tiny: Models) -> None:
     command = [sys.executable, "-m", "shoal", "generate", *tiny.pair, "--max-new-tokens", "3", "--json"]
     done = subprocess.run(command, input="def", capture_output=True, text=True, check=True)
     assert set(json.loads(done.stdout)) == {"prompts", "stats"}
+
+
+# ── help pages and pipes ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_word_of_a_help_page_is_broken_at_80_columns(monkeypatch: pytest.MonkeyPatch, shoal: Command) -> None:
+    """Names, kinds of values and sentences of all options stand there whole."""
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 80)
+    for name, command in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+        page = shoal(name, "--help").out
+        assert max(map(len, page.splitlines())) <= 80
+        for option in (parameter for parameter in command.params if parameter.param_type_name == "option"):
+            text = re.sub(r"\[/?\w*\]", "", option.help or "")
+            assert [word for word in (*option.opts, option.metavar or "", *text.split()) if word not in page] == []
+
+
+def test_the_values_of_choices_are_listed(shoal: Command) -> None:
+    page = " ".join(shoal("generate", "--help").out.replace("│", " ").split())
+    for values in (
+        "auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference",
+        "auto, float32, bfloat16 or float16",
+    ):
+        assert values in page
+    assert set(METHODS) == set(re.findall(r"\w+", "auto pad split mixed bifurcated fused strict reference"))
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As `shoal generate | head -1` does."""
+    command = [sys.executable, "-m", "shoal", "generate", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, err = process.communicate()
+    assert err == b""
+
+
+def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from shoal.cli import run; code = run(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    work = {"generate": ["-p", "x"], "serve": [], "check": [], "bench": [], "batch": ["in", "out"], "eval": ["functions"]}
+    for command, arguments in work.items():
+        line = [sys.executable, "-c", code, command, *arguments, "--model", str(tmp_path / "nowhere")]
+        ended = subprocess.run(line, capture_output=True, text=True)
+        assert (ended.returncode, "nowhere does not exist" in ended.stderr) == (2, True), (command, ended.stderr)

@@ -516,7 +516,7 @@ def row_without() -> Row:
 
 
 def test_llguidance_is_asked_for_by_name(without_llguidance: None) -> None:
-    with pytest.raises(RequestError, match=re.escape("pip install 'shoal[grammar]'")):
+    with pytest.raises(RequestError, match=re.escape("pip install '.[grammar]'")):
         made().generate([PROMPT], grammar=WORDS)
 
 

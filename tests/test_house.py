@@ -29,7 +29,7 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner distributions history truncation attention cache static",
-    "words": "request schedule deadlines waiting sharing config errors stats noise ranking json_schemas disjoint",
+    "words": "request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -61,6 +61,7 @@ WITHIN = {
     "deadlines": "request",
     "waiting": "request",
     "sharing": "errors",
+    "sources": "errors",
     "json_schemas": "disjoint",
     "config": "errors",
     "stats": "errors",

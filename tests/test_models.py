@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import shoal
-from shoal import models
+from shoal import models, sources
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.runner import Runner
@@ -129,7 +129,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot load the"):
+    with pytest.raises(RequestError, match=r"no config.json in .*: it is not the directory of a Transformers model"):
         shoal.load(tmp_path)
 
 
@@ -170,7 +170,13 @@ def test_a_missing_tensor(pair: tuple[Path, Path]) -> None:
 def test_no_tokenizer(pair: tuple[Path, Path]) -> None:
     for file in pair[0].glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(RequestError, match=r"cannot load the Tokenizer of .*target"):
+    with pytest.raises(RequestError, match=r"no tokenizer in .*target"):
+        shoal.load(pair[0])
+
+
+def test_a_damaged_tokenizer_is_told_in_a_whole_sentence(pair: tuple[Path, Path]) -> None:
+    (pair[0] / "tokenizer.json").write_text("{")
+    with pytest.raises(RequestError, match=r"cannot load the Tokenizer of .*target: .*[^:]$"):
         shoal.load(pair[0])
 
 
@@ -224,8 +230,47 @@ def test_what_every_from_pretrained_is_told(
 
 
 def test_a_hub_id_that_is_not_cached() -> None:
-    with pytest.raises(RequestError, match="cannot load the Tokenizer of nobody/nothing"):
+    with pytest.raises(
+        RequestError, match=r"nobody/nothing is no directory here and not in the Hub's cache, and the network"
+    ):
         shoal.load("nobody/nothing", local_files_only=True)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As without HF_HUB_OFFLINE, on a machine that reaches nothing; what was tried."""
+    tried: list[str] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for name in sources.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+    def refused(address: tuple[str, int], timeout: float) -> Any:
+        tried.append(address[0])
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(sources.socket, "create_connection", refused)
+    return tried
+
+
+def test_a_hub_id_without_a_network_is_refused_after_one_trial(online: list[str]) -> None:
+    with pytest.raises(RequestError, match=r"nobody/nothing .* cannot be reached: give a directory"):
+        shoal.load("nobody/nothing")
+    assert len(online) == 1
+
+
+def test_a_cached_hub_id_needs_no_network(online: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers is then told to read local files only, or it would ask again and again."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
+    assert sources.require_source("somebody/something")
+    assert len(online) == 1
+    monkeypatch.setenv("HTTPS_PROXY", "http://localhost:1")
+    assert not sources.require_source("somebody/something")
+
+
+def test_neither_a_directory_nor_a_hub_id() -> None:
+    with pytest.raises(RequestError, match="a/b/c is neither a directory nor a Hub id"):
+        shoal.load("a/b/c")
 
 
 # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ import pytest
 import shoal
 from serving import PATIENCE, Gate, Served, legible, pair, served
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'shoal[dev]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[dev]'")
 expect: Any = playwright.expect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

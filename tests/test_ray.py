@@ -24,7 +24,7 @@ from shoal.serve.run import bind
 from shoal.serve.settings import Settings
 from shoal.testing import save_pair
 
-ray = pytest.importorskip("ray", reason="needs ray: pip install 'shoal[ray]'")
+ray = pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
 
 from shoal.serve import cluster  # noqa: E402
 

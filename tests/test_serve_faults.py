@@ -580,7 +580,7 @@ def test_without_its_packages_the_command_says_what_to_install(
     monkeypatch.delattr(shoal.serve, "run")
     monkeypatch.setitem(sys.modules, "shoal.serve.run", None)
     assert cli.run(["serve"]) == 2
-    assert "pip install 'shoal[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]'" in capsys.readouterr().err
 
 
 def test_settings_do_not_show_their_keys() -> None:

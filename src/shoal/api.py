@@ -24,6 +24,7 @@ from shoal.round import Commit
 from shoal.runner import Runner
 from shoal.scheduler import CHUNK
 from shoal.sharing import check_policy
+from shoal.sources import require_source
 from shoal.static import executor_for
 
 LOG = logging.getLogger("shoal")
@@ -67,7 +68,9 @@ def load(
         if draft is not None:
             raise RequestError("a drafter was given without a target model")
         target, draft = models.bundled("target"), models.bundled("drafter")
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    named = ((target, revision), (draft, draft_revision))
+    local = [require_source(name, version, local_files_only) for name, version in named if name is not None]
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
     tokenizer = models.load_tokenizer(target, revision=revision, **common)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     formats = parse_formats(quantize)

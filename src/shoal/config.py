@@ -52,7 +52,7 @@ BLANKS = ("bounded", "compact", "any")
 
 @dataclass(frozen=True)
 class Grammar:
-    """The language that a row's new text is of; it needs llguidance (`pip install 'shoal[grammar]'`).
+    """The language that a row's new text is of; it needs llguidance (`pip install '.[grammar]'`).
 
     Tokens that lead out of it have probability zero, and an EOS has it anywhere but at the end of a complete text; what remains
     is renormalised. That is the declared distribution p of the row (lossless grade L-masked), for plain decoding too. A row that

@@ -292,7 +292,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise RequestError("grammars need llguidance: pip install 'shoal[grammar]'") from error
+        raise RequestError("grammars need llguidance: pip install '.[grammar]'") from error
     return llguidance
 
 

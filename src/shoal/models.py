@@ -22,6 +22,7 @@ from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedMode
 from shoal.quantize import Int8Linear, quantized
 from shoal.runner import Runner
 from shoal.selfcheck import self_check
+from shoal.sources import directory_of
 from shoal.strict import make_strict
 from shoal.tensor_parallel import lead, require_ranks
 
@@ -36,6 +37,9 @@ ROWWISE = {nn.Linear, Conv1D, Int8Linear, *(made[0] if isinstance(made, tuple) e
 """Layers that work on one token at a time: linear ones and activations."""
 VOCABULARY_PADDING = 512
 """Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
+
+TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
+"""What tokenizers are read from, by any of their classes."""
 
 PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\t<b>"ok"</b>'
 
@@ -199,19 +203,17 @@ def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
 
 def load_tokenizer(source: str | Path, **hub: Any) -> Any:
     """The Transformers tokenizer of a model. Raises RequestError when there is none."""
+    place = directory_of(source)
+    if place is not None and not any(found for pattern in TOKENIZER_FILES for found in place.glob(pattern)):
+        raise RequestError(f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from")
     return _from(source, transformers.AutoTokenizer, **hub)
 
 
 def _from(source: str | Path, auto: Any, **options: Any) -> Any:
     """`auto.from_pretrained` with every failure told as one of our errors."""
     what = auto.__name__.removeprefix("Auto")
-    path = Path(source)
-    if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.exists():
-        if not path.expanduser().is_dir():
-            raise RequestError(f"model directory {source} does not exist or is not a directory")
-        source = path.expanduser()
     try:
-        return auto.from_pretrained(str(source), **options)
+        return auto.from_pretrained(str(directory_of(source) or source), **options)
     except SafetensorError as error:
         raise ModelError(f"{source}: the safetensors file is damaged ({error}); download or export it again") from error
     except MemoryError as error:
@@ -226,7 +228,7 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
 def _first_sentence(error: Exception) -> str:
     """What an error of Transformers says, without the advice that follows."""
     text = str(error).strip()
-    line = text.splitlines()[0] if text else ""
+    line = text.splitlines()[0].rstrip() if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
     told = whole and isinstance(error, (OSError, ValueError, ImportError))  # others say little without their kind
     return whole if told else f"{type(error).__name__} {whole}".strip()

@@ -114,7 +114,7 @@ def _with_torchao(hf: Any, form: str) -> Any:
             quantize_,
         )
     except ImportError as error:
-        raise RequestError("quantize on CUDA needs torchao: pip install 'shoal[quantize]'") from error
+        raise RequestError("quantize on CUDA needs torchao: pip install '.[quantize]'") from error
     config = Int8WeightOnlyConfig() if form == "int8" else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
     ours = _copy(hf)
     quantize_(ours, config)

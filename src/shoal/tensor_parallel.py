@@ -42,7 +42,7 @@ def require_ranks(name: str, config: Any) -> None:
     if size < 2 or "RANK" not in os.environ or not dist.is_available():
         raise RequestError("tensor_parallel needs several processes: start them by `torchrun --nproc-per-node 2 ...`")
     if find_spec("accelerate") is None:
-        raise RequestError("tensor_parallel needs accelerate: pip install 'shoal[tensor-parallel]'")
+        raise RequestError("tensor_parallel needs accelerate: pip install '.[tensor-parallel]'")
     heads = getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0)
     if heads % size:
         raise RequestError(f"{name} has {heads} heads of keys and values, which {size} processes cannot share evenly")

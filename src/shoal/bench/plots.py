@@ -23,7 +23,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise RequestError("plots need matplotlib: pip install 'shoal[bench]'") from None
+        raise RequestError("plots need matplotlib: pip install '.[bench]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

@@ -87,8 +87,9 @@ def batch(
     lookahead: Annotated[
         str,
         typer.Option(
-            "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
-            help="Draft length: tokens proposed per row and round. A line may ask for less.", rich_help_panel=SPEED,
+            "--lookahead", "--k", "-k", metavar="LENGTH",
+            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A line may ask for less.",
+            rich_help_panel=SPEED,
         ),
     ] = "auto",
     rule: Annotated[
@@ -113,7 +114,7 @@ def batch(
 
     A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ...
     What is wrong with a line is its answer. After a kill the same command goes on. docs/serving.md.
-    It needs [bold]pip install 'shoal\\[serve]'[/], and --ray [bold]pip install 'shoal\\[ray]'[/].
+    In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
@@ -124,7 +125,7 @@ def batch(
     try:
         from shoal.serve import lines, recipe, settings
     except ImportError as error:
-        raise RequestError(f"shoal batch needs more packages ({error}): pip install 'shoal[serve]'") from error
+        raise RequestError(f"shoal batch needs more packages ({error}): pip install '.[serve]'") from error
     asked = list(lines.read_lines(requests))
     if answers.exists() and answers.samefile(requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(answers)!r}")

@@ -125,18 +125,18 @@ def generate(
 
     Results go to stdout, progress to stderr. Ctrl-C stops and prints what has finished.
     """
-    options = given(
-        temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
-        lookahead=parse_lookahead(lookahead), rule=rule,
-    )  # fmt: skip
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
         compile_passes, quantize, strict, tensor_parallel,
     )  # fmt: skip
     form = Form(json_output, ranked, logprobs, top_logprobs, output)
-    split_options(options)  # a wrong value is reported before a model is loaded
     prompts = read_prompts(prompt or [], prompt_file or [])
+    options = given(
+        temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
+        lookahead=parse_lookahead(lookahead), rule=rule,
+    )  # fmt: skip
+    split_options(options)  # a wrong value is reported before a model is loaded
     result, interrupted = _run(source, prompts, n, top_logprobs, options)
     deliver(result, prompts, form, interrupted)
     failed = _report_failures(result)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shoal.errors import RequestError
+from shoal.sources import directory_of, require_source
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -47,7 +48,13 @@ LocalOption = Annotated[bool, typer.Option("--local-files-only", help="Never go 
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
 ]
-AttentionOption = Annotated[str, typer.Option("--attention", help="How ragged rows are attended to.", rich_help_panel=SPEED)]
+AttentionOption = Annotated[
+    str,
+    typer.Option(
+        "--attention", metavar="METHOD", rich_help_panel=SPEED,
+        help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
+    ),
+]  # fmt: skip
 CompileOption = Annotated[
     Compile,
     typer.Option(
@@ -58,8 +65,8 @@ CompileOption = Annotated[
 QuantizeOption = Annotated[
     str,
     typer.Option(
-        "--quantize", metavar="off|target=F,draft=F", rich_help_panel=MODELS,
-        help="8-bit weights: F is int8, fp8 (CUDA) or off.",
+        "--quantize", metavar="FORMATS", rich_help_panel=MODELS,
+        help="8-bit weights: off, or target=F,draft=F where F is int8, fp8 (CUDA) or off.",
     ),
 ]  # fmt: skip
 StrictOption = Annotated[
@@ -81,8 +88,8 @@ MaxBatchOption = Annotated[
 LookaheadOption = Annotated[
     str,
     typer.Option(
-        "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
-        help="Draft length: tokens proposed per row and round; off or 0 = plain decoding, auto = by measured prices.",
+        "--lookahead", "--k", "-k", metavar="LENGTH",
+        help="Tokens proposed per row and round: auto (by measured costs), a number, off (plain decoding), bass or heuristic.",
         rich_help_panel=SPEED,
     ),
 ]  # fmt: skip
@@ -122,6 +129,9 @@ class Source:
     def __post_init__(self) -> None:
         if self.draft is not None and self.model is None:
             raise RequestError("--draft needs --model: a drafter fits one target; without both, the bundled pair is used")
+        for name in (self.model, self.draft):
+            if name is not None:
+                directory_of(name)  # before torch is imported, which takes seconds
 
     def target_alone(self) -> Source:
         """The same without the drafter."""
@@ -130,6 +140,9 @@ class Source:
     def load(self) -> Shoal:
         """Loads the pair, or the target alone where there is no drafter."""
         self.quieten_transformers()
+        for name, revision in ((self.model, self.revision), (self.draft, self.draft_revision)):
+            if name is not None:
+                require_source(name, revision, self.local_files_only)
         from shoal.api import load
 
         options = dict(vars(self))

@@ -119,8 +119,9 @@ def serve(
     lookahead: Annotated[
         str,
         typer.Option(
-            "--lookahead", "--k", "-k", metavar="auto|K|off|bass|heuristic",
-            help="Draft length: tokens proposed per row and round. A request may ask for less.", rich_help_panel=SPEED,
+            "--lookahead", "--k", "-k", metavar="LENGTH",
+            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A request may ask for less.",
+            rich_help_panel=SPEED,
         ),
     ] = "auto",
     rule: Annotated[
@@ -164,7 +165,7 @@ def serve(
 
     Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for those who run it.
     SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults: docs/serving.md.
-    It needs [bold]pip install 'shoal\\[serve]'[/], and --ray [bold]pip install 'shoal\\[ray]'[/].
+    In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
@@ -175,7 +176,7 @@ def serve(
     try:
         from shoal.serve import hosts, keys, recipe, run, settings
     except ImportError as error:
-        raise RequestError(f"shoal serve needs more packages ({error}): pip install 'shoal[serve]'") from error
+        raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     allowed = settings.Settings(
         model=name or served_name(model), queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
         max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
@@ -235,5 +236,5 @@ def ray_cluster() -> Any:
     try:
         from shoal.serve import cluster
     except ImportError as error:
-        raise RequestError(f"--ray needs more packages ({error}): pip install 'shoal[ray]'") from error
+        raise RequestError(f"--ray needs more packages ({error}): pip install '.[ray]'") from error
     return cluster

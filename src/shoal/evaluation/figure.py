@@ -27,9 +27,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise RequestError(
-            "the figure needs matplotlib: pip install 'shoal[eval]', or leave it out with --no-plot"
-        ) from None
+        raise RequestError("the figure needs matplotlib: pip install '.[eval]', or leave it out with --no-plot") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

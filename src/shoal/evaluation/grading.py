@@ -62,7 +62,7 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise RequestError("summaries are compared by the rouge-score package: pip install 'shoal[eval]'") from None
+        raise RequestError("summaries are compared by the rouge-score package: pip install '.[eval]'") from None
     scorer, references = RougeScorer(list(ROUGE), use_stemmer=True), {d.task_id: d.summary for d in documents}
 
     def grade(completions: Graded) -> Iterator[Grade]:

@@ -1,0 +1,81 @@
+"""What the name of a model means, found out before torch is imported: a directory with a model in it, or a Hub id within reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal.errors import RequestError
+
+SECONDS = 3.0
+"""How long the Hub has to accept a connection."""
+PROXIES = ("https_proxy", "http_proxy", "all_proxy")
+
+
+def directory_of(source: str | Path) -> Path | None:
+    """The directory that a name means, or None for a Hub id.
+
+    Raises:
+        RequestError: it is a path, but not that of a directory with a config.json.
+    """
+    path = Path(source).expanduser()
+    if not isinstance(source, Path) and not source.startswith((".", "/", "~")) and not path.exists():
+        return None
+    if not path.is_dir():
+        raise RequestError(f"model directory {source} does not exist or is not a directory")
+    if not (path / "config.json").is_file():
+        raise RequestError(f"no config.json in {source}: it is not the directory of a Transformers model")
+    return path
+
+
+def require_source(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> bool:
+    """Checks that a model can be had.
+
+    Returns:
+        Whether only local files are to be read: because the caller said so, or because the Hub is out of reach and its cache has
+        the model. Transformers itself would try again and again to reach the Hub, for most of a minute.
+
+    Raises:
+        RequestError: a wrong path, or a Hub id that is not in the cache while there is no network.
+    """
+    if directory_of(source) is not None:
+        return local_files_only
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = isinstance(try_to_load_from_cache(str(source), "config.json", revision=revision), str)
+    except HFValidationError as error:
+        raise RequestError(f"{source} is neither a directory nor a Hub id: {str(error).splitlines()[0]}") from error
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        why = "the network is not to be used (local_files_only, or HF_HUB_OFFLINE in the environment)"
+    elif _unreachable(constants.ENDPOINT):
+        why = f"{constants.ENDPOINT} cannot be reached"
+    else:
+        return False
+    if not cached:
+        raise RequestError(f"{source} is no directory here and not in the Hub's cache, and {why}: give a directory")
+    return True
+
+
+def _unreachable(endpoint: str) -> bool:
+    """Whether no connection to the Hub can be opened; a proxy is trusted to do it."""
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+        return False
+    place = urlsplit(endpoint)
+    opened: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((place.hostname or "", place.port or 443), timeout=SECONDS).close()
+            opened.append(True)
+        except OSError:
+            pass
+
+    trial = threading.Thread(target=connect, daemon=True)  # looking a name up knows no timeout of its own
+    trial.start()
+    trial.join(SECONDS)
+    return not opened

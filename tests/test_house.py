@@ -28,7 +28,7 @@ PLACES = {
     "engine": "engine",
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
-    "runner distributions history truncation attention cache static",
+    "runner distributions history truncation purity attention cache static",
     "words": "request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
 }
 

@@ -107,7 +107,9 @@ class Sampling:
         bad_words: token id sequences that may not appear.
         min_new_tokens: EOS is impossible before this many new tokens.
         no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
-        processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position.
+        processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position, int64 [1, length], and
+            scores [1, vocab]. They must be pure functions of these: they are called for rejected drafts too, so one that remembers
+            calls, or is random, gives wrong samples. Each is tried on the prompt first, and refused by name.
         grammar: the new text's language.
         seed: any integer; with the prompt's ids and how often the same prompt stands before it in the call it keys the noise of
             the n rows, so a prompt gets the same samples wherever it stands and whatever else runs. None = fresh entropy.

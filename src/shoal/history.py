@@ -26,8 +26,6 @@ _POSITION_INDEPENDENT = frozenset({
     "SuppressTokensLogitsProcessor",
 })  # fmt: skip
 """Transformers processors that read neither input_ids nor the other rows: one call does the whole block."""
-_STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
-"""Transformers processors that go by their earlier calls, one per token of a fixed batch."""
 
 
 def require_ids(sampling: Sampling, vocab: int) -> None:
@@ -40,14 +38,6 @@ def require_ids(sampling: Sampling, vocab: int) -> None:
         wrong = [token for token in ids if not 0 <= token < vocab]
         if wrong:
             raise RequestError(f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's vocabulary")
-
-
-def require_stateless(processors: Sequence[Any]) -> None:
-    """Raises RequestError for a processor that goes by its earlier calls: here they include drafts that are rejected."""
-    for processor in processors:
-        kind = type(processor).__name__
-        if kind in _STATEFUL:
-            raise RequestError(f"processor {kind} is not supported: it goes by its calls before, and drafts may be rejected")
 
 
 def bias_and_penalise(
@@ -197,7 +187,7 @@ def last_position(row: Row, draft: Sequence[int]) -> int:
 def process(
     scores: Tensor, processors: Sequence[Any], rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
 ) -> Tensor:
-    """Runs Transformers `LogitsProcessor`s in their order.
+    """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their order.
 
     Each is called once per (row, position), rows first, with the exact ids before the position (int64 [1, length]) and
     scores [1, vocab]; those of `_POSITION_INDEPENDENT` once on the whole block, with empty ids.

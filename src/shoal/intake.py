@@ -8,10 +8,11 @@ from typing import Any
 
 from shoal.constraints import Constraint, grammars_of
 from shoal.errors import RequestError
-from shoal.history import require_ids, require_stateless
+from shoal.history import require_ids
 from shoal.memory import Memory
 from shoal.noise import group_seed, row_seed
 from shoal.outputs import Detokenizer
+from shoal.purity import require_pure
 from shoal.request import Request, Row
 from shoal.runner import Runner
 
@@ -28,7 +29,7 @@ class Intake:
         self._target, self._memory = models[0], memory
         self._draft_context = min((drafter.context for drafter in models[1:]), default=None)
         self._tokenizer, self._eos = tokenizer, tuple(eos)
-        self._vocab_size = self._target.vocab_size
+        self._vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
 
     def rows(self, request: Request, watched: bool) -> list[Row]:
@@ -46,7 +47,7 @@ class Intake:
         asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         seed = group_seed(asked, prompt, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
-        eos = frozenset(self._eos if limits.eos is None else limits.eos)
+        eos = self._ends(request)
         group, self._groups = self._groups, self._groups + 1
         return [
             Row(
@@ -58,6 +59,9 @@ class Intake:
             for i in range(request.n)
         ]  # fmt: skip
 
+    def _ends(self, request: Request) -> frozenset[int]:
+        return frozenset(self._eos if request.limits.eos is None else request.limits.eos)
+
     def _check(self, request: Request) -> None:
         if not isinstance(request.n, int) or request.n < 1:
             raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
@@ -66,7 +70,7 @@ class Intake:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._memory.check(request)
         require_ids(request.sampling, self._vocab_size)
-        require_stateless(request.sampling.processors)
+        require_pure(request.sampling.processors, request.prompt_ids, self._ends(request), self._vocab_size, self._device)
         top, most = request.top_logprobs, request.max_draft
         if not isinstance(top, int) or not 0 <= top <= self._vocab_size:
             raise RequestError(f"top_logprobs must be an integer in 0..{self._vocab_size}, got {top!r}")

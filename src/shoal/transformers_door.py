@@ -26,8 +26,9 @@ from shoal.api import Stream
 from shoal.config import Limits, Sampling, Speculation
 from shoal.engine import Engine
 from shoal.errors import RequestError
-from shoal.history import position_independent, require_stateless
+from shoal.history import position_independent
 from shoal.lookahead import Knowledge
+from shoal.purity import require_stateless
 from shoal.request import Request, Row, occurrences
 from shoal.runner import Runner
 
@@ -136,10 +137,10 @@ class _AsInGenerate:
     """A processor or a criterion called as `generate` calls it: with the prompt as it came. From there it may count lengths."""
 
     def __init__(self, step: Any, prompt: Tensor, kept: int) -> None:
-        self._step, self._prompt, self._kept = step, prompt, kept
+        self.wrapped, self._prompt, self._kept = step, prompt, kept
 
     def __call__(self, ids: Tensor, scores: Any) -> Any:
-        return self._step(torch.cat([self._prompt.to(ids.device), ids[:, self._kept :]], dim=1), scores)
+        return self.wrapped(torch.cat([self._prompt.to(ids.device), ids[:, self._kept :]], dim=1), scores)
 
 
 def _alone(processor: Any, row: int, rows: int) -> Any:
@@ -206,7 +207,7 @@ def _scores(row: Row) -> list[Tensor]:
     """Processed scores [vocab] of each committed token."""
     ids, processors = torch.tensor([row.tokens]), LogitsProcessorList(row.request.sampling.processors)
     return [
-        processors(ids[:, : row.prompt_length + t].to(logits.device), logits[None].float())[0]
+        processors(ids[:, : row.prompt_length + t].to(logits.device), logits[None].to(torch.float32, copy=True))[0]
         for t, logits in enumerate(row.logits)
     ]
 

@@ -1,0 +1,98 @@
+"""Processors must be pure functions of (ids, scores): they are also called for drafts that are rejected, in any order.
+
+What a processor remembers of such calls would bend the distribution in silence, so each is tried before anything is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+
+_STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
+"""Transformers processors known to go by their earlier calls; the first holds a model, which nobody wants copied."""
+
+
+def require_stateless(processors: Sequence[Any]) -> None:
+    """Raises RequestError for Transformers' own processors that go by their earlier calls."""
+    for processor in processors:
+        if name_of(processor) in _STATEFUL:
+            raise _refusal(processor)
+
+
+def require_pure(
+    processors: Sequence[Any], prompt_ids: Sequence[int], eos: Collection[int], vocab: int, device: Any
+) -> None:
+    """Calls copies of the processors, in their order, on the prompt, on a continuation of it, and on the prompt again.
+
+    A processor that cannot be copied is called itself. State that shows only later than in the third call is not found.
+
+    Args:
+        eos: ids after which processors are not called. vocab: size of the scores. device: of the ids and scores.
+
+    Raises:
+        RequestError: a processor, by its class's name, answered differently the second time, failed, or returned no scores.
+    """
+    if not processors:
+        return
+    require_stateless(processors)
+    copies = [_copied(processor) for processor in processors]
+    ids = torch.tensor([list(prompt_ids)], device=device)
+    scores = torch.arange(vocab, device=device).mul(0.618034).remainder(1.0).mul(4.0)[None]
+    first = _outputs(copies, ids, scores)
+    _outputs(copies, _continued(ids, first[-1], eos), scores.flip(-1))
+    for processor, before, after in zip(processors, first, _outputs(copies, ids, scores), strict=True):
+        if not torch.equal(before.nan_to_num(), after.nan_to_num()):
+            raise _refusal(processor)
+
+
+def name_of(processor: Any) -> str:
+    """Its class's name; that of what it wraps, if it has a `wrapped`."""
+    return type(getattr(processor, "wrapped", processor)).__name__
+
+
+def _refusal(processor: Any) -> RequestError:
+    return RequestError(
+        f"processor {name_of(processor)} is not supported: it goes by its calls before, or by chance, and is also called for "
+        "drafts that are rejected; make it a pure function of (ids, scores)"
+    )
+
+
+def _copied(processor: Any) -> Any:
+    try:
+        return copy.deepcopy(processor)
+    except Exception:  # whatever it holds may raise what it likes: a lock, a generator, a handle
+        return processor
+
+
+def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Tensor]:
+    """What each returns, float32 [1, vocab], given what the one before it returned."""
+    outputs: list[Tensor] = []
+    for processor in processors:
+        before = outputs[-1] if outputs else scores
+        try:
+            after = processor(ids.clone(), before.clone())
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(f"processor {name_of(processor)} failed on the prompt: {error!r:.200}") from error
+        if not isinstance(after, Tensor) or after.shape != scores.shape:
+            got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
+            wanted = tuple(scores.shape)
+            raise RequestError(f"processor {name_of(processor)} must return scores of shape {wanted}, got {got}")
+        outputs.append(after.float().clone())
+    return outputs
+
+
+def _continued(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
+    """The ids and the best token that may follow them; the ids themselves if only an EOS may."""
+    allowed = scores[0].clone()
+    allowed[[token for token in eos if token < len(allowed)]] = -torch.inf
+    if not bool(allowed.amax().isfinite()):
+        return ids
+    return torch.cat([ids, allowed.argmax().view(1, 1)], dim=1)

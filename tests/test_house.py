@@ -29,7 +29,7 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner distributions history truncation purity attention cache static",
-    "words": "request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
+    "words": "counts request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -56,7 +56,7 @@ WITHIN = {
     "attention": "cache",
     "distributions": "history truncation constraints round",
     "ranking": "request",
-    "request": "config errors stats ranking sharing",
+    "request": "config counts errors stats ranking sharing",
     "schedule": "request sharing",
     "deadlines": "request",
     "waiting": "request",

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.config import Sampling
+from shoal.counts import TokenCounts
 from shoal.errors import RequestError
 from shoal.request import Row
 
@@ -61,11 +62,11 @@ def bias_and_penalise(
         scores[..., ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
-        seen = [dict.fromkeys(row.tokens, 1) for row in rows]
+        seen = [row.counts.upto(row.tokens) for row in rows]
         _replace(scores, seen, drafts, first, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
     if sampling.presence_penalty or sampling.frequency_penalty:
         presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-        output = [Counter(row.tokens[row.prompt_length :]) for row in rows]
+        output = [row.output_counts.upto(row.tokens) for row in rows]
         _replace(scores, output, drafts, first, lambda s, count: s - (presence + frequency * count))
     if sampling.no_repeat_ngram or sampling.bad_words or sampling.min_new_tokens:
         always, per_position = _bans(sampling, rows, drafts, first, q, vocab)
@@ -77,7 +78,14 @@ def bias_and_penalise(
 
 def _ints(values: list[int], device: torch.device) -> Tensor:
     """int64 [len(values)]; by way of an array, several times faster than torch.tensor of a list."""
-    buffer = array("q", values)
+    return _joined([array("q", values)], device)
+
+
+def _joined(parts: Sequence[array[int]], device: torch.device) -> Tensor:
+    """int64 [total length]. The parts are copied: they may grow while the tensor lives."""
+    buffer = array("q")
+    for part in parts:
+        buffer.extend(part)
     if not buffer:
         return torch.empty(0, dtype=torch.int64, device=device)
     return torch.frombuffer(buffer, dtype=torch.int64).to(device)
@@ -85,7 +93,7 @@ def _ints(values: list[int], device: torch.device) -> Tensor:
 
 def _replace(
     scores: Tensor,
-    committed: Sequence[Mapping[int, int]],
+    committed: Sequence[TokenCounts],
     drafts: Sequence[Sequence[int]],
     first: int,
     change: Callable[[Tensor, Tensor], Tensor],
@@ -94,7 +102,7 @@ def _replace(
 
     Args:
         scores: [rows, q, vocab], contiguous.
-        committed: per row, how often each token occurs before its draft.
+        committed: per row, how often each token occurs before its draft. Only the draft's own tokens are counted here.
         change: of scores [m] and counts [m], both of scores' dtype, to scores [m].
     """
     flat = scores.view(-1)
@@ -105,12 +113,13 @@ def _replace(
         flat.index_copy_(0, index, change(score, count))
 
 
-def _committed_counts(scores: Tensor, committed: Sequence[Mapping[int, int]]) -> tuple[Tensor, Tensor]:
+def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple[Tensor, Tensor]:
     """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at each of its positions."""
     (n, q, vocab), device = scores.shape, scores.device
-    ids = _ints(list(itertools.chain.from_iterable(committed)), device)
-    count = _ints(list(itertools.chain.from_iterable(c.values() for c in committed)), device)
-    row = torch.arange(n, device=device).repeat_interleave(_ints(list(map(len, committed)), device), output_size=len(ids))
+    ids = _joined([counts.ids for counts in committed], device)
+    count = _joined([counts.counts for counts in committed], device)
+    sizes = _ints([len(counts.ids) for counts in committed], device)
+    row = torch.arange(n, device=device).repeat_interleave(sizes, output_size=len(ids))
     # An embedding may be larger than the output layer: such ids have no score to change.
     inside = ids < vocab
     if not bool(inside.all()):
@@ -120,7 +129,7 @@ def _committed_counts(scores: Tensor, committed: Sequence[Mapping[int, int]]) ->
 
 
 def _draft_counts(
-    scores: Tensor, committed: Sequence[Mapping[int, int]], drafts: Sequence[Sequence[int]], first: int
+    scores: Tensor, committed: Sequence[TokenCounts], drafts: Sequence[Sequence[int]], first: int
 ) -> tuple[Tensor, Tensor]:
     """The same for the tokens of the drafts, each position counting the drafted tokens before it and the committed ones."""
     q, vocab = scores.shape[1:]
@@ -131,7 +140,7 @@ def _draft_counts(
         for j in range(q):
             for token in draft[:first] if j == 0 else draft[first + j - 1 : first + j]:
                 if token < vocab:
-                    running[token] = running.get(token, committed[b].get(token, 0)) + 1
+                    running[token] = running.get(token, committed[b].of(token)) + 1
             index.extend((b * q + j) * vocab + token for token in running)
             counts.extend(running.values())
     return _ints(index, scores.device), _ints(counts, scores.device).to(scores.dtype)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Limits, Sampling
+from shoal.counts import TokenCounts
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Row:
         detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
         constraint: where it is in its grammar (`shoal.constraints`), if it has one. error: why it failed, if it did.
         serial: unlike any other row's of the process, also of rows that are gone; what may outlive the row knows it by this.
+        counts: of the tokens in prompt and output. output_counts: of those in the output. Brought up to date where penalties
+            ask for them.
         draft_context: most tokens of the row that its drafter can read; None = no limit. A longer row is decoded plainly.
     """
 
@@ -101,6 +104,11 @@ class Row:
     finished_at: float | None = None
     draft_context: int | None = None
     serial: int = field(default_factory=itertools.count().__next__)
+    counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
+    output_counts: TokenCounts = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.output_counts = TokenCounts(self.prompt_length)
 
     @property
     def prompt_length(self) -> int:

@@ -90,10 +90,12 @@ class Served:
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name), 0.0)
 
 
-def application(shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", **settings: Any) -> FastAPI:
+def application(
+    shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", kv_bytes: int | None = None, **settings: Any
+) -> FastAPI:  # fmt: skip
     """The application around a pair."""
     allowed = Settings("tiny", seeds=rule == "coupled", **settings)
-    return make_app(shoal, lambda: shoal.engine(lookahead, RULES[rule]()), allowed)
+    return make_app(shoal, lambda: shoal.engine(lookahead, RULES[rule](), kv_bytes=kv_bytes), allowed)
 
 
 @contextmanager

@@ -107,6 +107,19 @@ class Engine:
         """Ends rows now; what they have is returned, marked "cancelled"."""
         return self._cut(rows, "cancelled")
 
+    def set_aside(self, tokens: int) -> bool:
+        """Sets memory aside for so many tokens beside the rows, such as a prompt that is only scored; 0 gives it back.
+
+        Returns:
+            Whether there is room yet; rows that would not fit beside it wait in any case.
+
+        Raises:
+            RequestError: there never is.
+        """
+        room = self.memory.set_aside(tokens, *self.scheduler.held)
+        self.scheduler.crowded = tokens > 0
+        return room
+
     def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.scheduler.remove(unfinished)

@@ -27,6 +27,7 @@ class Memory:
 
     def __init__(self, models: Sequence[Runner], spare: int, most: int | None) -> None:
         self._models, self._context, self._spare, self._most = models, models[0].context, spare, most
+        self._aside = 0
         if most is not None:
             for model in models:
                 _meet(model)
@@ -51,7 +52,30 @@ class Memory:
         """Whether these rows may be in that many slots, with these prompts in the shared store."""
         if self._most is None:
             return True
-        return sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models) <= self._most
+        need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
+        return need + self._aside <= self._most
+
+    def set_aside(self, tokens: int, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> bool:
+        """Sets memory aside for a target's cache of one row beside those of the engine, 0 tokens = none; from then on rows that
+        would not fit beside it wait. Whether there is room already, next to the rows in their slots.
+
+        Raises:
+            RequestError: there never is.
+        """
+        if self._most is None:
+            return True
+        need = self._models[0].cache_bytes(1, tokens)
+        if need > self._most:
+            raise RequestError(
+                f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: shorten the prompt"
+            )
+        self._aside = need if tokens else 0
+        if tokens and not self.fits(rows, slots, prefixes):
+            return False
+        if self.used + self._aside > self._most:
+            for model in self._models:
+                model.trim(*self._size(model, rows, slots, prefixes))
+        return True
 
     def make_room(self, round_: Round) -> None:
         """For what a round has in its slots. Caches keep the size they had, unless that would be too much.
@@ -60,7 +84,7 @@ class Memory:
             ModelError: out of memory.
         """
         sizes = [(model, self._size(model, round_.seated, round_.slots, round_.prefixes)) for model in self._models]
-        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) > self._most:
+        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._aside > self._most:
             for model, size in sizes:
                 model.trim(*size)
         for model, size in sizes:

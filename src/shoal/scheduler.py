@@ -44,6 +44,7 @@ class Scheduler:
         chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
         fits: is there memory for these rows in that many slots, and for these shared prompts? Asked before a row is
             admitted, unless it would be alone.
+        crowded: something beside the rows takes memory, and a row that would be alone may not fit either.
     """
 
     capacity: int
@@ -51,6 +52,7 @@ class Scheduler:
     prompts: str = "copied"
     chunk: int = CHUNK
     fits: Callable[[Sequence[Row], int, Sequence[Prefix]], bool] | None = None
+    crowded: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
@@ -73,6 +75,11 @@ class Scheduler:
     def running(self) -> list[Row]:
         """Those of them with complete prompts."""
         return [row for row in self._slots if row is not None and row is not self._filling]
+
+    @property
+    def held(self) -> tuple[list[Row], int, Sequence[Prefix]]:
+        """Rows in slots, slots, and shared prompts."""
+        return self.seated, len(self._slots), self._store.prefixes
 
     @property
     def idle(self) -> bool:
@@ -209,9 +216,10 @@ class Scheduler:
                 row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
             if self._fits(row, slot):
                 return True
-        if computes and self.seated:
+        alone = not (self.seated or self.crowded)
+        if computes and not alone:
             self._store.forget(row.group)
-        return not self.seated  # alone it always fits
+        return alone  # then it always fits
 
     def _fits(self, row: Row, slot: int) -> bool:
         return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.prefixes)

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from shoal.errors import RequestError
+from shoal.errors import RequestError, ShoalError
 
 MOST_ERRORS = 10
 """Errors of one body that an answer tells."""
@@ -67,6 +67,8 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, HTTPException):
         code = "invalid_json" if error.status_code == 400 else None  # FastAPI's only one: nested too deeply, for one
         return Fault(error.status_code, str(error.detail), code=code, headers=error.headers)
+    if isinstance(error, ShoalError):
+        return Fault(500, str(error), code="internal_error")
     return Fault(500, f"an internal error ({type(error).__name__}); the server's log has more", code="internal_error")
 
 

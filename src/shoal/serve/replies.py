@@ -19,7 +19,7 @@ from shoal.ranking import ranked
 from shoal.request import Sample
 from shoal.serve.faults import Fault, fault_of
 from shoal.serve.forms import Choice, Form, Json, usage
-from shoal.serve.scoring import Scoring
+from shoal.serve.scoring import scored
 from shoal.serve.spelling import spelled
 from shoal.serve.tickets import News, Ticket, Token
 from shoal.serve.translate import Order
@@ -122,13 +122,8 @@ class Reply:
         order = self.order
         if order.echo is None or order.logprobs is None:
             return [()] * len(order.prompts)
-        return [await self._scored(ids, order.logprobs) for ids in order.prompts]
-
-    async def _scored(self, ids: Sequence[int], top: int) -> tuple[Token, ...]:
-        scoring = await self.worker.call(lambda: Scoring(self.worker.engine.target, ids, top))
-        while not scoring.done:
-            await self.worker.call(scoring.advance)
-        return scoring.tokens(self.tokenizer)
+        done = await scored(self.worker, order.prompts, order.logprobs, order.deadline)
+        return [scoring.tokens(self.tokenizer) for scoring in done]
 
     def _echoed(self, news: News, prompts: Sequence[Sequence[Token]]) -> tuple[str, Sequence[Token]]:
         prompt = news.place // self.order.drawn

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import torch
 
 from shoal.errors import RequestError
 from shoal.outputs import Detokenizer
 from shoal.request import TopLogprobs
 from shoal.runner import Runner
+from shoal.serve.faults import Fault
 from shoal.serve.tickets import Token
+from shoal.serve.worker import Worker
 
 CHUNK = 128
 """Tokens per pass; their logits, [chunk, vocab], are all held at once."""
+WAIT = 0.02
+"""Seconds until it is asked again whether there is room."""
+
+
+async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, deadline: float) -> list[Scoring]:
+    """Prompts with their log-probabilities, one after the other: a cache for one of them is all it takes beside the rows.
+
+    Args:
+        top: how many most probable tokens to tell of each position. deadline: by `time.perf_counter`.
+
+    Raises:
+        Fault: it takes longer. RequestError, ModelError: see `Scoring`.
+    """
+    try:
+        with anyio.fail_after(max(deadline - time.perf_counter(), 0)):
+            return [await _scored(worker, ids, top) for ids in prompts]
+    except TimeoutError as error:
+        message = "the prompts could not be scored within this request's time: send fewer or shorter ones, or allow more"
+        raise Fault(503, message, code="time_limit") from error
+
+
+async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
+    async with worker.scoring:
+        try:
+            while not await worker.call(lambda: worker.engine.set_aside(len(ids))):
+                await asyncio.sleep(WAIT)
+            scoring = await worker.call(lambda: Scoring(worker.engine.target, ids, top))
+            while not scoring.done:
+                await worker.call(scoring.advance)
+            scoring.release()
+            return scoring
+        finally:
+            worker.leave(lambda: worker.engine.set_aside(0))
 
 
 class Scoring:
@@ -36,7 +74,7 @@ class Scoring:
         if not all(0 <= token < target.vocab_size for token in ids):
             raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
         self._ids, self._top = list(ids), top
-        self._runner = target.fork()
+        self._runner: Runner | None = target.fork()
         self._runner.use_static_passes(None)  # shapes that come once are not worth building for
         self._runner.reserve(1, len(ids))
         self._logprobs: list[float | None] = [None]  # nothing was known before the first token
@@ -46,13 +84,18 @@ class Scoring:
     def done(self) -> bool:
         return len(self._logprobs) == len(self._ids)
 
+    def release(self) -> None:
+        """Gives the cache back; the results stay."""
+        self._runner = None
+
     @torch.inference_mode()
     def advance(self) -> None:
         """Computes the log-probabilities of the next chunk and of the most probable tokens in its place, before processing."""
-        start = len(self._logprobs) - 1
-        block = torch.tensor([self._ids[start : start + CHUNK]], device=self._runner.device)
-        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK], device=self._runner.device)
-        logits = self._runner.feed([0], block, [block.shape[1]])[0, : len(following)]
+        runner, start = self._runner, len(self._logprobs) - 1
+        assert runner is not None
+        block = torch.tensor([self._ids[start : start + CHUNK]], device=runner.device)
+        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK], device=runner.device)
+        logits = runner.feed([0], block, [block.shape[1]])[0, : len(following)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         self._logprobs += scores.gather(1, following[:, None]).squeeze(1).tolist()
         best = scores.topk(self._top)

@@ -37,6 +37,7 @@ class Order:
         logprobs: None, or how many most probable tokens to tell beside each token's own log-probability.
         echo: texts of the prompts, if they are to come back. usage: a stream ends with what it took.
         notes: headers that say what was not done as it was asked.
+        deadline: when its time is over, by `time.perf_counter`.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -49,6 +50,7 @@ class Order:
     usage: bool
     details: bool
     notes: Mapping[str, str]
+    deadline: float
 
 
 class Translator:
@@ -118,7 +120,8 @@ class Translator:
         if asked.stream_options is not None and not asked.stream:
             raise Fault(400, "stream_options needs stream: true", param="stream_options")
         details = bool(asked.shoal and asked.shoal.details)
-        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details, notes)
+        deadline = time.perf_counter() + self._seconds(asked)
+        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details, notes, deadline)
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,15 +229,18 @@ class Translator:
         return grammar
 
     def _limits(self, asked: Asked, max_tokens: int) -> Limits:
-        timeout, ends = self.settings.timeout, asked.stop_token_ids or ()
+        ends = asked.stop_token_ids or ()
         if unknown := [token for token in ends if token >= self.vocab_size]:
             message = f"stop_token_ids names token id {unknown[0]}; the model's are below {self.vocab_size}"
             raise Fault(400, message, param="stop_token_ids", code="invalid_value")
         with _blaming("stop"):
             return Limits(
                 max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *ends),
-                time_budget=min(asked.time_budget or timeout, timeout),
+                time_budget=self._seconds(asked),
             )  # fmt: skip
+
+    def _seconds(self, asked: Asked) -> float:
+        return min(asked.time_budget or self.settings.timeout, self.settings.timeout)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class Worker:
     Attributes:
         engine: of the thread; others may look at its figures. capacity: most rows in it, running and waiting.
         rows: in it now, as the event loop knows. failure: what ended the thread.
+        scoring: held by whoever scores a prompt: one at a time takes memory beside the rows.
         busy_since: when the thread began what it is doing, by `time.perf_counter`; None = it waits for something to do.
     """
 
@@ -59,10 +60,11 @@ class Worker:
         self.capacity = self.engine.scheduler.capacity + queue
         self.rows = 0
         self.failure: BaseException | None = None
+        self.scoring = asyncio.Lock()
         self.busy_since: float | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._tickets: set[Ticket] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         self._followers: dict[Row, Follower] = {}
@@ -84,6 +86,10 @@ class Worker:
     def cut(self) -> None:
         """Ends all rows after the round they are in; what they have is returned, marked "cancelled"."""
         self._jobs.put(lambda: self._deliver(self.engine.cancel(list(self._followers))))
+
+    def leave(self, job: Callable[[], object]) -> None:
+        """Has the engine's thread do something that cannot fail, and does not wait for it."""
+        self._jobs.put(job)
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,145 @@
+"""Scoring of prompts takes its memory from the same budget as rows do, and its time from its own request."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import PATIENCE, Gate, Served, eventually, legible, pair, served
+from shoal.accept import RULES
+from shoal.config import Limits, Sampling
+from shoal.memory import Memory
+from shoal.request import Request
+from shoal.serve.scoring import Scoring
+
+SCORE: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
+
+
+def budget(tokens: int) -> int:
+    """Bytes of a row of so many tokens in both caches of a pair."""
+    engine = pair().engine(4, RULES["coupled"](), kv_bytes=2**40)
+    return sum(model.cache_bytes(1, tokens) for model in engine.models)
+
+
+def at_rest(server: Served) -> bool:
+    worker = server.worker
+    return (
+        worker.rows == 0 and worker.engine.scheduler.idle and not worker.engine.memory._aside and not worker.scoring.locked()
+    )
+
+
+def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 2 * budget(300)
+    taken: list[int] = []
+    advance, make_room = Scoring.advance, Memory.make_room
+    scoring: list[Scoring] = []
+
+    def beside(memory: Memory) -> None:
+        caches = sum(one._runner.cache.nbytes() for one in scoring if one._runner is not None)
+        taken.append(memory.used + caches)
+
+    def advanced(self: Scoring) -> None:
+        scoring[:] = [self]
+        beside(server.worker.engine.memory)
+        advance(self)
+        beside(server.worker.engine.memory)
+
+    def made(self: Memory, round_: Any) -> None:
+        make_room(self, round_)
+        beside(self)
+
+    monkeypatch.setattr(Scoring, "advance", advanced)
+    monkeypatch.setattr(Memory, "make_room", made)
+    with served(pair(), kv_bytes=most) as server:
+        got: list[httpx.Response] = []
+        asked: list[dict[str, Any]] = [{"n": 3, "max_tokens": 200}, {"prompt": ["x" * 500, "y" * 40], **SCORE}] * 4
+        threads = [threading.Thread(target=lambda body=body: got.append(server.post(**body))) for body in asked]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert [response.status_code for response in got] == [200] * 8
+        assert max(taken) <= most
+        assert max(taken) > most / 2, "nothing was tight"
+        never = server.post(prompt="x" * 1300, **SCORE)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        assert "KV cache" in never.json()["error"]["message"]
+        eventually(lambda: at_rest(server))
+
+
+def test_caches_that_rows_have_left_make_room() -> None:
+    """They keep the size they had where there is no want of memory."""
+    most = 2 * budget(300)
+    engine = pair().engine(4, RULES["coupled"](), kv_bytes=most)
+
+    def run(n: int, new: int, beside: int) -> None:
+        engine.submit(Request((1, 2, 3, 4, 5), n, Sampling(seed=1), Limits(max_new_tokens=new)))
+        while not engine.scheduler.idle:
+            engine.step()
+            assert engine.memory.used + beside <= most
+
+    run(2, 200, 0)
+    scored = engine.target.cache_bytes(1, 500)
+    assert engine.memory.used + scored > most
+    assert engine.set_aside(500)
+    assert engine.memory.used + scored <= most
+    run(1, 145, scored)
+    run(3, 100, scored)
+    engine.set_aside(0)
+    run(2, 280, 0)
+
+
+def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(legible(0), length=150)
+    advance = Scoring.advance
+    beside: list[tuple[int, int]] = []
+
+    def advanced(self: Scoring) -> None:
+        scheduler = server.worker.engine.scheduler
+        beside.append((len(scheduler.seated), len(scheduler.waiting)))
+        advance(self)
+
+    monkeypatch.setattr(Scoring, "advance", advanced)
+    with served(pair(gate), kv_bytes=budget(250)) as server:
+        got: list[httpx.Response] = []
+        scoring = threading.Thread(target=lambda: got.append(server.post(prompt="x" * 400, **SCORE)))
+        scoring.start()
+        assert gate.reached.wait(PATIENCE)
+        row = threading.Thread(target=lambda: got.append(server.post(max_tokens=100)))
+        row.start()
+        eventually(lambda: server.worker.rows == 2)
+        gate.opened.set()
+        for thread in (scoring, row):
+            thread.join(PATIENCE)
+        assert [response.status_code for response in got] == [200, 200]
+        assert beside[-1] == (0, 1)
+        eventually(lambda: at_rest(server))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scoring_ends_with_its_requests_time(stream: bool) -> None:
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate)) as server:
+        response = server.post(prompt=["x" * 300] * 3, stream=stream, time_budget=0.3, **SCORE)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "time_limit")
+        gate.opened.set()
+        eventually(lambda: at_rest(server))
+        assert server.post(prompt="x" * 300, **SCORE).status_code == 200
+
+
+def test_a_client_that_goes_leaves_no_prompt_being_scored() -> None:
+    gate = Gate(legible(0), length=10)
+    with served(pair(gate), kv_bytes=budget(500)) as server:
+        body = b'{"prompt": "%s", "max_tokens": 0, "echo": true, "logprobs": 0}' % (b"x" * 400)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+            connection.sendall(head % len(body) + body)
+            assert gate.reached.wait(PATIENCE)
+        eventually(lambda: server.worker.rows == 0)
+        gate.opened.set()
+        eventually(lambda: at_rest(server))
+        assert server.post(max_tokens=3).status_code == 200

@@ -27,7 +27,7 @@ from shoal.bench.report import Line, Report, Spread, line
 from shoal.bench.roofline import Ceilings, Load, rates
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
-from shoal.cli.bench import _texts
+from shoal.cli.files import listed_prompts
 from shoal.errors import InternalError, RequestError
 from shoal.round import Proposal, Verdict
 
@@ -451,10 +451,10 @@ def test_prompts_come_from_files(tmp_path: Path) -> None:
     lines, whole = tmp_path / "two.jsonl", tmp_path / "one.py"
     lines.write_text('{"prompt": "def a():\\n"}\n\n"def b():\\n"\n')
     whole.write_text("import os\n\n")
-    assert _texts([lines, whole]) == ["def a():\n", "def b():\n", "import os\n\n"]
+    assert listed_prompts([lines, whole]) == ["def a():\n", "def b():\n", "import os\n\n"]
     lines.write_text('{"text": "x"}\n')
     with pytest.raises(RequestError, match=r"two.jsonl:1 must be a text"):
-        _texts([lines])
+        listed_prompts([lines])
 
 
 # ── regret, shapes, memory, stages ──────────────────────────────────────────────────────────────────────────────────

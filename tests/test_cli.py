@@ -436,11 +436,11 @@ def test_check_of_a_good_pair(shoal: Command, tiny: Models) -> None:
     assert answer.code == 0
     verdicts = _verdicts(answer)
     assert list(verdicts) == [
-        "target", "drafter", "tokenizer", "target self-check", "drafter self-check", "context", "dtype", "memory",
-        "acceptance", "costs", "speed-up", "greedy identity",
+        "target", "drafter", "tokenizer", "target self-check", "drafter self-check", "prompts", "context", "dtype", "memory",
+        "acceptance", "costs", "speed-up", "greedy identity", "seeded identity",
     ]  # fmt: skip
     assert set(verdicts.values()) <= {"ok", "warn"}
-    assert verdicts["greedy identity"] == "ok"
+    assert verdicts["greedy identity"] == verdicts["seeded identity"] == verdicts["prompts"] == "ok"
     data = {check["name"]: check["data"] for check in answer.json["checks"]}
     assert set(data["costs"]["target_ms"]) == {"1", "2", "3", "9"}
     assert set(data["speed-up"]["speedup"]) == {str(k) for k in range(1, 9)}
@@ -460,10 +460,11 @@ def test_check_of_a_pair_that_does_not_fit(shoal: Command, tiny: Models) -> None
     assert "same tokenizer" in failure["advice"]
 
 
-def test_check_names_the_half_that_does_not_load(shoal: Command, tiny: Models) -> None:
-    assert _verdicts(shoal("check", "--model", "./nowhere", "--json")) == {"target": "fail"}
-    assert _verdicts(shoal("check", "--model", "./nowhere", "--draft", tiny.drafter, "--json")) == {"target": "fail"}
-    answer = shoal("check", "--model", tiny.target, "--draft", "./nowhere", "--json")
+def test_check_names_the_half_that_does_not_load(shoal: Command, tiny: Models, tmp_path: Path) -> None:
+    shutil.copy(tiny.drafter / "config.json", tmp_path)  # a directory without it is refused before anything is loaded
+    assert _verdicts(shoal("check", "--model", tmp_path, "--json")) == {"target": "fail"}
+    assert _verdicts(shoal("check", "--model", tmp_path, "--draft", tiny.drafter, "--json")) == {"target": "fail"}
+    answer = shoal("check", "--model", tiny.target, "--draft", tmp_path, "--json")
     assert answer.code == 2
     assert (_verdicts(answer)["target"], _verdicts(answer)["drafter"]) == ("ok", "fail")
 

@@ -14,6 +14,8 @@ import shoal
 from shoal.accept import Coupled
 from shoal.api import Shoal
 from shoal.cli import examine
+from shoal.cli.examine_case import Case
+from shoal.cli.examine_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
 from shoal.errors import RequestError
@@ -274,10 +276,9 @@ def test_the_server_offers_the_targets_context() -> None:
     ],
 )
 def test_check_says_how_far_the_drafter_goes(length: int, new: int, said: str) -> None:
-    models = SimpleNamespace(
-        target=SimpleNamespace(context=64), draft_model=SimpleNamespace(context=24), tokenizer=tiny_tokenizer()
-    )
-    case = examine.Case(models, ["x" * length], 1, new, 4, 1, print)  # type: ignore[arg-type]
+    models = SimpleNamespace(target=SimpleNamespace(context=64), draft_model=SimpleNamespace(context=24))
+    prompts = PromptSet.of("", "", ["x" * length], tiny_tokenizer())
+    case = Case(models, [prompts], 1, new, 4, 1, print)  # type: ignore[arg-type]
     finding = examine.context(case)
     assert f"{finding.verdict} {finding.advice or None}" == said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,4 +182,20 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
     found = examine.number_format(runner)
     assert (found.verdict, found.data["dtype"], found.figure.startswith("as it is")) == (verdict, _name(dtype), True)
     assert ("seed" in found.figure) == (dtype != F32)
-    assert ("--dtype float32" in found.advice) == (verdict == "warn")
+    assert ("--dtype float32" in found.advice) == (dtype != F32)
+    assert found.data["seeds_hold"] == (dtype == F32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, strict: bool, device: str) -> None:
+    notes = {"dtype": "as it is"} | ({"strict": "proved"} if strict else {})
+    runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes)
+    found = examine.number_format(runner)  # type: ignore[arg-type]
+    holds = strict or dtype == F32
+    assert found.data["seeds_hold"] == holds
+    assert ("may give other tokens each time" in found.figure) != holds
+    assert ("seeds hold" in found.advice or "seed's tokens hold: --dtype float32" in found.advice) != holds
+    if found.verdict == "ok" and not holds:
+        assert ("--strict" in found.advice) == (device == "cpu")  # strict passes exist on a CPU only

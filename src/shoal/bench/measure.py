@@ -132,14 +132,17 @@ class Identity:
         return f"prompt {prompt + 1}, row {row + 1}, token {position + 1}"
 
 
-def greedy_identity(model: Shoal, prompts: Sequence[str], n: int, lookahead: str | int, **options: Any) -> Identity:
+def greedy_identity(
+    model: Shoal, prompts: Sequence[str] | Sequence[Sequence[int]], n: int, lookahead: str | int, **options: Any
+) -> Identity:
     """Decodes greedily, plainly and speculatively, and compares the token ids of all rows."""
     plain = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
     speculative = model.generate(prompts, n, temperature=0.0, lookahead=lookahead, **options)
-    return compared(_ids(plain), _ids(speculative), speculative.stats.drafted)
+    return compared(token_ids(plain), token_ids(speculative), speculative.stats.drafted)
 
 
-def _ids(result: Result) -> list[list[tuple[int, ...]]]:
+def token_ids(result: Result) -> list[list[tuple[int, ...]]]:
+    """The tokens of all samples, by prompt."""
     return [[sample.token_ids for sample in output.samples] for output in result]
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shoal.cli.files import read_prompts, require_writable, write_whole
+from shoal.cli.files import listed_prompts, require_writable, write_whole
 from shoal.cli.generate import EXIT_INTERRUPTED
 from shoal.cli.options import (
     MODELS,
     OUTPUT,
+    PROMPTS_HELP,
     SAMPLING,
     SPEED,
     AttentionOption,
@@ -71,8 +72,7 @@ def bench(
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help='JSON Lines (.jsonl) of texts or objects with "prompt"; any other file is one prompt. Repeatable. '
-            "Without any, held-out problems of the bundled pair's training.",
+            help=f"{PROMPTS_HELP} Repeatable. Without any, held-out problems of the bundled pair's training.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
@@ -152,7 +152,7 @@ def bench(
         return 0
     return _measure(
         source, target, shape, hopeless,
-        texts=_texts(prompts or []), prompt_tokens=prompt_tokens, stop_at_eos=stop_at_eos,
+        texts=listed_prompts(prompts or []), prompt_tokens=prompt_tokens, stop_at_eos=stop_at_eos,
         batches=_list(batch_sizes, int, "--batch-sizes"), n=n, repeats=repeats, max_new_tokens=max_new_tokens, seed=seed,
         layouts=("different", "same") if layout == "both" else _list(layout, str, "--layout"),
         temperatures=_list(temperature, float, "--temperature"), rule=rule, acceptance=acceptance,
@@ -282,30 +282,6 @@ def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[t
 
         texts = [problem.prompt for problem in generate(PROBLEMS_SEED, size, "templates")]
     return [tuple(pair.tokenizer.encode(text)) for text in texts]
-
-
-def _texts(files: Sequence[Path]) -> list[str]:
-    """Raises RequestError for a file that cannot be read or holds something else."""
-    texts = []
-    for file in files:
-        (text,) = read_prompts([], [file])
-        if file.suffix != ".jsonl":
-            texts.append(text)
-            continue
-        for number, row in enumerate(filter(str.strip, text.splitlines()), 1):
-            texts.append(_prompt_of(row, f"{file}:{number}"))
-    return texts
-
-
-def _prompt_of(row: str, where: str) -> str:
-    try:
-        value = json.loads(row)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where} is not JSON: {error}") from error
-    prompt = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(prompt, str) or not prompt:
-        raise RequestError(f'{where} must be a text or an object with a text "prompt"')
-    return prompt
 
 
 def _read(file: Path) -> Report:

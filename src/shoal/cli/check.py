@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli import examine
+from shoal.cli import examine, examine_pair, examine_prompts
+from shoal.cli.examine_case import Case
+from shoal.cli.examine_prompts import BUILT_IN, CODE, PromptSet, built_in, measured_on
+from shoal.cli.files import listed_prompts
 from shoal.cli.findings import Finding, overall
 from shoal.cli.options import (
+    PROMPTS_HELP,
     SPEED,
     AttentionOption,
     DeviceOption,
@@ -36,11 +41,8 @@ from shoal.config import require_text
 
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure
-PROMPTS = (
-    'def is_palindrome(text):\n    """Return True if text reads the same backwards."""\n',
-    "import json\nimport sys\n\n\ndef main():\n",
-    "class Stack:\n    def __init__(self):\n",
-)
+Asked = tuple[str, list[str]]
+"""Where prompts come from, and the prompts."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -48,7 +50,16 @@ def check(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="Text to measure acceptance on; repeatable. Without any, some code."
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="Prompt to measure on; repeatable. Without any and without --prompts, built-in code, prose and chat.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"Prompts to measure on, {examine_prompts.MOST} at most, evenly spaced: {PROMPTS_HELP} Repeatable."
         ),
     ] = None,
     model: ModelOption = None,
@@ -72,18 +83,19 @@ def check(
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?
 
+    Acceptance and speed-up depend on the text: give your own prompts. Predicted speed-ups stand beside measured ones, against plain
+    decoding and against Transformers' batched generate.
     Every check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one failed.
     """
-    for text in prompt or []:
-        require_text(text, "the prompt")
     source = Source(
         model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only,
         quantize=quantize, strict=strict,
     )  # fmt: skip
+    asked = _asked(prompt or [], prompts or [])
     console = stdout()
     findings = []
     with Status() as status:
-        for finding in examinations(source, list(prompt or PROMPTS), (n, max_new_tokens, k, repeats), status.say):
+        for finding in examinations(source, asked, (n, max_new_tokens, k, repeats), status.say):
             findings.append(finding)
             if not json_output:
                 status.clear()
@@ -96,7 +108,7 @@ def check(
 
 
 def examinations(
-    source: Source, prompts: list[str], work: tuple[int, int, int, int], say: Callable[[str], None]
+    source: Source, asked: Asked, work: tuple[int, int, int, int], say: Callable[[str], None]
 ) -> Iterator[Finding]:
     """All findings in order; those about drafting only for a pair that fits."""
     say("loading ...")
@@ -104,18 +116,36 @@ def examinations(
     yield from findings
     if model is None:
         return
-    case = examine.Case(model, prompts, *work, say=say)
+    sets = prompt_sets(asked, model.tokenizer, source.model is None)
+    case = Case(model, sets, *work, say=say)
     yield examine.self_check(model.target, "target")
     if model.draft_model is not None:
         yield examine.self_check(model.draft_model, "drafter")
     room = examine.context(case)
-    yield room
+    yield examine_prompts.finding(sets, source.model is None)
+    yield measured_on(room, *sets)
     yield examine.number_format(model.target)
-    yield examine.memory(case)
+    yield measured_on(examine.memory(case), *sets)
     if model.draft_model is None or room.verdict == "fail":
         return
-    for examination in (examine.acceptance, examine.costs, examine.prediction, examine.identity):
-        yield examination(case)
+    for examination in (examine_pair.acceptance, examine_pair.costs, examine_pair.speed_up, examine_pair.identity):
+        yield from examination(case)
+
+
+def prompt_sets(asked: Asked, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
+    """The user's prompts; without any, built-in ones: Python code for the bundled pair, of several kinds for another."""
+    source, texts = asked
+    if texts:
+        return [PromptSet.of("", source, texts, tokenizer)]
+    return built_in([CODE] if bundled else list(BUILT_IN), tokenizer)
+
+
+def _asked(texts: list[str], files: list[Path]) -> Asked:
+    """Where the user's prompts come from, and the prompts. Raises RequestError for one that is none."""
+    for text in texts:
+        require_text(text, "the prompt")
+    named = ["--prompt"] * bool(texts) + list(map(str, files))
+    return f"from {' and '.join(named)}", [*texts, *listed_prompts(files)]
 
 
 def show(console: Console, finding: Finding) -> None:

@@ -1,84 +1,18 @@
-"""The checks of `shoal check`, each a function from what is examined to a `Finding`."""
+"""The checks of `shoal check` that need no drafter, each a function from what is examined to a `Finding`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import Costs, greedy_identity, interleave, per_position, predicted_speedup
+from shoal.cli.examine_case import Case
 from shoal.cli.findings import Finding
 from shoal.cli.options import Source, display_name, dtype_name
 from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.request import Result
     from shoal.runner import Runner
-
-LONGEST = 8  # draft lengths 1..LONGEST are predicted
-TEMPERATURE = 0.8
-WORTHWHILE = 1.05  # a predicted speed-up below this is none
-WARM_UP_TOKENS = 16
-
-
-@dataclass
-class Case:
-    """What is examined: a model and the work it shall do."""
-
-    model: Shoal
-    prompts: list[str]
-    n: int
-    max_new_tokens: int
-    k: int
-    repeats: int
-    say: Callable[[str], None] = field(repr=False)
-
-    @property
-    def draft(self) -> Runner:
-        """The drafter; checks that need it run only where there is one."""
-        assert self.model.draft_model is not None
-        return self.model.draft_model
-
-    def run(self, lookahead: str | int, prompts: list[str], **options: Any) -> Result:
-        """Samples with a fixed seed."""
-        defaults: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
-        defaults["max_new_tokens"] = self.max_new_tokens
-        return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
-
-    @cached_property
-    def acceptance(self) -> dict[float, Result]:
-        """Speculative runs by temperature."""
-        self.say("measuring acceptance ...")
-        return {t: self.run(self.k, self.prompts, temperature=t) for t in (TEMPERATURE, 0.0)}
-
-    @cached_property
-    def timed(self) -> dict[int, list[Result]]:
-        """Interleaved runs by draft length, with all rows running to the end."""
-        lengths = sorted({0, 1, self.k, LONGEST})
-        self.say("warming up ...")
-        for k in lengths:
-            self.run(k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens))
-        ways = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
-        return dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
-
-    @cached_property
-    def costs(self) -> Costs:
-        """Milliseconds per round and per pass, medians over the runs."""
-        stats = {k: [result.stats for result in results] for k, results in self.timed.items()}
-        return Costs(
-            rounds={k: median(_per(s.seconds_rounds, s.rounds) for s in runs) for k, runs in stats.items()},
-            target={k: median(_per(s.seconds_target, s.target_passes) for s in runs) for k, runs in stats.items()},
-            draft=median(_per(s.seconds_draft, s.draft_passes) for k, runs in stats.items() if k for s in runs),
-        )
-
-
-def _per(seconds: float, count: int) -> float:
-    """Milliseconds each."""
-    return 1000 * seconds / max(1, count)
 
 
 def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
@@ -153,7 +87,7 @@ def self_check(runner: Runner, role: str) -> Finding:
 
 def context(case: Case) -> Finding:
     """Whether the longest prompt and its continuation fit in the target, and how far the drafter can follow."""
-    longest = max(len(case.model.tokenizer.encode(prompt)) for prompt in case.prompts)
+    longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
     figure = f"{need} tokens needed (prompt {longest} + {case.max_new_tokens}); target {target}"
@@ -173,22 +107,31 @@ def context(case: Case) -> Finding:
 
 
 def number_format(runner: Runner) -> Finding:
-    """Which number format was chosen and why; whether a CPU has instructions for it."""
+    """Which number format was chosen and why, whether a CPU has instructions for it, and whether seeds hold in it."""
     import torch
 
     from shoal import formats
 
-    name, figure = dtype_name(runner), runner.notes.get("dtype", "")
-    data: dict[str, Any] = {"dtype": name, "reason": figure}
-    if runner.device.type != "cpu":
-        return Finding("dtype", "ok", f"{name} on {runner.device}", data=data)
-    if runner.dtype not in (torch.bfloat16, torch.float16):
-        return Finding("dtype", "ok", figure or name, data=data)
-    data["instructions"] = formats.cpu().products.get(runner.dtype)
-    figure += "; the tokens of a seed may change from call to call, --strict and --dtype float32 keep them"
-    if data["instructions"] is None:
-        return Finding("dtype", "warn", figure, f"this CPU has no {name} products: use --dtype float32", data)
-    return Finding("dtype", "ok", figure, data=data)
+    name, on_cpu = dtype_name(runner), runner.device.type == "cpu"
+    figure = runner.notes.get("dtype", name) if on_cpu else f"{name} on {runner.device}"
+    strict, short = "strict" in runner.notes, runner.dtype in (torch.bfloat16, torch.float16)
+    data: dict[str, Any] = {"dtype": name, "reason": figure, "seeds_hold": strict or not short}
+    if not short:
+        return Finding("dtype", "ok", figure, data=data)
+    if strict:
+        figure += ". Strict passes: a seed gives the same tokens in every call"
+    else:
+        figure += (
+            f". In {name} the same call with the same seed may give other tokens each time: rounding depends on the shapes of "
+            "the passes, and these on batch and draft lengths"
+        )
+    advice = "" if strict else "to make a seed's tokens hold: --dtype float32" + (", or --strict (slower)" if on_cpu else "")
+    if on_cpu:
+        data["instructions"] = formats.cpu().products.get(runner.dtype)
+        if data["instructions"] is None:
+            slow = f"this CPU has no {name} products: use --dtype float32"
+            return Finding("dtype", "warn", figure, slow + ("" if strict else ", which makes seeds hold too"), data)
+    return Finding("dtype", "ok", figure, advice, data)
 
 
 def memory(case: Case) -> Finding:
@@ -196,7 +139,7 @@ def memory(case: Case) -> Finding:
     from shoal.prefill import policy_for
     from shoal.sharing import Store
 
-    longest = max(len(case.model.tokenizer.encode(prompt)) for prompt in case.prompts)
+    longest = case.longest
     slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
@@ -226,78 +169,3 @@ def _free_bytes(runner: Runner) -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def acceptance(case: Case) -> Finding:
-    """How much of what the drafter proposes the target keeps."""
-    data: dict[str, Any] = {"k": case.k}
-    parts = []
-    for temperature, result in case.acceptance.items():
-        stats = result.stats
-        each = per_position(stats.acceptance_rate, case.k)
-        parts.append(f"{stats.acceptance_length:.2f} at T={temperature:g} ({each:.0%} per position)")
-        data[f"T={temperature:g}"] = {
-            "acceptance_length": stats.acceptance_length,
-            "per_position": each,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-        }
-    figure = f"k={case.k}: length " + ", ".join(parts)
-    if any(result.stats.drafted == 0 for result in case.acceptance.values()):
-        return Finding("acceptance", "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
-    if max(data[f"T={t:g}"]["per_position"] for t in case.acceptance) < 0.3:
-        return Finding(
-            "acceptance", "warn", figure, "the drafter guesses badly on these prompts: distil it on your own text", data
-        )
-    return Finding("acceptance", "ok", figure, data=data)
-
-
-def costs(case: Case) -> Finding:
-    """What passes cost at this batch size."""
-    measured = case.costs
-    passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
-    overhead, plain_overhead = measured.overhead(case.k), measured.overhead(0)
-    figure = (
-        f"{case.n} rows, ms: target pass {passes}; draft pass {measured.draft:.1f}; "
-        f"bookkeeping {overhead:.1f} per round at k={case.k}, {plain_overhead:.1f} at k=0"
-    )
-    data = {
-        "rows": case.n,
-        "round_ms": {str(k): ms for k, ms in measured.rounds.items()},
-        "target_ms": {str(k + 1): ms for k, ms in measured.target.items()},
-        "draft_ms": measured.draft,
-        "overhead_ms": overhead,
-        "plain_overhead_ms": plain_overhead,
-    }
-    return Finding("costs", "ok", figure, data=data)
-
-
-def prediction(case: Case) -> Finding:
-    """The speed-up to expect at each draft length, and the best one."""
-    stats = case.acceptance[TEMPERATURE].stats
-    chance = per_position(stats.acceptance_rate, case.k)
-    by_length = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
-    best = max(by_length, key=lambda k: by_length[k])
-    data = {"speedup": {str(k): value for k, value in by_length.items()}, "best_k": best}
-    figure = f"predicted for k=1..{LONGEST}: " + " ".join(f"{value:.2f}" for value in by_length.values())
-    figure += f"; best k={best}"
-    if by_length[best] < WORTHWHILE:
-        advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
-        return Finding("speed-up", "warn", figure, advice, data | {"best_k": 0})
-    return Finding("speed-up", "ok", figure, f"use --lookahead {best}", data)
-
-
-def identity(case: Case) -> Finding:
-    """Greedy speculation against greedy plain decoding."""
-    case.say("comparing greedy decoding ...")
-    found = greedy_identity(case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens)
-    data = {"rows": found.rows, "same": found.same, "drafted": found.drafted, "difference": found.difference}
-    dtype = dtype_name(case.model.target)
-    figure = f"{dtype}: {found.same} of {found.rows} rows have the same tokens, {found.drafted} tokens drafted"
-    if found.holds:
-        return Finding("greedy identity", "ok", figure, data=data)
-    if dtype in ("float32", "float64"):
-        advice = f"{found.verdict}; in float32 this must hold: please report it"
-        return Finding("greedy identity", "fail", figure, advice, data)
-    advice = "near-ties between two tokens explain this in 16 bit; --dtype float32 settles it"
-    return Finding("greedy identity", "warn", figure, advice, data)

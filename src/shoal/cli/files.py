@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import require_text
@@ -38,6 +41,43 @@ def _read(file: Path) -> str:
         raise RequestError(f"cannot read prompt file {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"prompt file {str(file)!r} is not UTF-8 text: {error.reason}") from error
+
+
+def listed_prompts(files: Sequence[Path]) -> list[str]:
+    """Prompts from files that hold several: a .jsonl file one per line, a .txt file one per paragraph, any other is one prompt.
+
+    A line is JSON, a text or an object with a text "prompt". Paragraphs are separated by blank lines.
+
+    Raises:
+        RequestError: for a file that cannot be read, holds no prompt or something else; with file and line.
+    """
+    return [prompt for file in files for prompt in _prompts_of(file)]
+
+
+def _prompts_of(file: Path) -> list[str]:
+    text = _read(file)
+    require_text(text, f"the prompt from {file}")
+    if file.suffix not in (".jsonl", ".txt"):
+        return [text]
+    if file.suffix == ".txt":
+        found = [part.strip("\r\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
+    else:
+        rows = enumerate(text.split("\n"), 1)
+        found = [_prompt_of(row, f"{file}:{number}") for number, row in rows if row.strip()]
+    if not found:
+        raise RequestError(f"{str(file)!r} holds no prompt")
+    return found
+
+
+def _prompt_of(row: str, where: str) -> str:
+    try:
+        value = json.loads(row)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where} is not JSON: {error}") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str) or not prompt:
+        raise RequestError(f'{where} must be a text or an object with a text "prompt"')
+    return prompt
 
 
 def require_writable(path: Path) -> None:

@@ -20,6 +20,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Rule = Literal["auto", "rejection", "coupled"]
 
+PROMPTS_HELP = (
+    'JSON Lines (.jsonl) of texts or objects with "prompt"; .txt: a prompt per paragraph; any other file is one prompt.'
+)
 MODELS, SAMPLING, SPEED, OUTPUT = "Models", "Sampling and limits", "Speculation and speed", "Output"
 
 ModelOption = Annotated[

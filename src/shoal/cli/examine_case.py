@@ -1,0 +1,146 @@
+"""What `shoal check` examines: a model, the work it shall do, and the runs that several checks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from shoal.bench.measure import Costs, interleave
+from shoal.cli.examine_prompts import PromptSet
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.bench.ways import Way
+    from shoal.request import Result
+    from shoal.runner import Runner
+
+LONGEST = 8  # draft lengths 1..LONGEST are predicted
+TEMPERATURE = 0.8
+WARM_UP_TOKENS = 16
+PLAIN, TRANSFORMERS = "off", "hf"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Ways of decoding, run in turns on the same rows to the same number of tokens.
+
+    Attributes:
+        k: draft length of the speculative way. runs, rows, tokens: runs of each way, rows of a run, new tokens of a row.
+        seconds: of all runs of a way together, by name; a way that could not run is in `unavailable`, with the reason.
+        committed: tokens that all rows of a way came to.
+    """
+
+    k: int
+    runs: int
+    rows: int
+    tokens: int
+    seconds: dict[str, float]
+    committed: dict[str, int]
+    unavailable: dict[str, str]
+
+    def over(self, way: str) -> float | None:
+        """Seconds of that way over those of the speculative one; None where it could not run."""
+        return self.seconds[way] / self.seconds[f"fixed:{self.k}"] if way in self.seconds else None
+
+
+@dataclass
+class Case:
+    """What is examined: a model and the work it shall do."""
+
+    model: Shoal
+    sets: Sequence[PromptSet]
+    n: int
+    max_new_tokens: int
+    k: int
+    repeats: int
+    say: Callable[[str], None] = field(repr=False)
+
+    @property
+    def draft(self) -> Runner:
+        """The drafter; checks that need it run only where there is one."""
+        assert self.model.draft_model is not None
+        return self.model.draft_model
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The token ids of all prompts."""
+        return [ids for one in self.sets for ids in one.ids]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(one.longest for one in self.sets)
+
+    def run(self, lookahead: str | int, prompts: Sequence[tuple[int, ...]], **options: Any) -> Result:
+        """Samples with a fixed seed."""
+        defaults: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
+        defaults["max_new_tokens"] = self.max_new_tokens
+        return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
+
+    @cached_property
+    def acceptance(self) -> list[dict[float, Result]]:
+        """Speculative runs by temperature, set by set."""
+        self.say("measuring acceptance ...")
+        return [{t: self.run(self.k, one.ids, temperature=t) for t in (TEMPERATURE, 0.0)} for one in self.sets]
+
+    @cached_property
+    def timed(self) -> dict[int, list[Result]]:
+        """Interleaved runs of the first prompt by draft length, with all rows running to the end."""
+        lengths = sorted({0, 1, self.k, LONGEST})
+        self.say("warming up ...")
+        for k in lengths:
+            self.run(k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens))
+        ways = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
+        return dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Milliseconds per round and per pass, medians over the runs."""
+        stats = {k: [result.stats for result in results] for k, results in self.timed.items()}
+        return Costs(
+            rounds={k: median(_per(s.seconds_rounds, s.rounds) for s in runs) for k, runs in stats.items()},
+            target={k: median(_per(s.seconds_target, s.target_passes) for s in runs) for k, runs in stats.items()},
+            draft=median(_per(s.seconds_draft, s.draft_passes) for k, runs in stats.items() if k for s in runs),
+        )
+
+    def measured(self, one: PromptSet, k: int) -> Measured:
+        """Draft length k, plain decoding and Transformers' batched `generate`: n rows of a prompt, prompt after prompt."""
+        from shoal.bench.ways import baseline_way, shoal_way
+        from shoal.bench.work import Work
+
+        ways = [shoal_way(self.model, PLAIN), baseline_way(self.model, TRANSFORMERS), shoal_way(self.model, f"fixed:{k}")]
+        tokens = min(self.max_new_tokens, self.model.target.context - one.longest)
+        turns = -(-self.repeats // len(self.prompts))  # at least `repeats` runs in all
+        works = [Work((ids,), self.n, TEMPERATURE, tokens, seed) for seed, ids in enumerate(one.ids * turns)]
+        self.say("warming up ...")
+        short = Work(one.ids[:1], self.n, TEMPERATURE, min(WARM_UP_TOKENS, tokens), 0)
+        unavailable = {way.name: reason for way in ways if (reason := _refusal(way, short)) is not None}
+        seconds: dict[str, float] = {way.name: 0.0 for way in ways if way.name not in unavailable}
+        committed = dict.fromkeys(seconds, 0)
+        for number, work in enumerate(works, 1):
+            self.say(f"measuring plain, speculative and Transformers' decoding, {number} of {len(works)} ...")
+            for way in ways[:: -1 if number % 2 else 1]:
+                if way.name in seconds:
+                    run = way.run(work)
+                    seconds[way.name] += run.seconds
+                    committed[way.name] += run.committed
+        return Measured(k, len(works), self.n, tokens, seconds, committed, unavailable)
+
+
+def _refusal(way: Way, work: Any) -> str | None:
+    """Warms up; the reason if a way of Transformers cannot run here. Raises what our own ways raise."""
+    try:
+        way.run(work)
+    except Exception as error:
+        if not way.baseline:
+            raise
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
+
+
+def _per(seconds: float, count: int) -> float:
+    """Milliseconds each."""
+    return 1000 * seconds / max(1, count)

@@ -1,0 +1,124 @@
+"""The checks of `shoal check` about drafting, each a generator of `Finding`s that say on which prompts they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shoal.bench.measure import Identity, compared, greedy_identity, per_position, predicted_speedup, token_ids
+from shoal.cli.examine_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
+from shoal.cli.examine_prompts import measured_on, named
+from shoal.cli.findings import Finding
+from shoal.cli.options import dtype_name
+
+if TYPE_CHECKING:
+    from shoal.request import Result
+
+GREEDY = "greedy identity"
+WORTHWHILE = 1.05  # a speed-up below this is none
+
+
+def acceptance(case: Case) -> Iterator[Finding]:
+    """How much of what the drafter proposes the target keeps, by kind of prompts."""
+    for one, results in zip(case.sets, case.acceptance, strict=True):
+        yield measured_on(_accepted(named("acceptance", one), case.k, results), one)
+
+
+def _accepted(name: str, k: int, results: dict[float, Result]) -> Finding:
+    data: dict[str, Any] = {"k": k}
+    parts = []
+    for temperature, result in results.items():
+        stats = result.stats
+        each = per_position(stats.acceptance_rate, k)
+        parts.append(f"{stats.acceptance_length:.2f} at T={temperature:g} ({each:.0%} per position)")
+        data[f"T={temperature:g}"] = {
+            "acceptance_length": stats.acceptance_length,
+            "per_position": each,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+        }
+    figure = f"k={k}: length " + ", ".join(parts)
+    if any(result.stats.drafted == 0 for result in results.values()):
+        return Finding(name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
+    if max(data[f"T={t:g}"]["per_position"] for t in results) < 0.3:
+        advice = "the drafter guesses badly on these prompts: distil it on your own text"
+        return Finding(name, "warn", figure, advice, data)
+    return Finding(name, "ok", figure, data=data)
+
+
+def costs(case: Case) -> Iterator[Finding]:
+    """What passes cost at this batch size."""
+    measured = case.costs
+    passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
+    overhead, plain_overhead = measured.overhead(case.k), measured.overhead(0)
+    figure = (
+        f"{case.n} rows, ms: target pass {passes}; draft pass {measured.draft:.1f}; "
+        f"bookkeeping {overhead:.1f} per round at k={case.k}, {plain_overhead:.1f} at k=0"
+    )
+    data = {
+        "rows": case.n,
+        "round_ms": {str(k): ms for k, ms in measured.rounds.items()},
+        "target_ms": {str(k + 1): ms for k, ms in measured.target.items()},
+        "draft_ms": measured.draft,
+        "overhead_ms": overhead,
+        "plain_overhead_ms": plain_overhead,
+    }
+    yield measured_on(Finding("costs", "ok", figure, data=data), case.sets[0].first())
+
+
+def speed_up(case: Case) -> Iterator[Finding]:
+    """The speed-up to expect at each draft length, and beside it a measured run of the best one, by kind of prompts."""
+    for one, results in zip(case.sets, case.acceptance, strict=True):
+        chance = per_position(results[TEMPERATURE].stats.acceptance_rate, case.k)
+        predicted = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
+        best = max(predicted, key=lambda k: predicted[k])
+        yield measured_on(_speed_up(named("speed-up", one), predicted, case.measured(one, best)), one)
+
+
+def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Finding:
+    """What was measured decides whether speculation pays; what was predicted chose the draft length."""
+    plain, transformers = measured.over(PLAIN), measured.over(TRANSFORMERS)
+    assert plain is not None  # our own ways always run
+    data = {
+        "speedup": {str(k): value for k, value in predicted.items()},
+        "best_k": measured.k,
+        "measured": vars(measured) | {"over_plain": plain, "over_transformers": transformers},
+    }
+    figure = f"predicted for k=1..{LONGEST}: " + " ".join(f"{value:.2f}" for value in predicted.values())
+    figure += f"; best k={measured.k}, measured there: {plain:.2f}x plain decoding, "
+    if transformers is None:
+        figure += f"Transformers' generate could not run ({measured.unavailable[TRANSFORMERS]})"
+    else:
+        figure += f"{transformers:.2f}x Transformers' batched generate"
+    figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each)"
+    if plain < WORTHWHILE:
+        advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
+        return Finding(name, "warn", figure, advice, data | {"best_k": 0})
+    return Finding(name, "ok", figure, f"use --lookahead {measured.k}", data)
+
+
+def identity(case: Case) -> Iterator[Finding]:
+    """Speculation against plain decoding, token by token: greedy, and of a seed."""
+    case.say("comparing greedy decoding ...")
+    greedy = greedy_identity(case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens)
+    yield measured_on(_compared(case, GREEDY, greedy), *case.sets)
+    case.say("comparing seeded sampling ...")
+    plain, drafted = (case.run(lookahead, case.prompts, rule="coupled") for lookahead in (PLAIN, case.k))
+    seeded = compared(token_ids(plain), token_ids(drafted), drafted.stats.drafted)
+    yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
+
+
+def _compared(case: Case, name: str, found: Identity) -> Finding:
+    data = {"rows": found.rows, "same": found.same, "drafted": found.drafted, "difference": found.difference}
+    dtype = dtype_name(case.model.target)
+    figure = f"{dtype}: {found.same} of {found.rows} rows have the tokens of plain decoding, {found.drafted} tokens drafted"
+    if found.holds:
+        return Finding(name, "ok", figure, data=data)
+    if dtype not in ("float32", "float64"):
+        advice = "near-ties between two tokens explain this in 16 bit; --dtype float32 settles it"
+        return Finding(name, "warn", figure, advice, data)
+    if name == GREEDY:
+        advice = f"{found.verdict}; in float32 this must hold: please report it"
+        return Finding(name, "fail", figure, advice, data)
+    advice = f"{found.verdict}; in float32 rounding decides about one position in 100,000: please report more than that"
+    return Finding(name, "warn", figure, advice, data)

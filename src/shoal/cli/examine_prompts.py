@@ -1,0 +1,124 @@
+"""The prompts that `shoal check` measures on: the user's own, or built-in ones of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.cli.findings import Finding
+
+MOST = 8  # prompts of a set that are measured
+FIRST_WORDS = 6
+CODE, PROSE, CHAT = "Python code", "prose", "chat"
+BUILT_IN = {
+    CODE: (
+        'def is_palindrome(text):\n    """Return True if text reads the same backwards."""\n',
+        "class Stack:\n    def __init__(self):\n",
+    ),
+    PROSE: (
+        "The old lighthouse had been dark for eleven years when, one evening in March, a light",
+        "Bread is made of flour, water, salt and yeast. To bake a loaf at home, first",
+    ),
+    CHAT: (
+        "Explain in a few sentences why the sky is blue.",
+        "I have two days in Lisbon. What should I see?",
+    ),
+}
+ADVICE = 'measure on your own prompts: --prompts FILE, JSON Lines of texts or of objects with "prompt", or --prompt TEXT'
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of one kind.
+
+    Attributes:
+        kind: what they are; "" for the user's own. source: where they come from. given: how many there are, of which
+            at most `MOST`, evenly spaced, are measured. texts, ids: those measured, as texts and as token ids.
+    """
+
+    kind: str
+    source: str
+    given: int
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(kind: str, source: str, texts: Sequence[str], tokenizer: Any) -> PromptSet:
+        """Encodes a part of the texts, as `Shoal.generate` does; chat by the tokenizer's template where it has one."""
+        count = min(MOST, len(texts))
+        chosen = tuple(texts[i * len(texts) // count] for i in range(count))
+        encode = _encode_chat if kind == CHAT else _encode
+        return PromptSet(kind, source, len(texts), chosen, tuple(encode(tokenizer, text) for text in chosen))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.ids))
+
+    @property
+    def first_words(self) -> str:
+        """Of the first prompt."""
+        words = self.texts[0].split()
+        return " ".join(words[:FIRST_WORDS]) + (" ..." if len(words) > FIRST_WORDS else "")
+
+    @property
+    def count(self) -> str:
+        """How many are measured, and of how many, where that differs."""
+        return str(len(self.ids)) if self.given == len(self.ids) else f"{len(self.ids)} of {self.given}"
+
+    def first(self) -> PromptSet:
+        """The first prompt alone."""
+        return replace(self, texts=self.texts[:1], ids=self.ids[:1])
+
+    def __str__(self) -> str:
+        of = f" of {self.kind}" if self.kind else ""
+        return f'{self.count} prompt{"s" if self.given > 1 else ""}{of}, {self.source} ("{self.first_words}")'
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "kind": self.kind or "own", "source": self.source, "given": self.given, "measured": len(self.ids),
+            "first_words": self.first_words,
+        }  # fmt: skip
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text))
+
+
+def _encode_chat(tokenizer: Any, text: str) -> tuple[int, ...]:
+    if not getattr(tokenizer, "chat_template", None):
+        return _encode(tokenizer, f"User: {text}\nAssistant:")
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def built_in(kinds: Sequence[str], tokenizer: Any) -> tuple[PromptSet, ...]:
+    """A set of each kind."""
+    return tuple(PromptSet.of(kind, "built in", BUILT_IN[kind], tokenizer) for kind in kinds)
+
+
+def named(name: str, one: PromptSet) -> str:
+    """The name of a finding about one kind of prompts."""
+    return f"{name}, {one.kind.split()[-1]}" if one.kind else name
+
+
+def measured_on(found: Finding, *sets: PromptSet) -> Finding:
+    """The same finding, saying on which prompts it was measured."""
+    said = str(sets[0]) if len(sets) == 1 else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
+    data = found.data | {"prompts": [one.to_dict() for one in sets]}
+    return replace(found, figure=f"{found.figure}; on {said}", data=data)
+
+
+def finding(sets: Sequence[PromptSet], bundled: bool) -> Finding:
+    """What is measured on; built-in prompts say little about other texts, unless the pair was trained on their kind."""
+    figure, data = "; ".join(map(str, sets)), {"sets": [one.to_dict() for one in sets]}
+    if not any(one.kind for one in sets):
+        return Finding("prompts", "ok", figure, data=data)
+    if bundled:
+        figure += "; the bundled pair was trained on Python code, and no figure below holds for other texts"
+        return Finding("prompts", "ok", figure, ADVICE, data)
+    figure += "; acceptance and speed-up depend on the text, so the figures below may not hold for yours"
+    return Finding("prompts", "warn", figure, ADVICE, data)

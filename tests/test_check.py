@@ -1,0 +1,182 @@
+"""`shoal check`: on which prompts it measures, what it says of them, and what stands beside a prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.bench import ways
+from shoal.cli import run
+from shoal.cli.check import prompt_sets
+from shoal.cli.examine_case import Measured
+from shoal.cli.examine_pair import WORTHWHILE, _speed_up
+from shoal.cli.examine_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, finding
+from shoal.cli.files import listed_prompts
+from shoal.errors import RequestError
+from shoal.testing import save_pair, tiny_tokenizer
+
+WORK = ("-n", "2", "--max-new-tokens", "8", "--k", "2", "--repeats", "1", "--json")
+ON_PROMPTS = {"context", "memory", "acceptance", "costs", "speed-up", "greedy identity", "seeded identity"}
+"""What depends on the prompts."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    target, drafter = save_pair(tmp_path_factory.mktemp("pair"))
+    return "--model", str(target), "--draft", str(drafter)
+
+
+@pytest.fixture
+def check(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The findings of a run by name."""
+
+    def call(*options: object) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run(["check", *pair, *WORK, *map(str, options)]) == 0
+        return {found["name"]: found for found in json.loads(capsys.readouterr().out)["checks"]}
+
+    return call
+
+
+def test_every_figure_says_on_which_prompts_it_was_measured(check: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "stories.jsonl"
+    stories = ["Once upon a time there was a tired miller", "Far away"]
+    file.write_text(json.dumps({"prompt": stories[0], "id": 1}) + "\n\n" + json.dumps(stories[1]) + "\n")
+    found = check("--prompts", file)
+    assert set(found) >= ON_PROMPTS | {"prompts"}
+    assert found["prompts"]["verdict"] == "ok"
+    for name in ON_PROMPTS - {"costs"}:
+        assert f"2 prompts, from {file}" in found[name]["figure"], name
+        assert '"Once upon a time there was ..."' in found[name]["figure"], name
+        [said] = found[name]["data"]["prompts"]
+        assert (said["kind"], said["given"], said["measured"], said["source"]) == ("own", 2, 2, f"from {file}")
+    assert f"1 of 2 prompts, from {file}" in found["costs"]["figure"]
+    assert not any("Python" in one["figure"] for one in found.values())
+
+
+def test_without_prompts_each_kind_is_measured_and_the_user_warned(check: Callable[..., Any]) -> None:
+    found = check("--max-new-tokens", 4, "-n", 1)
+    assert found["prompts"]["verdict"] == "warn"
+    assert "--prompts FILE" in found["prompts"]["advice"]
+    kinds = [one["kind"] for one in found["prompts"]["data"]["sets"]]
+    assert kinds == [CODE, PROSE, CHAT]
+    for name in ("acceptance", "speed-up"):
+        assert name not in found
+        for kind in kinds:
+            one = found[f"{name}, {kind.split()[-1]}"]
+            assert [said["kind"] for said in one["data"]["prompts"]] == [kind]
+            assert kind in one["figure"]
+    counts = [found[f"acceptance, {kind.split()[-1]}"]["data"]["T=0.8"]["drafted"] for kind in kinds]
+    assert all(counts)
+    assert found["greedy identity"]["data"]["rows"] == found["seeded identity"]["data"]["rows"] == 6
+
+
+def test_the_bundled_pair_is_measured_on_code_and_says_so() -> None:
+    [only] = prompt_sets(("", []), tiny_tokenizer(), bundled=True)
+    assert only.kind == CODE
+    said = finding([only], bundled=True)
+    assert (said.verdict, "trained on Python code" in said.figure, "--prompts FILE" in said.advice) == ("ok", True, True)
+    [own] = prompt_sets(("from --prompt", ["x"]), tiny_tokenizer(), bundled=True)
+    assert (own.kind, finding([own], bundled=True).advice) == ("", "")
+
+
+def test_the_measured_run_stands_beside_the_prediction(check: Callable[..., Any]) -> None:
+    data = check("-p", "def", "-p", "class")["speed-up"]["data"]
+    measured = data["measured"]
+    assert set(measured["seconds"]) == {"off", "hf", f"fixed:{measured['k']}"}
+    assert set(measured["committed"].values()) == {measured["runs"] * measured["rows"] * measured["tokens"]}  # the same work
+    assert (measured["runs"], measured["rows"], measured["tokens"], measured["unavailable"]) == (2, 2, 8, {})
+    assert data["best_k"] in (0, measured["k"])
+    assert data["speedup"][str(measured["k"])] == max(data["speedup"].values())
+
+
+def test_one_prompt_is_measured_as_often_as_repeats_say(check: Callable[..., Any]) -> None:
+    assert check("-p", "def", "--repeats", 3)["speed-up"]["data"]["measured"]["runs"] == 3
+
+
+def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("no generate here\nat all")
+
+    monkeypatch.setitem(ways.BASELINES, "hf", broken)
+    found = check("-p", "def")["speed-up"]
+    assert "could not run (no generate here)" in found["figure"]
+    assert found["data"]["measured"]["over_transformers"] is None
+    assert found["data"]["measured"]["over_plain"] > 0
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (2.0, "warn")])
+def test_what_was_measured_decides_not_what_was_predicted(seconds: float, verdict: str) -> None:
+    measured = Measured(3, 1, 2, 8, {"off": 2.0, "hf": 3.0, "fixed:3": seconds}, {}, {})
+    for predicted in (0.5, 1.5):
+        found = _speed_up("speed-up", dict.fromkeys(range(1, 9), predicted), measured)
+        assert (found.verdict, found.data["best_k"]) == (verdict, 3 if verdict == "ok" else 0)
+        assert f"{2 / seconds:.2f}x plain decoding, {3 / seconds:.2f}x Transformers' batched generate" in found.figure
+    assert WORTHWHILE < 2.0
+
+
+def test_kinds_of_files(tmp_path: Path) -> None:
+    lines, paragraphs, code = (tmp_path / name for name in ("a.jsonl", "b.txt", "c.py"))
+    lines.write_text('"one\\n\\nprompt \u2028"\n\n{"prompt": "two"}\n', encoding="utf-8")
+    paragraphs.write_text("first\nstill first\n \n\n  second\n")
+    code.write_text("import os\n\n\ndef a():\n")
+    assert listed_prompts([lines, paragraphs, code]) == [
+        "one\n\nprompt \u2028", "two", "first\nstill first", "  second", "import os\n\n\ndef a():\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"text": "x"}', 'a.jsonl:1 must be a text or an object with a text "prompt"'),
+        ("a.jsonl", '\n{"prompt"', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", "\n\n", "holds no prompt"),
+        ("a.txt", " \n\n ", "holds no prompt"),
+        ("a.txt", None, "cannot read prompt file"),
+    ],
+)
+def test_files_that_hold_no_prompts_are_refused_before_a_model_is_loaded(
+    name: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=said):
+        listed_prompts([tmp_path / name])
+    assert run(["check", "--prompts", str(tmp_path / name)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_of_many_prompts_some_are_measured_evenly_spaced() -> None:
+    texts = [f"prompt number {i}" for i in range(20)]
+    some = PromptSet.of("", "from many.jsonl", texts, tiny_tokenizer())
+    assert len(some.ids) == MOST < len(texts)
+    places = [texts.index(text) for text in some.texts]
+    assert (places[0], {b - a for a, b in pairwise(places)} <= {2, 3}) == (0, True)
+    assert "8 of 20 prompts, from many.jsonl" in str(some)
+    assert (some.to_dict()["given"], some.to_dict()["measured"]) == (20, 8)
+
+
+def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
+    plain = tiny_tokenizer()
+    assert plain.decode(PromptSet.of(CHAT, "", ["Hi."], plain).ids[0]) == "User: Hi.\nAssistant:"
+    calls: list[Any] = []
+
+    def render(messages: Any, **options: Any) -> str:
+        calls.append((messages, options))
+        return "<u>Hi.<a>"
+
+    encoded = SimpleNamespace(
+        chat_template="x", apply_chat_template=render, encode=lambda text, add_special_tokens: [text, add_special_tokens]
+    )
+    assert PromptSet.of(CHAT, "", ["Hi."], encoded).ids == (("<u>Hi.<a>", False),)  # the template has written its own BOS
+    assert calls == [([{"role": "user", "content": "Hi."}], {"add_generation_prompt": True, "tokenize": False})]
+
+
+def test_kinds_have_names_of_their_own() -> None:
+    assert len({kind.split()[-1] for kind in BUILT_IN}) == len(BUILT_IN)

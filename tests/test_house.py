@@ -23,12 +23,12 @@ PACKAGE = ROOT / "src" / "shoal"
 # Import directions
 
 PLACES = {
-    "edges": "__init__ __main__ cli train bench evaluation serve testing reference transformers_door",
+    "edges": "__init__ __main__ cli train bench evaluation serve testing reference transformers_door transformers_repository data",
     "api": "api",
     "engine": "engine",
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
-    "runner distributions history truncation purity attention cache static",
+    "runner dropout distributions history truncation purity attention cache static",
     "words": "counts request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
 }
 
@@ -70,7 +70,7 @@ WITHIN = {
 
 # Who may import these packages, at the top of a file or inside a function.
 RESERVED = {
-    "transformers": "models cache attention static transformers_door testing train bench",
+    "transformers": "models cache attention static transformers_door transformers_repository testing train bench",
     "typer": "cli train bench",
     "rich": "cli train bench",
     "matplotlib": "bench evaluation",
@@ -264,7 +264,7 @@ def test_shoal_imports_without_the_optional_packages() -> None:
 
 PUBLIC = """
     Grammar Increment InternalError Limits ModelError Output RequestError Result Sample Sampling Shoal ShoalError Speculation
-    Stats TopLogprobs custom_generate load
+    Stats TopLogprobs custom_generate custom_generate_dir load
 """.split()
 
 ERRORS = {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.request import Increment, Output, Result, Sample, TopLogprobs
     from shoal.stats import Stats
     from shoal.transformers_door import custom_generate
+    from shoal.transformers_repository import custom_generate_dir
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "request": "Increment Output Result Sample TopLogprobs",
     "stats": "Stats",
     "transformers_door": "custom_generate",
+    "transformers_repository": "custom_generate_dir",
 }
 __all__ = [
     "Grammar",
@@ -47,6 +49,7 @@ __all__ = [
     "Stats",
     "TopLogprobs",
     "custom_generate",
+    "custom_generate_dir",
     "load",
 ]
 

@@ -1,15 +1,17 @@
 """`model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`: the door for Transformers users.
 
-`generate` prepares prompts, processors and criteria as ever and returns what it always returns; the loop in between is shoal's. It
-drops `tokenizer`, `streamer` and `assistant_model` before our code runs and refuses the last with `num_return_sequences > 1`,
-hence our own argument names.
+`generate` prepares prompts, processors and criteria as ever and returns what it always returns; the loop in between is shoal's.
+From a callable it keeps `tokenizer`, `streamer` and `assistant_model`; `shoal.transformers_repository` is the form that gets them.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from shoal import lookahead as controllers
 from shoal import models
 from shoal.accept import Coupled
 from shoal.api import Stream
 from shoal.config import Limits, Sampling, Speculation
+from shoal.dropout import evaluating
 from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.history import position_independent
@@ -37,6 +40,8 @@ PREPARED = ("attention_mask", "position_ids", "cache_position")
 """Tensors among `generate`'s arguments that say nothing that the ids and the mask do not."""
 PER_ROW = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
 """What some of Transformers' processors hold for each row, or each prompt, of the batch."""
+KEPT = ("streamer", "assistant_model", "synced_gpus")
+"""What `generate` keeps from a callable without a word. `tokenizer` is only used for `stop_strings`, and missed there by name."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
 _knowledge: weakref.WeakKeyDictionary[Any, Knowledge] = weakref.WeakKeyDictionary()
@@ -55,8 +60,9 @@ def custom_generate(
         model_kwargs: what `generate` prepared; of it only `attention_mask` [rows, length] is used: models do not see padding, on
             either side; processors and criteria do, as in `generate`. (As a named parameter `generate` would pass it twice.)
 
-    `generate` keeps `tokenizer` from methods that are not its own: instead of `stop_strings=...` give it
-    `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
+    `generate` keeps `streamer`, `assistant_model` and `tokenizer` from a callable: the first two are refused here by name, and
+    `generate` itself refuses `stop_strings` then. All three work with `custom_generate=shoal.custom_generate_dir(),
+    trust_remote_code=True`. A model may be in training mode if all its dropouts are 0.
 
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
@@ -65,11 +71,48 @@ def custom_generate(
         other prompts are in the batch.
 
     Raises:
-        RequestError: beam search and other methods, inputs that are no ids, or outputs shoal does not have (attentions, hidden
-            states).
+        RequestError: beam search and other methods, inputs that are no ids, outputs shoal does not have (attentions, hidden
+            states), arguments that `generate` keeps from a callable, or training mode with dropout.
+    """
+    _refuse_kept()
+    return decode(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, draft_model, lookahead, attention, max_batch,
+        **model_kwargs,
+    )  # fmt: skip
+
+
+def decode(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
+    lookahead: Any = None, attention: str = "auto", max_batch: int = 64, streamer: Any = None, **model_kwargs: Any,
+) -> Any:  # fmt: skip
+    """`custom_generate`, also with a streamer: it gets the prompt [1, length], then every token [1]; `end` is the caller's to call.
+
+    Raises:
+        RequestError: see `custom_generate`; more than one row and a streamer.
     """
     _refuse(generation_config, model_kwargs)
     require_stateless(logits_processor)
+    if streamer is not None and len(input_ids) > 1:
+        raise RequestError(
+            f"a streamer follows one row, and here are {len(input_ids)}: use shoal.load(model).stream for several"
+        )
+    with evaluating(*((m, _name(m)) for m in (model, draft_model) if m is not None)):
+        stream, groups = _stream(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, draft_model, lookahead, attention,
+            max_batch, model_kwargs.get("attention_mask"),
+        )  # fmt: skip
+        if streamer is not None:
+            _put(stream, input_ids, streamer)
+        stream.run()
+    rows: list[Row] = [row for _, row in sorted(_placed(groups, stream), key=lambda pair: pair[0])]
+    return _returned(rows, input_ids, generation_config)
+
+
+def _stream(
+    model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, draft_model: Any, lookahead: Any, attention: str,
+    max_batch: int, mask: Tensor | None,
+) -> tuple[Stream, Groups]:  # fmt: skip
+    """The run, and which row of the batch each of its rows is."""
     target = _runner(model, attention)
     drafter = _runner(draft_model, attention) if draft_model is not None else None
     if drafter is not None:
@@ -77,13 +120,33 @@ def custom_generate(
     knowledge = _knowledge.setdefault(model, Knowledge(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, knowledge)
     engine = Engine(target, drafter, controller, max_batch=min(max_batch, len(input_ids)), rule=Coupled())
-    apart = any(map(_allowed_by_place, logits_processor))
-    groups = _groups(input_ids, model_kwargs.get("attention_mask"), apart)
-    requests = _requests(groups, input_ids, logits_processor, stopping_criteria, generation_config)
-    stream = Stream(engine, requests, text=False)
-    stream.run()
-    rows: list[Row] = [row for _, row in sorted(_placed(groups, stream), key=lambda pair: pair[0])]
-    return _returned(rows, input_ids, generation_config)
+    groups = _groups(input_ids, mask, apart=any(map(_allowed_by_place, processors)))
+    return Stream(engine, _requests(groups, input_ids, processors, criteria, config), text=False), groups
+
+
+def _put(stream: Stream, input_ids: Tensor, streamer: Any) -> None:
+    """Runs the stream, and feeds the streamer as `generate` does it."""
+    streamer.put(input_ids.cpu())
+    for increment in stream:
+        for token in increment.token_ids:
+            streamer.put(torch.tensor([token]))
+
+
+def _refuse_kept() -> None:
+    """Looks into the frame of the `generate` that has called: there is no other way to learn what it was given."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    asked = {} if frame is None else frame.f_locals
+    given = {name: asked[name] for name in KEPT if asked.get(name) is not None and asked[name] is not False}
+    if "streamer" in given:
+        given["streamer"].end()  # or whoever reads it would wait for ever
+    if given:
+        raise RequestError(
+            f"generate keeps {' and '.join(given)} from a callable: use custom_generate=shoal.custom_generate_dir(), "
+            "trust_remote_code=True (a drafter alone may also be given as draft_model)"
+        )
 
 
 def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -103,7 +166,6 @@ def _refuse(config: Any, model_kwargs: dict[str, Any]) -> None:
 
 def _runner(model: Any, attention: str) -> Runner:
     """The checked runner of a model object; the self-check runs once per model."""
-    models.require_eval(model, _name(model))
     known = _runners.setdefault(model, {})
     if attention not in known:
         known[attention] = models.wrap(model, _name(model), attention)

@@ -120,8 +120,12 @@ class Coupled:
     """Draws what plain decoding would draw by the same luck, and accepts the drafts that are just that.
 
     Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
-    price is a slightly lower acceptance: at least (1 - d) / (1 + d) for distributions of total variation d, where rejection
-    sampling accepts 1 - d (Daliri et al. 2024, arXiv 2408.07978).
+    price is a lower acceptance than the 1 - d of rejection sampling, d being the total variation of p and q.
+
+    An exponential race over all tokens accepts at least (1 - d) / (1 + d) (Daliri et al. 2024, arXiv 2408.07978), at the cost of a
+    random number per token. Here the race is over buckets of tokens: the buckets agree at least that often for the d of their sums.
+    Inside the bucket the token is drawn by inverse transform, for which there is no bound: distributions in one bucket may never
+    agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/numerics.md).
     """
 
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:

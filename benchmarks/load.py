@@ -1,7 +1,7 @@
 """A server under load: many clients at once, of all kinds, against the bundled pair on this machine.
 
     python benchmarks/load.py --minutes 5            # 64 clients; in turns with speculation and without
-    python benchmarks/load.py --minutes 5 --json
+    python benchmarks/load.py --minutes 5 --json FILE
 
 It starts `shoal serve` on a free loopback port and ends it. Exit code 1 if any request fails; if a greedy or seeded answer is not
 what `generate` gives offline; if a text does not fit its grammar or holds a stop string; if rows are left in the server when all
@@ -34,6 +34,7 @@ import torch
 
 import shoal
 from shoal.bench.machine import machine
+from shoal.bench.provenance import place_of_results, write_results
 
 Json = dict[str, Any]
 PROMPTS = (
@@ -358,14 +359,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="of both phases together")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of what clients ask, the same in both phases")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write all figures there")
     arguments, options = parser.parse_known_args()  # the rest is for `shoal serve`
     seconds = 60 * arguments.minutes
     known = known_asks()
     with server(options) as (url, process):
         found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed))
     found["failures"] = failures(found, seconds, process.returncode)
-    print(json.dumps({"machine": machine(torch.device("cpu")), **found})) if arguments.json else show(found)
+    if arguments.json:
+        write_results(arguments.json, {"machine": machine(torch.device("cpu")), **found})
+    show(found)
     return int(bool(found["failures"]))
 
 

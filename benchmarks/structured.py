@@ -1,7 +1,7 @@
 """Structured output on the bundled pair: how many samples of forty schemas end, and whether they are valid.
 
     python benchmarks/structured.py                       # two samples each at temperature 0.8, 300 tokens at most
-    python benchmarks/structured.py --whitespace compact --json
+    python benchmarks/structured.py --whitespace compact --json FILE
 
 `valid` ended by itself and fits its schema (jsonschema, formats included), `invalid` ended and does not, `cut` came to the limit,
 `refused` counts schemas. Exit code 1 if anything is invalid.
@@ -17,9 +17,12 @@ from collections import Counter
 from typing import Any
 
 import jsonschema
+import torch
 from schemas import SCHEMAS
 
 import shoal
+from shoal.bench.machine import machine
+from shoal.bench.provenance import place_of_results, write_results
 
 Json = dict[str, Any]
 CHECKER = jsonschema.FormatChecker()  # by itself it knows neither date-times nor the times of today's drafts
@@ -64,20 +67,21 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write all samples there")
     asked = parser.parse_args()
     model = shoal.load(dtype="float32", compile="off", quantize="off")
     found = [sample for name in SCHEMAS for sample in samples_of(model, name, asked)]
     counts = Counter(sample["verdict"] for sample in found)
-    if asked.json:
-        print(json.dumps({"asked": vars(asked), "counts": counts, "samples": found}, indent=1))
-    else:
-        for sample in found:
-            if sample["verdict"] != "valid":
-                print(f"{sample['verdict']:8} {sample['schema']:12} {sample['text'][:100]!r}")
-        drawn = sum(counts.values()) - counts["refused"]
-        print(f"{len(SCHEMAS)} schemas, {counts['refused']} refused; of {drawn} samples {counts['valid']} valid,")
-        print(f"{counts['invalid']} invalid, {counts['cut']} cut: {counts['valid'] / max(drawn, 1):.0%} valid")
+    if asked.json is not None:
+        settings = {name: value for name, value in vars(asked).items() if name != "json"}
+        where = {"machine": machine(torch.device("cpu")), "loaded": model.loaded}
+        write_results(asked.json, {**where, "asked": settings, "counts": counts, "samples": found})
+    for sample in found:
+        if sample["verdict"] != "valid":
+            print(f"{sample['verdict']:8} {sample['schema']:12} {sample['text'][:100]!r}")
+    drawn = sum(counts.values()) - counts["refused"]
+    print(f"{len(SCHEMAS)} schemas, {counts['refused']} refused; of {drawn} samples {counts['valid']} valid,")
+    print(f"{counts['invalid']} invalid, {counts['cut']} cut: {counts['valid'] / max(drawn, 1):.0%} valid")
     return int(counts["invalid"] > 0)
 
 

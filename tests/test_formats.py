@@ -171,6 +171,21 @@ def test_a_mixed_pair_is_mixed_by_its_checkpoints(
     assert asked.draft_model.dtype == BF16  # what is asked for is done
 
 
+def test_a_narrow_drafter_of_a_wide_target_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own width it would be in float32: only the target's format makes it bfloat16."""
+    monkeypatch.setattr(formats, "WIDE", 32)
+    monkeypatch.setattr(formats, "cpu", lambda: AMX)
+    target, drafter = save_pair(tmp_path)
+    tiny_model("llama").to(BF16).save_pretrained(target)
+    tiny_model("llama", hidden_size=16, num_attention_heads=2, num_key_value_heads=1).to(BF16).save_pretrained(drafter)
+    pair = shoal.load(target, drafter, device="cpu")
+    assert pair.draft_model is not None
+    assert (pair.target.dtype, pair.draft_model.dtype) == (BF16, BF16)
+    assert "target" in pair.draft_model.notes["dtype"]
+    assert shoal.load(drafter, device="cpu").target.dtype == F32  # by itself
+    assert pair.generate("ab", 2, max_new_tokens=8, seed=0, eos=(), lookahead=3).stats.drafted > 0
+
+
 @pytest.mark.parametrize(
     ("dtype", "cpu", "verdict"),
     [(BF16, AMX, "ok"), (BF16, PLAIN, "warn"), (F16, AMX, "warn"), (F16, Cpu.of({"avx512_fp16"}), "ok"), (F32, PLAIN, "ok")],

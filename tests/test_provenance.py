@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.bench import prompts, provenance, scaling, virtual
+from shoal.bench import compiled, prompts, provenance, ragged, scaling, virtual
 from shoal.bench.machine import machine
 from shoal.bench.provenance import NO_GIT, commit, require_place, write_results
 from shoal.cli import run
@@ -142,13 +142,15 @@ def test_bench_refuses_before_it_loads(
     assert "commit the changes first" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [scaling, virtual, prompts])
+@pytest.mark.parametrize("module", [scaling, virtual, prompts, compiled, ragged])
 def test_modules_refuse_before_they_measure(
     module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
     monkeypatch.setattr("shoal.load", _never)
     monkeypatch.setattr(prompts, "random_llama", _never)
+    monkeypatch.setattr(compiled, "load_runner", _never)
+    monkeypatch.setattr(ragged, "load_runner", _never)
     monkeypatch.setattr(sys, "argv", ["module", "--json", str(results / "a.json")])
     with pytest.raises(SystemExit) as ended:
         provenance.run_module(module.main)
@@ -169,6 +171,17 @@ def test_gpu_scripts_refuse_before_they_measure(results: Path) -> None:
     assert "must name the commit" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["load", "structured"])
+def test_scripts_refuse_before_they_measure(script: str, results: Path) -> None:
+    code = "import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; import shoal; shoal.load = None; "
+    code += f"import {script}, sys; sys.argv = ['x', '--json', {str(results / 'a.json')!r}]; {script}.main()"
+    path = os.pathsep.join(map(str, (ROOT / "benchmarks", ROOT / "src")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, "must name the commit" in done.stderr) == (2, True), done.stderr
+
+
 def test_measurements_become_files_in_one_way_only() -> None:
     """A module that wrote JSON by itself would name no commit; virtual's prices go back into itself."""
     found = []
@@ -180,3 +193,10 @@ def test_measurements_become_files_in_one_way_only() -> None:
         text = file.read_text()
         found += [file.name] * len(re.findall(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w", text))
     assert sorted(found) == ["provenance.py", "virtual.py"]
+
+
+def test_no_measurement_is_printed_as_json() -> None:
+    """Printed JSON would be redirected into benchmarks/results, where nothing could refuse it."""
+    for file in [*(ROOT / "src/shoal/bench").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for found in re.findall(r"(?:print|echo)\(json\.dumps\((.*)", file.read_text()):
+            assert found.startswith('report["machine"]'), (file.name, found)  # below tables: not the measurement

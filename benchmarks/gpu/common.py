@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
-from shoal.errors import RequestError
+from shoal.bench.provenance import place_of_results, write_results
 
 NO_DEVICE = 3
 """Exit code where there is no such device."""
@@ -26,17 +25,8 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="cuda", help="cpu tries the script itself out; its times say nothing (default: cuda)"
     )
-    parser.add_argument("--results", type=_place, help="directory for a JSON file named by date and device")
+    parser.add_argument("--results", type=place_of_results, help="directory for a JSON file named by date and device")
     return parser
-
-
-def _place(text: str) -> Path:
-    """A directory for results, refused at once if they could not be kept there."""
-    try:
-        require_place(Path(text))
-    except RequestError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return Path(text)
 
 
 def device_or_exit(name: str) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.precision import a_pass
+from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.models import bundled, load_runner
 from shoal.static import executor_for
 from shoal.train.problems import generate as problems
@@ -81,9 +83,10 @@ def main(
     tokens: Annotated[int, typer.Option(help="New tokens per row.")] = 128,
     lookahead: Annotated[str, typer.Option(help="Of the speculative runs.")] = "fixed:6",
     repeats: int = 9,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
 ) -> None:
     """Measures ordinary, static and compiled passes."""
+    require_place(json_path)
     sizes = [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in shapes.split(","))]
     report: dict[str, Any] = {
         "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
@@ -92,9 +95,8 @@ def main(
             size: speeds(int(size), tokens, lookahead, max(3, repeats // 3)) for size in batch_sizes.split(",") if size
         },
     }
-    if json_output:
-        typer.echo(json.dumps(report))
-        return
+    if json_path is not None:
+        write_results(json_path, report)
     console = Console(width=110)
     for part, found in report["ms_per_pass"].items():
         seconds = found.pop("seconds_building")
@@ -111,4 +113,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -58,6 +59,16 @@ def require_place(*places: Path | None, made_at: str | None = None) -> None:
                     f"results in {'/'.join(KEPT)} must name the commit they were made at, and this is {named}: commit the "
                     "changes first, or write elsewhere"
                 )
+
+
+def place_of_results(text: str) -> Path:
+    """For `argparse`: a place that results may go to. What `require_place` refuses ends the script with exit code 2."""
+    place = Path(text)
+    try:
+        require_place(place)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return place
 
 
 def _is_kept(place: Path) -> bool:

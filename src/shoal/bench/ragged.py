@@ -5,8 +5,8 @@ Random keys and values, as time does not depend on them; every line compares its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from shoal.attention.mixed import CALL_BYTES
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
+from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.models import bundled, load_runner
 from shoal.runner import Runner
 
@@ -77,13 +78,15 @@ def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
     return lines
 
 
-def main(rows: int = 32, positions: str = "1,5", repeats: int = 9, as_json: bool = typer.Option(False, "--json")) -> None:
+def main(
+    rows: int = 32, positions: str = "1,5", repeats: int = 9, output: Path | None = typer.Option(None, "--json")
+) -> None:
     """Prints milliseconds per pass of the bundled target, and what a call costs beside what is assumed."""
+    require_place(output)
     each = [measured(rows, int(many), repeats) for many in positions.split(",")]
     lines, call = [line for part in each for line in part], call_keys(each[0], rows)
-    if as_json:
-        print(json.dumps({"machine": machine(torch.device("cpu")), "lines": lines, "call_keys": call}))
-        return
+    if output is not None:
+        write_results(output, {"machine": machine(torch.device("cpu")), "lines": lines, "call_keys": call})
     table = Table("tokens per row", "positions", *WAYS, "logits differ by", title=f"ms per pass, {rows} rows")
     for line in lines:
         cells = [f"{line[way]:.1f}" for way in WAYS]
@@ -94,4 +97,4 @@ def main(rows: int = 32, positions: str = "1,5", repeats: int = 9, as_json: bool
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_module(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,12 +13,15 @@ from typing import Any
 import openai
 import pytest
 
-from serving import CONTEXT, legible, pair
+from serving import CONTEXT, PATIENCE, Gate, legible, pair
 from shoal import cli
 from shoal.accept import RULES
 from shoal.api import Shoal
+from shoal.cli.tally import Tally, tell
+from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
-from shoal.serve.lines import Ledger, read_lines
+from shoal.serve.ledger import SYNC_LINES, Ledger
+from shoal.serve.lines import read_lines
 from shoal.serve.offline import Offline
 from shoal.serve.recipe import Recipe
 from shoal.serve.settings import Settings
@@ -59,7 +63,7 @@ def batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         capsys.readouterr()
         code = cli.run(["batch", *map(str, arguments), "--json", "--k", "4"])
         out = json.loads(capsys.readouterr().out)
-        return out if code == 0 else (code, out["error"]["message"])
+        return out if code == 0 else (code, out["error"]["message"] if "error" in out else out)
 
     return run
 
@@ -150,11 +154,12 @@ def test_a_batch_goes_on_where_it_was_killed(tmp_path: Path, batch: Callable[...
     assert whole["tokens"] == 8 * 2 * 16
     assert 0 < whole["accepted"] <= whole["drafted"]
     lines = (tmp_path / "whole").read_text().splitlines(keepends=True)
-    (tmp_path / "out").write_text("".join(lines[:3]) + lines[3][:-9])  # killed within the fourth
-    rest = batch(source, tmp_path / "out")
-    assert (rest["lines"], rest["kept"], rest["answered"]) == (8, 3, 5)
-    once, twice = read(tmp_path / "whole"), read(tmp_path / "out")
-    assert {i: once[i]["choices"] for i in once} == {i: twice[i]["choices"] for i in twice}
+    for left in ("", "\0" * 4096, "\0\0\n" + "".join(lines[5:])):  # killed within the fourth; as a crash leaves it besides
+        (tmp_path / "out").write_text("".join(lines[:3]) + lines[3][:-9] + left)
+        rest = batch(source, tmp_path / "out")
+        assert (rest["lines"], rest["kept"], rest["answered"]) == (8, 3, 5)
+        once, twice = read(tmp_path / "whole"), read(tmp_path / "out")
+        assert {i: once[i]["choices"] for i in once} == {i: twice[i]["choices"] for i in twice}
     before = (tmp_path / "out").read_bytes()
     assert batch(source, tmp_path / "out")["answered"] == 0
     assert (tmp_path / "out").read_bytes() == before
@@ -177,9 +182,12 @@ def test_the_rule_is_coupled_where_a_line_has_a_seed(tmp_path: Path, monkeypatch
             "lines 1 and 3 have the same id 'a'",
         ),
         ([{"id": "a", "prompt": "x"}], "precious\n", "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], '{"id": "b", "choices": []}\n{"id": [1], "choices": []}\n', "out:2 is no answer"),
+        ([{"id": "a", "prompt": "x"}], '{"id": [1], "choices": [], "shoal": {}}\n', "out:1 is no answer"),
+        ([{"id": "a", "prompt": "x"}], '{"id": "a", "choices": []}\n', "out:1 is no answer of this version"),
         ([{"id": "a", "prompt": "x"}], '{"id": "a", "prompt": "x"}\n', "out:1 is no answer"),
         ([{"id": "a", "prompt": "x"}], "precious, without a line break", "out:1 is no answer"),
+        ([{"id": "a", "prompt": "x"}], "\0binary\n", "out:1 is no answer"),
+        ([{"id": "a", "prompt": "x"}], "precious\0", "out:1 is no answer"),
         (None, "", "No such file"),
     ],
 )
@@ -201,17 +209,19 @@ def test_the_output_is_another_file(tmp_path: Path, batch: Any) -> None:
 
 def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
-    with Ledger(tmp_path / "out") as ledger, pytest.raises(RequestError, match="another process is writing"):
-        Ledger(tmp_path / "out")
+    asked = list(read_lines(write(tmp_path / "in", [{"id": 1}, {"id": "1"}])))
+    with Ledger(tmp_path / "out", asked, {}) as ledger, pytest.raises(RequestError, match="another process is writing"):
+        Ledger(tmp_path / "out", asked, {})
     assert ledger.ids == set()
-    with Ledger(tmp_path / "out") as again:
+    with Ledger(tmp_path / "out", asked, {}) as again:
         assert again.write({"id": 1, "choices": []}) is True
-        assert again.write({"id": 1, "error": {}}) is False
-        assert again.write({"id": "1", "error": {}}) is True
-    with Ledger(tmp_path / "out") as ledger:
-        assert ledger.ids == {1, "1"}
+        assert again.write({"id": 1, "error": {"code": None}}) is False
+        assert again.write({"id": "1", "error": {"code": None}}) is True
+    with Ledger(tmp_path / "out", asked, {}) as ledger:
+        assert (ledger.ids, ledger.failed) == ({1, "1"}, {"1"})
     written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert written == [{"id": 1, "choices": []}, {"id": "1", "error": {}}]
+    made = [{"line": line.digest} for line in asked]
+    assert written == [{"id": 1, "choices": [], "shoal": made[0]}, {"id": "1", "error": {"code": None}, "shoal": made[1]}]
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +240,184 @@ def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: 
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 130
     assert list(read(tmp_path / "out")) == written
     assert 3 <= len(written) < 40
+
+
+def test_a_damaged_end_is_cut_wherever_it_begins() -> None:
+    whole = b"".join(json.dumps({"id": i, "choices": ["é\n"]}).encode() + b"\n" for i in range(3))
+    for size in range(len(whole)):
+        for left in (b"", b"\0", b"\0" * 99, b"\0\n\0", b"\0\n" + whole):
+            kept: list[int] = []
+            file = io.BytesIO(whole[:size] + left)
+            if left.endswith(b"}\n") and not whole[:size].count(b"\n") and not whole[:size].startswith(b"{"):
+                continue  # it begins like a file of something else
+            cut = mend(file, lambda number, line: kept.append(json.loads(line)["id"]))  # noqa: B023
+            stays = whole[: whole[:size].rfind(b"\n") + 1]
+            assert (file.getvalue(), cut) == (stays, size + len(left) - len(stays))
+            assert kept == list(range(stays.count(b"\n")))
+
+
+def test_what_was_cut_is_told(tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in", [{"id": "a", "prompt": "x", "seed": 1}])
+    (tmp_path / "out").write_bytes(b'{"id": "a", "cho' + b"\0" * 84)
+    assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0
+    assert "out: its last 100 bytes were no whole answers" in capsys.readouterr().err
+    assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["own", "enveloped"])
+def test_answers_to_other_lines_are_never_mixed_in(tmp_path: Path, batch: Any, kind: str) -> None:
+    def line(number: int, name: str) -> Any:
+        body = {"prompt": f"line {number}", "seed": number}
+        if kind == "own":
+            return {**body, **({"id": name} if name else {})}
+        return {"custom_id": name or f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+    def names(change: Callable[[list[Any]], list[Any]], name: str = "") -> Any:
+        lines = [line(number, name and f"{name}{number}") for number in range(1, 4)]
+        (tmp_path / "out").unlink(missing_ok=True)
+        assert batch(write(tmp_path / "in", lines), tmp_path / "out")["answered"] == 3
+        kept = (tmp_path / "out").read_bytes()
+        answer = batch(write(tmp_path / "in", change(lines)), tmp_path / "out")
+        assert isinstance(answer, dict) or (tmp_path / "out").read_bytes() == kept
+        return answer
+
+    changed = line(9, "b2")
+    assert names(lambda lines: [*lines, line(4, "new")])["answered"] == 1, "what is added is answered"
+    assert names(lambda lines: [lines[0], line(5, "new"), *lines[1:]], "b")["answered"] == 1, "ids tell them apart"
+    assert names(lambda lines: lines[::-1], "b")["answered"] == 0
+    code, said = names(lambda lines: [lines[0], changed, lines[2]], "b")
+    assert (code, "answers the line 'b2', but line 2 of the input is another one now" in said) == (2, True)
+    code, said = names(lambda lines: lines[:2], "b")
+    assert (code, "answers the line 'b3', which the input does not have" in said) == (2, True)
+    if kind == "own":  # nothing but its place names a line
+        code, said = names(lambda lines: [lines[0], line(5, ""), *lines[1:]])
+        assert (code, "of the input is another one now" in said) == (2, True)
+
+
+def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "template").write_text(TEMPLATE)
+    for name, weights in (("one", b"w" * 200_000), ("two", b"w" * 199_999 + b"v")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    source, out = write(tmp_path / "in", [{"id": i, "prompt": "x", "temperature": 0} for i in range(2)]), tmp_path / "out"
+    (tmp_path / "in.one").write_text((tmp_path / "in").read_text().splitlines(keepends=True)[0])
+    first = batch(tmp_path / "in.one", out, "--model", tmp_path / "one", "--name", "m")
+    assert first["answered"] == 1
+    kept = out.read_bytes()
+    for options, name in (
+        (["--model", tmp_path / "two"], "model"), (["--rule", "coupled"], "rule"), (["--max-tokens", 7], "max_tokens"),
+        (["--timeout", 9], "timeout"), (["--chat-template", tmp_path / "template"], "chat_template"),
+    ):  # fmt: skip
+        code, said = batch(source, out, "--model", tmp_path / "one", *options)
+        assert (code, f"out:1 was answered with {name} = " in said) == (2, True), said
+        assert out.read_bytes() == kept
+    monkeypatch.setattr(
+        "shoal.load_report.described", lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off"}
+    )
+    code, said = batch(source, out, "--model", tmp_path / "one")
+    assert (code, "dtype = 'float64', this run has 'bfloat16'" in said) == (2, True), said
+    assert out.read_bytes() == kept
+    monkeypatch.undo()
+    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=4))
+    (tmp_path / "one").rename(tmp_path / "elsewhere")
+    (tmp_path / "one").symlink_to(tmp_path / "elsewhere")
+    for options in (["--max-n", 5], ["--draft", tmp_path / "two"], ["--name", "n"]):
+        assert not isinstance(batch(source, out, "--model", tmp_path / "elsewhere", *options), tuple)
+
+
+def test_a_link_is_written_through(tmp_path: Path, batch: Any) -> None:
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "target", tmp_path / "link"
+    source = write(tmp_path / "in", [{"id": i, "prompt": "x", "seed": i} for i in range(3)])
+    link.symlink_to(target)
+    assert batch(source, link)["answered"] == 3, "a link to nothing yet"
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:2]) + lines[2][:20])
+    before = target.stat().st_ino
+    assert batch(source, link)["kept"] == 2
+    assert link.is_symlink()
+    assert link.readlink() == target
+    assert (target.stat().st_ino, sorted(read(target))) == (before, [0, 1, 2])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["far", "in", "link"]
+    link.unlink()
+    link.symlink_to(source)
+    asked = source.read_bytes()
+    assert batch(source, link)[0] == 2, "a link to the input"
+    assert source.read_bytes() == asked
+
+
+def test_answers_are_on_the_disk_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list(read_lines(write(tmp_path / "in", [{"id": i} for i in range(3 * SYNC_LINES)])))
+    (tmp_path / "far").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "far" / "out")
+    seen: list[Any] = []
+    real, now = os.fsync, [0.0]
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        stat = os.fstat(descriptor)
+        seen.append("folder" if stat.st_ino == (tmp_path / "far").stat().st_ino else stat.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = tmp_path / "out"
+    with Ledger(out, asked, {}, clock=lambda: now[0]) as ledger:
+        assert seen == [0, "folder"], "a new file has a name on the disk"
+        seen.clear()
+        for line in asked[: SYNC_LINES - 1]:
+            ledger.write({"id": line.id, "choices": []})
+            assert list(read(out))[-1] == line.id, "others read it at once"
+        assert seen == []
+        ledger.write({"id": asked[SYNC_LINES - 1].id, "choices": []})
+        assert seen == [out.stat().st_size], "after so many lines"
+        now[0] += 0.5
+        ledger.write({"id": asked[SYNC_LINES].id, "choices": []})
+        assert len(seen) == 1
+        now[0] += 0.6
+        ledger.write({"id": asked[SYNC_LINES + 1].id, "choices": []})
+        assert seen[1:] == [out.stat().st_size], "after a second"
+        ledger.write({"id": asked[SYNC_LINES + 2].id, "choices": []})
+        assert len(seen) == 2
+    assert seen[2:] == [out.stat().st_size], "and at the end"
+
+
+def test_the_exit_code_is_1_if_every_line_failed(tmp_path: Path, batch: Any) -> None:
+    wrong = [{"id": 1, "prompt": "x", "nn": 1}, {"custom_id": "2", "method": "POST", "url": "/v1/embeddings", "body": {}},
+             {"custom_id": "3", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 0}}]  # fmt: skip
+    code, tally = batch(write(tmp_path / "in", wrong), tmp_path / "out")
+    assert (code, tally["answered"], tally["failed"]) == (1, 3, 3)
+    code, tally = batch(tmp_path / "in", tmp_path / "out")
+    assert (code, tally["kept"], tally["answered"]) == (1, 3, 0), "also where they failed before"
+    assert batch(write(tmp_path / "in", [*wrong, {"id": 4, "prompt": "x"}]), tmp_path / "out")["answered"] == 1
+    assert batch(write(tmp_path / "none", []), tmp_path / "none.out")["lines"] == 0
+
+
+def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally, minutes = Tally(lines=4, kept=1), iter(range(4))
+
+    def wait(seconds: float) -> bool:
+        tally.answered = next(minutes)
+        return (seconds, tally.answered) != (60.0, tally.answered) or tally.answered == 3
+
+    tell(tally, wait)
+    said = capsys.readouterr().err.splitlines()
+    assert [line[: line.index(":")] for line in said] == [f"{n} of 4 lines answered (1 of them before)" for n in (1, 2, 3)]
+    gate, spoken = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
+
+    def told(tally: Tally, wait: Callable[[float], bool]) -> None:
+        gate.reached.wait(PATIENCE)
+        spoken.append((wait(0.001), str(tally)))
+        gate.opened.set()
+        spoken.append((wait(PATIENCE), str(tally)))
+
+    monkeypatch.setattr("shoal.cli.tally.tell", told)
+    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(gate, max_batch=4))
+    source = write(tmp_path / "in", [{"id": 1, "prompt": "hello", "seed": 1}])
+    assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0
+    assert [(ended, line.split(":")[0]) for ended, line in spoken] == [
+        (False, "0 of 1 lines answered"),
+        (True, "1 of 1 lines answered"),
+    ]

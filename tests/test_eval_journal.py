@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -30,13 +31,43 @@ def test_a_line_torn_at_any_byte_is_mended(tmp_path: Path) -> None:
         Journal(file).append(entry)
     whole = file.read_bytes()
     for size in range(len(whole)):
-        file.write_bytes(whole[:size])
+        file.write_bytes(whole[:size] + b"\0" * (size % 3))  # as a crash may leave it
         journal = Journal(file)
         kept = whole[:size].count(b"\n")
         assert list(journal.entries.values()) == ENTRIES[:kept]
         for entry in ENTRIES[kept:]:
             journal.append(entry)
         assert file.read_bytes() == whole
+
+
+def test_what_is_new_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, waited, real = tmp_path.stat().st_ino, [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        stat = os.fstat(descriptor)
+        waited.append("folder" if stat.st_ino == folder else stat.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    settle(tmp_path / "settings.json", {"n": 1})
+    assert waited == [(tmp_path / "settings.json").stat().st_size, "folder"]
+    journal = Journal(tmp_path / "a.jsonl")
+    assert waited[2:] == [0, "folder"]
+    for entry in ENTRIES:
+        journal.append(entry)
+        assert waited[-1] == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_settings_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", crash)
+        with pytest.raises(KeyboardInterrupt):
+            settle(tmp_path / "settings.json", {"n": 1})
+    settle(tmp_path / "settings.json", {"n": 2})
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"n": 2}
 
 
 KILLED = """

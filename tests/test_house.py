@@ -29,7 +29,8 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner dropout distributions history truncation purity attention cache static",
-    "words": "counts request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas disjoint",
+    "words": "counts durable request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas "
+    "disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...

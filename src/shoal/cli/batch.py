@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from shoal.cli.options import (
     MODELS,
@@ -47,16 +44,19 @@ from shoal.cli.serve import (
     ray_cluster,
     read_template,
 )
+from shoal.cli.tally import Tally, shown
 from shoal.cli.views import stderr, stdout
 from shoal.errors import InternalError, RequestError
 
 if TYPE_CHECKING:
-    from shoal.serve.lines import Json, Ledger, Line
+    from shoal.serve.ledger import Ledger
+    from shoal.serve.lines import Json, Line
     from shoal.serve.recipe import Recipe
+    from shoal.serve.settings import Settings
 
     Answer = Callable[[Sequence[Line], Callable[[Json], None]], None]
 
-EXIT_INTERRUPTED = 130
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 def batch(
@@ -112,8 +112,10 @@ def batch(
 ) -> int:  # fmt: skip
     """Answer a file of requests: exactly one answer per id, as they are ready.
 
-    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ...
-    What is wrong with a line is its answer. After a kill the same command goes on. docs/serving.md.
+    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ... Or it is
+    one of OpenAI's batch files, with "custom_id", "method", "url" and "body", and is answered as those are.
+    What is wrong with a line is its answer; the exit code is 1 if every line failed. After a kill or a crash the
+    same command goes on. docs/serving.md.
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     source = Source(
@@ -123,7 +125,7 @@ def batch(
     controller = parse_lookahead(lookahead)
     source.quieten_transformers()
     try:
-        from shoal.serve import lines, recipe, settings
+        from shoal.serve import ledger, lines, recipe, settings
     except ImportError as error:
         raise RequestError(f"shoal batch needs more packages ({error}): pip install '.[serve]'") from error
     asked = list(lines.read_lines(requests))
@@ -136,14 +138,15 @@ def batch(
         chat_template=read_template(chat_template),
     )  # fmt: skip
     served = recipe.Recipe(source.load, allowed, controller, rule, in_bytes(kv_memory))
-    with lines.Ledger(answers) as ledger:
-        tally = Tally(len(asked), sum(line.id in ledger.ids for line in asked))
+    with ledger.Ledger(answers, asked, _made_by(source, allowed, rule)) as book:
+        _tell_of_cut(book, answers)
+        tally = Tally(len(asked), len(book.ids))
         try:
             _answer(
                 asked,
-                ledger,
+                book,
                 tally,
-                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, tally),
+                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, tally, book),
             )
         except KeyboardInterrupt:
             stderr().print(f"interrupted: {tally}; the same command goes on from there", markup=False, soft_wrap=True)
@@ -152,74 +155,41 @@ def batch(
         print(json.dumps(tally.document()))
     else:
         stdout().print(str(tally), markup=False, soft_wrap=True)
-    return 0
+    return EXIT_FAILURE if asked and len(book.failed) == len(asked) else 0
 
 
-@dataclass
-class Tally:
-    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now.
+def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
+    """What changes tokens and is known before a model is loaded; a drafter changes neither a seed's tokens nor the law."""
+    from shoal import __version__
+    from shoal.models import bundled
+    from shoal.serve.identity import identity
+    from shoal.serve.lines import digest
 
-    `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
-    """
+    template = allowed.chat_template
+    return {
+        "version": __version__, "model": identity(source.model or bundled("target"), source.revision), "rule": rule,
+        "max_tokens": allowed.max_tokens, "timeout": allowed.timeout,
+        "chat_template": None if template is None else digest(template),
+    }  # fmt: skip
 
-    lines: int
-    kept: int
-    answered: int = 0
-    failed: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    loaded: Json | None = None
-    started_at: float = field(default_factory=time.perf_counter)
 
-    def add(self, entry: Json) -> None:
-        """Counts an answer."""
-        self.answered += 1
-        self.failed += "error" in entry
-        for took in entry.get("usage", {}).get("choices", ()):
-            self.tokens += took["completion_tokens"]
-            self.drafted += took["drafted"]
-            self.accepted += took["accepted"]
-
-    @property
-    def seconds(self) -> float:
-        """Since the models began to load."""
-        return time.perf_counter() - self.started_at
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-    def document(self) -> dict[str, Any]:
-        """As --json prints it."""
-        counts = {name: value for name, value in vars(self).items() if name != "started_at"}
-        return {**counts, "seconds": self.seconds, "tokens_per_second": self.speed}
-
-    def __str__(self) -> str:
-        before = f" ({self.kept} of them before)" if self.kept else ""
-        failed = f", {self.failed} with an error" if self.failed else ""
-        return (
-            f"{self.kept + self.answered} of {self.lines} lines answered{before}{failed}: "
-            f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, {self.speed:.0f} tokens/s"
+def _tell_of_cut(book: Ledger, answers: Path) -> None:
+    if book.cut:
+        said = (
+            f"{answers}: its last {book.cut} bytes were no whole answers, as a kill or a crash leaves them, and were cut off"
         )
+        stderr().print(said, markup=False, soft_wrap=True)
 
 
 def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer) -> None:
     """Answers what has no answer yet."""
     waiting = [line for line in asked if line.id not in ledger.ids]
-    pace = TextColumn("{task.fields[pace]}")
-    columns = (
-        TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
-    )  # fmt: skip
-    console = stderr()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=tally.lines, completed=tally.kept, pace="")
+    with shown(tally) as changed:
 
         def done(entry: Json) -> None:
             if ledger.write(entry):
                 tally.add(entry)
-                bar.update(task, advance=1, pace=f"{tally.speed:.0f} tokens/s")
+                changed()
 
         if waiting:
             answer(waiting, done)
@@ -228,9 +198,10 @@ def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer)
         raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
 
 
-def _here(recipe: Recipe, tally: Tally, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
+def _here(recipe: Recipe, tally: Tally, book: Ledger, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
     offline = recipe.offline()
     tally.loaded = offline.shoal.loaded
+    book.require(offline.made)
     offline.answer(lines, done)
 
 

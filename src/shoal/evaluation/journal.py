@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from shoal.durable import mend, sync, sync_entry, write_synced
 from shoal.errors import RequestError
 
 
 class Journal:
     """An append-only JSON Lines file of objects with a "task_id".
 
-    Opening it mends what a kill may have left: a last line without its end is dropped, and that problem is done again.
+    Opening it mends what a kill or a crash may have left: a damaged end is cut off, and those problems are done again.
 
     Raises:
         RequestError: for a line in the middle that is no such object, with its number; for a file that cannot be written.
@@ -23,22 +23,22 @@ class Journal:
         self.path = path
         self.entries: dict[str, dict[str, Any]] = {}
         try:
-            content = path.read_bytes() if path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            if whole != content:
-                os.truncate(path, len(whole))
+            with path.open("a+b") as file:
+                mend(file, self._keep)
+                sync(file)
+            sync_entry(path)
         except OSError as error:
             raise RequestError(f"cannot use {str(path)!r}: {error.strerror}") from error
-        for number, line in enumerate(whole.splitlines(), 1):
-            entry = _entry(line, f"{path}:{number}")
-            self.entries[entry["task_id"]] = entry
+
+    def _keep(self, number: int, line: bytes) -> None:
+        entry = _entry(line, f"{self.path}:{number}")
+        self.entries[entry["task_id"]] = entry
 
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one problem's results and waits until they are on the disk."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         self.entries[entry["task_id"]] = entry
 
 
@@ -55,14 +55,14 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 
 
 def settle(path: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings of a new run, or holds those of an old one against them.
+    """Writes the settings of a new run (whole, even in a crash), or holds those of an old one against them.
 
     Raises:
         RequestError: if the directory holds results of other settings; it names the first that differs.
     """
     settings = json.loads(json.dumps(settings))
     if not path.exists():
-        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_synced(path, json.dumps(settings, indent=1) + "\n")
         return
     try:
         before = json.loads(path.read_text(encoding="utf-8"))

@@ -8,21 +8,22 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from shoal.api import Shoal
 from shoal.engine import Engine
 from shoal.errors import InternalError
-from shoal.serve.faults import Fault, fault_of
+from shoal.serve.bodies import validated
+from shoal.serve.faults import Fault
 from shoal.serve.forms import Chat, Completions, Form
-from shoal.serve.lines import Json, Line, is_id
+from shoal.serve.lines import ENVELOPE, Json, Line, is_enveloped, is_id
 from shoal.serve.metrics import Metrics
 from shoal.serve.replies import Reply
+from shoal.serve.results import LineFault, answered, failed
 from shoal.serve.schema import ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings
 from shoal.serve.translate import Order, Translator, require_model
 from shoal.serve.worker import Worker
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Offline:
@@ -30,17 +31,22 @@ class Offline:
 
     Args:
         make_engine: engines of `shoal`, see `Worker`. settings: what a line may ask; `queue` means nothing here.
+
+    Attributes:
+        made: what was chosen when the target was loaded and changes tokens; the field "shoal" of each answer has it.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:
         self.shoal, self.settings = shoal, replace(settings, queue=sys.maxsize)
         self._make_engine = make_engine
+        chosen = shoal.loaded["target"] or {}
+        self.made = {name: chosen[name] for name in ("dtype", "quantize", "strict")}
 
     def answer(self, lines: Iterable[Line], done: Callable[[Json], None]) -> None:
         """Answers all lines; so many are open at a time that all slots of a batch are used.
 
         Args:
-            done: called with each answer as it is there: that of the API with the line's id, or {"id", "error"}.
+            done: called with each answer as it is there, see `shoal.serve.results`.
 
         Raises:
             InternalError: the engine's thread has ended. Exception: what `done` raised.
@@ -66,43 +72,58 @@ class Offline:
             worker.stop()
 
     async def _answer(self, line: Line, worker: Worker, translator: Translator) -> Json:
+        made: Json = {**self.made}
         try:
             form, order = self._order(line, translator)
-            answer = await Reply(worker, self.shoal.tokenizer, self.settings.model, form, order).whole()
+            made |= {"notes": dict(order.notes)} if order.notes else {}
+            entry = answered(line, await Reply(worker, self.shoal.tokenizer, self.settings.model, form, order).whole())
         except Exception as error:
             if not worker.alive:
                 raise InternalError(f"the engine's thread has ended: {worker.failure!r}") from error
-            answer = fault_of(error).body()
-        return {**answer, "id": line.id}
+            entry = failed(line, error)
+        return {**entry, "shoal": made}
 
     def _order(self, line: Line, translator: Translator) -> tuple[Form, Order]:
-        body = _body(line)
+        path, body = _asked(line)
         form: Form
-        try:
-            if "messages" in body:
-                conversation = ChatRequest.model_validate(body)
-                require_model(conversation.model or self.settings.model, self.settings)
-                form, order = Chat(), translator.chat(conversation)
-            else:
-                text = CompletionRequest.model_validate(body)
-                require_model(text.model or self.settings.model, self.settings)
-                form, order = Completions(), translator.completion(text)
-        except ValidationError as error:
-            found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]  # as FastAPI says it
-            raise RequestValidationError(found, body=body) from error
+        if path == CHAT:
+            conversation = validated(ChatRequest, body)
+            require_model(conversation.model or self.settings.model, self.settings)
+            form, order = Chat(), translator.chat(conversation)
+        else:
+            text = validated(CompletionRequest, body)
+            require_model(text.model or self.settings.model, self.settings)
+            form, order = Completions(), translator.completion(text)
         if order.stream:
             raise Fault(400, "an answer in a file cannot be streamed", param="stream")
         return form, order
 
 
-def _body(line: Line) -> Json:
-    """The API's fields of a line."""
+def _asked(line: Line) -> tuple[str, Json]:
+    """The API's path and fields of a line. Raises Fault for what is wrong outside of the fields."""
     try:
-        body = json.loads(line.text)
+        fields = json.loads(line.text)
     except (ValueError, RecursionError) as error:
         raise Fault(400, f"the line is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
+    if not isinstance(fields, dict):
         raise Fault(400, "the line must be a JSON object", code="invalid_json")
-    if not is_id(body.pop("id", "")):
+    if is_enveloped(fields):
+        return _opened(fields)
+    if not is_id(fields.pop("id", "")):
         raise Fault(400, "id must be a text or an integer", param="id", code="invalid_value")
-    return body
+    return (CHAT if "messages" in fields else COMPLETIONS), fields
+
+
+def _opened(fields: Json) -> tuple[str, Json]:
+    """The same of one of OpenAI's batch lines."""
+    if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
+        raise LineFault(400, f"unknown field {unknown[0]!r} beside custom_id, method, url and body", code="unknown_field")
+    if not isinstance(fields.get("custom_id"), str):
+        raise LineFault(400, "custom_id must be a text", code="invalid_custom_id")
+    if fields.get("method") != "POST":
+        raise LineFault(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
+    if fields.get("url") not in (COMPLETIONS, CHAT):
+        raise LineFault(400, f"url must be {COMPLETIONS!r} or {CHAT!r}, got {fields.get('url')!r}", code="invalid_url")
+    if not isinstance(fields.get("body"), dict):
+        raise LineFault(400, "body must be a JSON object", code="invalid_body")
+    return fields["url"], fields["body"]

@@ -1,0 +1,114 @@
+"""How far a batch is, for those who watch it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from shoal.cli.views import stderr
+
+if TYPE_CHECKING:
+    from shoal.serve.lines import Json
+
+MINUTE = 60.0
+"""Seconds between two lines where stderr is no terminal."""
+
+
+@dataclass
+class Tally:
+    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now, `failed` of it with an error.
+
+    `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
+    """
+
+    lines: int
+    kept: int
+    answered: int = 0
+    failed: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    loaded: Json | None = None
+    started_at: float = field(default_factory=time.perf_counter)
+
+    def add(self, entry: Json) -> None:
+        """Counts an answer."""
+        from shoal.serve.results import choices_taken, has_failed
+
+        self.answered += 1
+        self.failed += has_failed(entry)
+        for took in choices_taken(entry):
+            self.tokens += took["completion_tokens"]
+            self.drafted += took["drafted"]
+            self.accepted += took["accepted"]
+
+    @property
+    def seconds(self) -> float:
+        """Since the models began to load."""
+        return time.perf_counter() - self.started_at
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def document(self) -> dict[str, Any]:
+        """As --json prints it."""
+        counts = {name: value for name, value in vars(self).items() if name != "started_at"}
+        return {**counts, "seconds": self.seconds, "tokens_per_second": self.speed}
+
+    def __str__(self) -> str:
+        before = f" ({self.kept} of them before)" if self.kept else ""
+        failed = f", {self.failed} with an error" if self.failed else ""
+        return (
+            f"{self.kept + self.answered} of {self.lines} lines answered{before}{failed}: "
+            f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, {self.speed:.0f} tokens/s"
+        )
+
+
+@contextmanager
+def shown(tally: Tally) -> Iterator[Callable[[], None]]:
+    """Shows a tally on stderr for as long as the block lasts: a bar on a terminal, elsewhere a line a minute.
+
+    Yields:
+        What to call when the tally has changed.
+    """
+    if stderr().is_terminal:
+        with _bar(tally) as update:
+            yield update
+        return
+    ended = threading.Event()
+    speaker = threading.Thread(target=tell, args=(tally, ended.wait), daemon=True)
+    speaker.start()
+    try:
+        yield lambda: None
+    finally:
+        ended.set()
+        speaker.join()
+
+
+def tell(tally: Tally, wait: Callable[[float], bool]) -> None:
+    """Prints a line each minute, also while no line of the batch ends.
+
+    Args:
+        wait: waits for so many seconds, or until the batch has ended; says whether it has.
+    """
+    while not wait(MINUTE):
+        stderr().print(str(tally), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar(tally: Tally) -> Iterator[Callable[[], None]]:
+    pace = TextColumn("{task.fields[pace]}")
+    columns = (
+        TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("", total=tally.lines, completed=tally.kept, pace="")
+        yield lambda: bar.update(task, completed=tally.kept + tally.answered, pace=f"{tally.speed:.0f} tokens/s")

@@ -1,0 +1,67 @@
+"""Files that survive a crash of the machine: what is written is waited for, and what a crash has left is cut off."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, BinaryIO
+
+
+def sync(file: IO[bytes] | IO[str]) -> None:
+    """Waits until all that was written to a file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_entry(path: Path) -> None:
+    """Waits until the name of a new file is on the disk; of a link, that of the file it points to."""
+    with suppress(OSError):  # some systems open no directories, some file systems sync none
+        directory = os.open(path.resolve().parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a small file such that a crash leaves the old one or the new one, whole."""
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+    beside.replace(path)
+    sync_entry(path)
+
+
+def mend(file: BinaryIO, check: Callable[[int, bytes], None]) -> int:
+    """Reads a file of JSON objects, one a line, and cuts off its damaged end.
+
+    Damaged is a last line without its line break, and everything from the first NUL byte on: file systems may leave NUL bytes where
+    data had not been written when the machine stopped, and JSON has none.
+
+    Args:
+        file: open for reading and appending. check: called with number, from 1, and bytes of each whole line; it raises for what
+            does not belong there. It is also called with damaged lines that do not begin as an object, which are never cut off.
+
+    Returns:
+        How many bytes were cut off.
+    """
+    whole = file.seek(0)
+    for number, line in enumerate(file, 1):
+        if line.endswith(b"\n") and b"\0" not in line:
+            check(number, line)
+            whole += len(line)
+            continue
+        if not _left_by_a_crash(line, whole > 0):
+            check(number, line)
+        size = file.seek(0, os.SEEK_END)
+        file.truncate(whole)
+        return size - whole
+    return 0
+
+
+def _left_by_a_crash(line: bytes, later: bool) -> bool:
+    """Whether a damaged line can be one of an object; `later`: whole ones stand before it."""
+    return line.startswith(b"{") or not line.strip(b"\0\n") or (later and line.startswith(b"\0"))

@@ -203,12 +203,10 @@ def test_a_shared_prompt_counts_once() -> None:
 
 
 def test_a_request_that_never_fits_is_refused_with_figures() -> None:
-    memory = bytes_of(20, 1)
+    memory = 8 * (20 + 1)  # of the target alone
     engine = engine_of(kv_bytes=memory)
     ask(engine, (1, 2, 3), new=17)
-    message = (
-        rf"a row of up to 21 tokens takes {bytes_of(21, 1)} bytes of KV cache, and there are {memory}: shorten the prompt"
-    )
+    message = rf"a row of up to 21 tokens takes {8 * 22} bytes of KV cache, and there are {memory}: shorten the prompt"
     with pytest.raises(RequestError, match=message):
         ask(engine, (1, 2, 3), new=18)
     finish(engine)
@@ -234,7 +232,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
 def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
     most = 12
-    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, prefixes: cells(prefixes, 100) <= most)
+    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, prefixes: cells(prefixes) <= most)
     low, high = Request((1,) * 7), Request((2,) * 7, 2)
     rows = [
         Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)

@@ -179,7 +179,7 @@ def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(pr
     assert run.said == plain("llama", [SHORT + 1, 50], n=2).said
     assert (run.engine.stats.draft_passes, run.proposed) == (0, [])
     assert drafter.cache.nbytes() == 0  # no pass, so no layer
-    assert (drafter.cache.capacity, drafter.cache.cells) == (5, 0)  # what a pass may write beyond a row's end
+    assert (drafter.cache.capacity, drafter.cache.cells) == (0, 0)
     assert run.engine.stats.prefill_tokens == SHORT + 49
     assert target.cache.capacity > 10
 
@@ -201,8 +201,56 @@ def test_memory_is_planned_by_what_each_model_reads() -> None:
     assert tight.said == free.said
     assert tight.engine.stats.rounds == free.engine.stats.rounds
     assert tight.engine.memory.used <= need * per_token
-    with pytest.raises(RequestError, match="bytes of KV cache"):
-        Run(pair, Fixed(4), [50], kv_bytes=60 * per_token)
+
+
+@pytest.mark.parametrize("prompts", ["shared", "copied"])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_the_target_alone_decides_what_memory_holds(lookahead: str, prompts: str) -> None:
+    """Memory for one row of the target alone: it is served to its end, whatever is drafted; a byte less, and it is refused."""
+    pair = runners("llama")
+    per_token = plain("llama", [3]).engine.target.cache.bytes_per_token()
+    most = (CONTEXT + 1) * per_token
+    for length in (3, 50):
+        run = Run(pair, LOOKAHEADS[lookahead](), [length, length], n=2, prompts=prompts, kv_bytes=most)
+        assert run.said == plain("llama", [length, length], n=2).said
+        assert (run.engine.stats.drafted, run.engine.stats.draft_passes) == (0, 0)
+        assert run.engine.memory.used <= most
+        with pytest.raises(RequestError, match=f"takes {most} bytes of KV cache, and there are {most - 1}"):
+            Run(pair, LOOKAHEADS[lookahead](), [length], kv_bytes=most - 1)
+
+
+@pytest.mark.parametrize("executor", [None, "eager"], ids=["ordinary", "static"])
+@pytest.mark.parametrize("held", [1, 9, 10, 17, SHORT, 40])
+def test_drafts_go_as_far_as_memory_holds_the_drafters_keys(held: int, executor: str | None) -> None:
+    """Beside one row of the target there is memory for `held` tokens of the drafter."""
+    pair = runners("llama")
+    for model in pair:
+        model.use_static_passes(executor)
+    lone = Engine(*pair, Fixed(4), kv_bytes=1 << 40)
+    most = lone.models[0].cache_bytes(1, CONTEXT + 1) + lone.models[1].cache_bytes(1, held + 1)
+    run = Run(pair, Fixed(4), [9], temperature=0, kv_bytes=most)
+    assert run.said == plain("llama", [9], temperature=0).said
+    (row,) = run.rows
+    assert row.draft_context >= min(held, SHORT)
+    if executor is None:
+        assert row.draft_context == min(held, SHORT)
+        reached = max((tokens + drafts for tokens, drafts in run.proposed if drafts), default=None)
+        assert reached == (min(held, SHORT) + 1 if held >= 9 else None)
+        assert row.accepted == row.drafted
+    assert run.engine.memory.used <= most
+
+
+def test_rows_with_and_without_memory_for_drafts_side_by_side() -> None:
+    """Short rows are drafted for, and run beside each other; the one that fills the memory is decoded plainly."""
+    pair = runners("llama")
+    per_token = plain("llama", [3]).engine.target.cache.bytes_per_token()
+    for prompts in ("shared", "copied"):
+        for most in (CONTEXT + 1, CONTEXT + 20, 2 * (CONTEXT + 5), 200):
+            lengths, new = [50, 3, 4, 5, 50, 6], 14
+            run = Run(pair, Fixed(4), lengths, n=2, new=new, prompts=prompts, kv_bytes=most * per_token)
+            assert run.said == plain("llama", lengths, n=2, new=new).said
+            assert run.engine.memory.used <= most * per_token
+            assert all((row.drafted > 0) == (row.prompt_length < 50) for row in run.rows)
 
 
 def test_the_target_alone_refuses_prompts() -> None:

@@ -74,7 +74,7 @@ class Slots:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
             assert all(self.cells[cell] == row.group for cell in cells_of(row))
-            assert all(cell < cells(round_.prefixes, 10**6) for cell in cells_of(row))
+            assert all(cell < cells(round_.prefixes) for cell in cells_of(row))
 
     def _copy(self, admission: Admission) -> None:
         assert admission.source is not None
@@ -166,7 +166,7 @@ def test_prompts_with_deadlines_take_turns(
     """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
     call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
     stored never takes more than it may."""
-    fits = lambda rows, slots, prefixes: cells(prefixes, 10**6) <= most  # noqa: E731
+    fits = lambda rows, slots, prefixes: cells(prefixes) <= most  # noqa: E731
     scheduler, slots, entered, rows = Scheduler(capacity, prompts=prompts, chunk=chunk, fits=fits), Slots(), [], []
     for number, sizes in enumerate(calls):
         new = [row for i, n in enumerate(sizes) for row in group(10 * number + i, n, deadline=1e9, length=1 + (3 * i) % 5)]
@@ -177,7 +177,7 @@ def test_prompts_with_deadlines_take_turns(
         round_ = scheduler.next_round()
         slots.carry_out(round_)
         entered += [admission.row for admission in round_.admissions]
-        assert cells(round_.prefixes, 10**6) <= most
+        assert cells(round_.prefixes) <= most
         assert len(scheduler._store.groups) <= capacity
         ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
         gone |= ended

@@ -50,13 +50,13 @@ def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
     store = Store("shared")
     living: dict[int, Prefix] = {}
     for group, (length, leaves) in enumerate(asked):
-        before = cells(store.prefixes, 100)
+        before = cells(store.prefixes)
         prefix = store.admit(group, 1, length)
         assert prefix is not None
         assert prefix.length == length
         taken = sorted((p.base, p.base + p.length) for p in [*living.values(), prefix])
         assert all(end <= base for (_, end), (base, _) in pairwise(taken))
-        assert cells(store.prefixes, 100) == max(before, prefix.base + length)
+        assert cells(store.prefixes) == max(before, prefix.base + length)
         living[group] = prefix
         if leaves:
             del living[min(living)]
@@ -75,7 +75,7 @@ def test_holes_are_used_again() -> None:
     for group in range(6):
         store.forget(group)
     assert store.admit(6, 1, 31) == Prefix(0, 31)
-    assert cells(store.prefixes, 100) == 31
+    assert cells(store.prefixes) == 31
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Engine:
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.sharing`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
-        kv_bytes: what the caches of all models may take; rows wait until there is room. None = no limit but the machine's.
+        kv_bytes: what the caches of all models may take; rows wait until there is room, and are decoded plainly where it does not
+            hold the drafter's keys as well. None = no limit but the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
     Attributes:
@@ -193,9 +194,13 @@ class Engine:
     def _close_up(self) -> Sequence[Row]:
         """The rows of a round that others have left since their prompts were computed: their slots side by side again."""
         round_ = self.scheduler.close_up()
-        for model in self.models:
-            prefill(model, round_)
+        self._fill(round_)
         return round_.rows
+
+    def _fill(self, round_: Round) -> int:
+        """Carries out a round's admissions and moves in all caches; returns how many prompt tokens the target computed."""
+        computed = [prefill(model, round_, drafting=model is not self.target) for model in self.models]
+        return computed[0]
 
     def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
         """Ends the rows that a round was to admit, as their prompts could not be computed; raises the error if there are none."""
@@ -203,19 +208,18 @@ class Engine:
         if not refused:
             raise error
         moves = [move for move in round_.moves if move.row not in refused]
-        for model in self.models:
-            prefill(model, Round(round_.rows, moves=moves))
+        self._fill(Round(round_.rows, moves=moves))
         return self._cut(refused, "error", error)
 
     def _prefill(self, round_: Round) -> None:
         started = self._clock()
         self.memory.make_room(round_)
-        computed = [prefill(model, round_) for model in self.models]
+        computed = self._fill(round_)
         for model in self.models:
             model.spent()  # no part of a round
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.pieces)
-        self.stats.prefill_tokens += computed[0]
+        self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += self._clock() - started
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:

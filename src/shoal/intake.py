@@ -27,7 +27,6 @@ class Intake:
 
     def __init__(self, models: Sequence[Runner], memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
         self._target, self._memory = models[0], memory
-        self._draft_context = min((drafter.context for drafter in models[1:]), default=None)
         self._tokenizer, self._eos = tokenizer, tuple(eos)
         self._vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
@@ -47,14 +46,14 @@ class Intake:
         asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         seed = group_seed(asked, prompt, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
-        eos = self._ends(request)
+        eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
         return [
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
                 detokenizer=Detokenizer(self._tokenizer, prompt, limits.stop) if self._tokenizer else None,
                 watched=self._tokenizer is not None and (watched or bool(limits.stop)),
-                constraint=constraint and constraint.fork(), draft_context=self._draft_context,
+                constraint=constraint and constraint.fork(), draft_context=draft_context,
             )
             for i in range(request.n)
         ]  # fmt: skip

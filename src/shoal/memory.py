@@ -1,11 +1,14 @@
 """What keys and values may take, and what rows need of it.
 
-A cache is slots times the longest row in them, and the prompts that rows share beside that, once each. A model's cache has no room
-for what lies beyond its own context: a drafter with a shorter one than the target's takes no more than it can read.
+A cache is slots times the longest row in them, and the prompts that rows share beside that, once each. The target alone decides
+which rows are served. The drafter's cache has room for what it reads: no more of a row than its own context, and no more than fits
+beside the target's keys of that row.
 """
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +24,8 @@ class Memory:
     """The caches of an engine's models.
 
     Args:
-        models: target first; its context bounds the rows. spare: columns beyond a row's last token that a pass may write.
-        most: bytes that all caches together may take; None = no limit but the machine's.
+        models: target first; its context bounds the rows. spare: columns beyond a row's last token that a pass over several rows
+            may write. most: bytes that all caches together may take; None = no limit but the machine's.
     """
 
     def __init__(self, models: Sequence[Runner], spare: int, most: int | None) -> None:
@@ -38,15 +41,37 @@ class Memory:
         return sum(model.cache.nbytes() for model in self._models)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError: one row of the request is too much. Alone it takes as much with its prompt in its slot as apart."""
-        prompt, new = len(request.prompt_ids), request.limits.max_new_tokens
-        tokens = min(prompt + new, self._context)
-        need = sum(model.cache_bytes(1, _read(model, prompt, tokens) + self._spare) for model in self._models)
+        """Raises RequestError: one row of the request is too much for the target. Alone it takes as much with its prompt in its
+        slot as apart."""
+        need, tokens = self._target_bytes(request), self._tokens(request)
         if self._most is not None and need > self._most:
             raise RequestError(
                 f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are {self._most}: shorten the prompt or "
                 "lower max_new_tokens"
             )
+
+    def draft_context(self, request: Request) -> int:
+        """Most tokens of a row of the request that the drafter reads: what it has a context for, and what fits beside the target's
+        keys of one such row. The target alone decides whether the row is served and where it ends."""
+        context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
+        if self._most is None or len(self._models) == 1:
+            return context
+        left = self._most - self._target_bytes(request)
+        return bisect_right(range(1, context + 1), left, key=self._drafter_bytes)
+
+    def _target_bytes(self, request: Request) -> int:
+        return self._models[0].cache_bytes(1, self._tokens(request) + self._beyond(1))
+
+    def _drafter_bytes(self, tokens: int) -> int:
+        return sum(drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:])
+
+    def _tokens(self, request: Request) -> int:
+        """Most tokens of a row."""
+        return min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
+
+    def _beyond(self, slots: int) -> int:
+        """Columns beyond a row's last token that a pass may write: padding, which a row alone does not have."""
+        return self._spare if slots > 1 else 1
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> bool:
         """Whether these rows may be in that many slots, with these prompts in the shared store."""
@@ -92,17 +117,18 @@ class Memory:
 
     def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> tuple[int, int, int]:
         """Slots, tokens per slot and cells of the shared store that the model needs."""
-        return slots, max((self._room(model, row) for row in rows), default=0) + self._spare, cells(prefixes, model.context)
+        if model is not self._models[0]:
+            rows = [row for row in rows if row.draft_reach]
+            prefixes = [prefix for prefix in prefixes if prefix.drafted]
+        capacity = max(self._room(model, row) for row in rows) + self._beyond(slots) if rows else 0
+        return slots, capacity, cells(prefixes)
 
     def _room(self, model: Runner, row: Row) -> int:
         """Most tokens that the row's slot will hold in the model's cache."""
-        most = _read(model, row.prompt_length, min(row.prompt_length + row.request.limits.max_new_tokens, self._context))
+        most = self._tokens(row.request)
+        if model is not self._models[0]:
+            most = min(most, row.draft_reach)
         return most if row.prefix is None else max(most - row.prefix.length, 0)
-
-
-def _read(model: Runner, prompt: int, tokens: int) -> int:
-    """How many of a row's tokens the model reads: nothing of a prompt that it cannot hold, and nothing beyond its context."""
-    return min(tokens, model.context) if model.holds(prompt) else 0
 
 
 def _grown(model: Runner, slots: int, capacity: int, cells: int) -> int:

@@ -30,17 +30,20 @@ def policy_for(prompts: str, models: Sequence[Runner]) -> str:
     return prompts if all(model.shares for model in models) and not lost else "copied"
 
 
-def prefill(runner: Runner, round_: Round) -> int:
+def prefill(runner: Runner, round_: Round, drafting: bool = False) -> int:
     """Carries out a round's admissions and moves in one model's cache; returns how many prompt tokens were computed.
 
-    Of prompts that the model does not hold nothing is computed: their rows are in its cache with no tokens.
+    Args:
+        drafting: the model is the drafter. Of prompts that it does not hold (`Row.draft_reach`) nothing is computed: their rows
+            are in its cache with no tokens.
     """
-    cache = runner.cache
-    for admission in round_.admissions:
-        if not runner.holds(admission.row.prompt_length):
-            cache.enter(admission.row.slot)
-    admissions = [a for a in round_.admissions if runner.holds(a.row.prompt_length)]
-    pieces = [piece for piece in round_.pieces if runner.holds(piece.row.prompt_length)]
+    cache, admissions, pieces = runner.cache, round_.admissions, round_.pieces
+    if drafting:
+        for admission in admissions:
+            if not admission.row.draft_reach:
+                cache.enter(admission.row.slot)
+        admissions = [admission for admission in admissions if admission.row.draft_reach]
+        pieces = [piece for piece in pieces if piece.row.draft_reach]
     copied = [a for a in admissions if a.row.prefix is None]
     for admission in copied:
         if admission.source is not None and not admission.fresh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ class Row:
         serial: unlike any other row's of the process, also of rows that are gone; what may outlive the row knows it by this.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Brought up to date where penalties
             ask for them.
-        draft_context: most tokens of the row that its drafter can read; None = no limit. A longer row is decoded plainly.
+        draft_context: most tokens of the row that its drafter can read, and has memory for. A longer row is decoded plainly.
     """
 
     request: Request
@@ -102,7 +103,7 @@ class Row:
     finish_reason: str | None = None
     error: ShoalError | None = None
     finished_at: float | None = None
-    draft_context: int | None = None
+    draft_context: int = sys.maxsize
     serial: int = field(default_factory=itertools.count().__next__)
     counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
     output_counts: TokenCounts = field(init=False, repr=False)
@@ -127,12 +128,15 @@ class Row:
     def room(self) -> int:
         """The longest draft that it may be given: one token less than it may still commit, no more than was asked for, and no
         token that the drafter would have to draw after more than it can read."""
-        limits = [self.remaining - 1]
+        limits = [self.remaining - 1, self.draft_context - len(self.tokens) + 1]
         if self.request.max_draft is not None:
             limits.append(self.request.max_draft)
-        if self.draft_context is not None:
-            limits.append(self.draft_context - len(self.tokens) + 1)
         return max(min(limits), 0)
+
+    @property
+    def draft_reach(self) -> int:
+        """Most tokens of the row that its drafter reads: nothing of a prompt that it cannot hold."""
+        return self.draft_context if self.prompt_length <= self.draft_context else 0
 
 
 @dataclass(frozen=True)

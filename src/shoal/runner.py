@@ -75,11 +75,6 @@ class Runner:
             slots, capacity = static.room(slots, capacity)
         return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
 
-    def holds(self, prompt: int) -> bool:
-        """Whether a prompt of that many tokens fits in the context. A drafter that does not hold a row's prompt computes nothing
-        of the row."""
-        return prompt <= self.context
-
     def use_static_passes(self, executor: str | None) -> None:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.static`, or None to stop."""
         self.static = None

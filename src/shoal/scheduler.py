@@ -213,7 +213,8 @@ class Scheduler:
             row.prefix = self._store.find(row.group)
             if computes:
                 self._store.forget(row.group)
-                row.prefix = self._store.admit(row.group, min(row.request.n, self.capacity), row.prompt_length - 1)
+                rows, length = min(row.request.n, self.capacity), row.prompt_length - 1
+                row.prefix = self._store.admit(row.group, rows, length, drafted=row.draft_reach > 0)
             if self._fits(row, slot):
                 return True
         alone = not (self.seated or self.crowded)

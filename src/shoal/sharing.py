@@ -19,16 +19,17 @@ SAVED = 2048
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store."""
+    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store. `drafted`: the drafter keeps it,
+    too."""
 
     base: int
     length: int
+    drafted: bool = True
 
 
-def cells(prefixes: Iterable[Prefix], context: int) -> int:
-    """Cells of the shared store up to the end of the last of these prompts. Prompts that a model of that context cannot hold are
-    not stored for it, see `shoal.runner.Runner.holds`."""
-    return max((prefix.base + prefix.length for prefix in prefixes if prefix.length < context), default=0)
+def cells(prefixes: Iterable[Prefix]) -> int:
+    """Cells of the shared store up to the end of the last of these prompts."""
+    return max((prefix.base + prefix.length for prefix in prefixes), default=0)
 
 
 def check_policy(name: str) -> None:
@@ -62,11 +63,12 @@ class Store:
         """The group's prompt, if it is here."""
         return self._held.get(group)
 
-    def admit(self, group: int, rows: int, length: int) -> Prefix | None:
+    def admit(self, group: int, rows: int, length: int, drafted: bool = True) -> Prefix | None:
         """Room for the prompt of a group, or None if it is better copied.
 
         Args:
             rows: of the group that may run at once. length: tokens of its prompt that are stored, all but the last.
+            drafted: the drafter stores them, too.
         """
         if length < 1 or not self._shares(rows, length):
             return None
@@ -75,7 +77,7 @@ class Store:
             if held.base - base >= length:
                 break
             base = held.base + held.length
-        self._held[group] = Prefix(base, length)
+        self._held[group] = Prefix(base, length, drafted)
         return self._held[group]
 
     def forget(self, group: int) -> None:

@@ -161,7 +161,7 @@ class SlotCache(Cache):
 
     def bytes_per_token(self) -> int:
         """Bytes one token of one row takes over all layers; 0 before the first pass."""
-        return sum(t.element_size() * t[0, 0].numel() for layer in self._layers for t in layer.tensors())
+        return sum(t.element_size() * t.shape[2:].numel() for layer in self._layers for t in layer.tensors())
 
     def nbytes(self) -> int:
         """Bytes allocated."""

@@ -4,8 +4,8 @@ Its cache holds a prefix of each row's committed tokens, never more than all but
 (it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
 case is special.
 
-A row that has more tokens than the drafter's context is not drafted for (`Row.room`). Its cache then keeps the prompt alone, or
-nothing where the prompt is too long as well; in passes for other rows it stands as padding.
+A row that has more tokens than the drafter's context, or memory, holds is not drafted for (`Row.room`). Its cache then keeps the
+prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding.
 
 Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain
 decoding. What is NaN or infinite in its cells becomes zero: it would otherwise reach the row's later drafts, and the next row of
@@ -104,7 +104,7 @@ class ModelDrafter:
             log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Rolls back to what was committed; a row that has outgrown the drafter's context, to its prompt."""
+        """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""
         cache = self.runner.cache
         for row in rows:
             cache.rollback(row.slot, min(cache.lengths[row.slot], self._kept(row)))
@@ -113,15 +113,15 @@ class ModelDrafter:
         """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
         if self._reads(row):
             return len(row.tokens) - 1
-        return row.prompt_length - 1 if self.runner.holds(row.prompt_length) else 0
+        return row.prompt_length - 1 if row.draft_reach else 0
 
     def _reads(self, row: Row) -> bool:
-        """Whether the row's tokens fit in the drafter's context."""
-        return len(row.tokens) <= self.runner.context
+        """Whether the drafter can read all of the row's tokens."""
+        return len(row.tokens) <= row.draft_context
 
     def pending(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
         """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
-        padding token for a row that has outgrown the context."""
+        padding token for a row that has outgrown what the drafter holds."""
         pending = [self._pending(row) for row in rows]
         counts = [len(tokens) for tokens in pending]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]

@@ -41,5 +41,5 @@ def step_up(size: int) -> int:
 
 def room(slots: int, capacity: int) -> tuple[int, int]:
     """What to reserve for `slots` rows of `capacity` tokens: a bucket's rows, a scratch slot, and a length that other runs will
-    ask for as well, so that passes built for one run serve the next."""
-    return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS))
+    ask for as well, so that passes built for one run serve the next. No length is none."""
+    return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS)) if capacity else 0

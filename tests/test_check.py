@@ -96,6 +96,30 @@ def test_the_measured_run_stands_beside_the_prediction(check: Callable[..., Any]
     assert data["speedup"][str(measured["k"])] == max(data["speedup"].values())
 
 
+@pytest.mark.parametrize(("texts", "held"), [(["x" * 40], 0), (["x" * 40, "def", "y" * 30], 1), (["def", "class"], 2)])
+def test_drafts_are_measured_on_the_prompts_that_the_drafter_holds(
+    texts: list[str], held: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts beyond its context, 24 tokens, are decoded plainly: that is said, and no fault of the pair."""
+    target, drafter = save_pair(tmp_path)
+    config = drafter / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 24}))
+    prompts = [option for text in texts for option in ("-p", text)]
+    assert run(["check", "--model", str(target), "--draft", str(drafter), *WORK, *prompts]) == 0
+    found = {found["name"]: found for found in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["context"]["verdict"] == ("ok" if held == len(texts) else "warn")
+    assert ("such rows are decoded plainly" in found["context"]["advice"]) == (held < len(texts))
+    if not held:
+        assert found["acceptance"]["verdict"] == "skip"
+        assert not found.keys() & {"costs", "speed-up", "greedy identity", "seeded identity"}
+        return
+    for name in ("acceptance", "greedy identity", "seeded identity", "speed-up"):
+        assert [said["measured"] for said in found[name]["data"]["prompts"]] == [held], name
+    drafted = [figures["drafted"] for name, figures in found["acceptance"]["data"].items() if name.startswith("T=")]
+    assert min(drafted) > 0
+    assert found["greedy identity"]["data"]["rows"] == 2 * held
+
+
 def test_one_prompt_is_measured_as_often_as_repeats_say(check: Callable[..., Any]) -> None:
     assert check("-p", "def", "--repeats", 3)["speed-up"]["data"]["measured"]["runs"] == 3
 

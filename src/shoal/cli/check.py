@@ -128,6 +128,11 @@ def examinations(
     yield measured_on(examine.memory(case), *sets)
     if model.draft_model is None or room.verdict == "fail":
         return
+    case = case.drafted()
+    if not case.sets:
+        advice = "measure on shorter prompts, or take a drafter with a longer context"
+        yield Finding("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
+        return
     for examination in (examine_pair.acceptance, examine_pair.costs, examine_pair.speed_up, examine_pair.identity):
         yield from examination(case)
 

@@ -146,7 +146,9 @@ def memory(case: Case) -> Finding:
     prefix = Store(policy_for(case.model.prompts, runners)).admit(0, slots, longest - 1)
     shared = 0 if prefix is None else prefix.length
     caches = sum(
-        runner.cache_bytes(slots, longest - shared + case.max_new_tokens + case.k + 1, shared) for runner in runners
+        runner.cache_bytes(slots, min(longest + case.max_new_tokens, runner.context) - shared + case.k + 1, shared)
+        for runner in runners
+        if longest <= runner.context  # a drafter keeps nothing of a longer prompt
     )
     free = _free_bytes(case.model.target)
     data = {"weights_bytes": weights, "cache_bytes": caches, "rows": slots, "free_bytes": free}

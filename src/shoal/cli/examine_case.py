@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,10 @@ class Case:
         """The drafter; checks that need it run only where there is one."""
         assert self.model.draft_model is not None
         return self.model.draft_model
+
+    def drafted(self) -> Case:
+        """The same with those prompts only that the drafter holds: for others nothing is drafted."""
+        return replace(self, sets=[held for one in self.sets if (held := one.within(self.draft.context))])
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -67,6 +67,11 @@ class PromptSet:
         """How many are measured, and of how many, where that differs."""
         return str(len(self.ids)) if self.given == len(self.ids) else f"{len(self.ids)} of {self.given}"
 
+    def within(self, tokens: int) -> PromptSet | None:
+        """The prompts of at most that many tokens; None if there are none."""
+        kept = [(text, ids) for text, ids in zip(self.texts, self.ids, strict=True) if len(ids) <= tokens]
+        return replace(self, texts=tuple(text for text, _ in kept), ids=tuple(ids for _, ids in kept)) if kept else None
+
     def first(self) -> PromptSet:
         """The first prompt alone."""
         return replace(self, texts=self.texts[:1], ids=self.ids[:1])

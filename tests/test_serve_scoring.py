@@ -10,11 +10,15 @@ import httpx
 import pytest
 
 from serving import PATIENCE, Gate, Served, eventually, legible, pair, served
-from shoal.accept import RULES
+from shoal.accept import RULES, Coupled
 from shoal.config import Limits, Sampling
+from shoal.engine import Engine
+from shoal.lookahead import Fixed
 from shoal.memory import Memory
 from shoal.request import Request
 from shoal.serve.scoring import Scoring
+from shoal.testing import tiny_model
+from shoal.testing.scripted import runner
 
 SCORE: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
 
@@ -39,11 +43,11 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
     scoring: list[Scoring] = []
 
     def beside(memory: Memory) -> None:
-        caches = sum(one._runner.cache.nbytes() for one in scoring if one._runner is not None)
+        caches = sum(one._runner.cache.nbytes() for one in set(scoring) if one._runner is not None)
         taken.append(memory.used + caches)
 
     def advanced(self: Scoring) -> None:
-        scoring[:] = [self]
+        scoring.append(self)
         beside(server.worker.engine.memory)
         advance(self)
         beside(server.worker.engine.memory)
@@ -91,6 +95,55 @@ def test_caches_that_rows_have_left_make_room() -> None:
     run(3, 100, scored)
     engine.set_aside(0)
     run(2, 280, 0)
+
+
+def real(memory: int | None, prompts: str, max_batch: int = 2, k: int = 3) -> Engine:
+    models = [runner(tiny_model("llama"), 128), runner(tiny_model("llama", seed=1, layers=1), 128)]
+    return Engine(*models, Fixed(k), max_batch=max_batch, rule=Coupled(), prompts=prompts, chunk=4, kv_bytes=memory)
+
+
+@pytest.mark.parametrize(("time_budget", "new", "room"), [(None, 8, 100), (1000.0, 4, 150)], ids=["in order", "in turns"])
+@pytest.mark.parametrize("prompts", ["copied", "shared"])
+def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
+    prompts: str, time_budget: float | None, new: int, room: int
+) -> None:
+    """A free slot may hold the prompt that the next row copies, and is cut with the rest of the cache. Where requests take turns,
+    a prompt is computed in pieces above such a slot."""
+    limits = Limits(max_new_tokens=new, time_budget=time_budget)
+    asked = [Request((*range(1, length),), n, Sampling(seed=length), limits) for length, n in ((60, 3), (40, 1))]
+
+    def run(memory: int | None, every: int) -> list[list[int]]:
+        engine = real(memory, prompts)
+        rows = [row for request in asked for row in engine.submit(request)]
+        while not engine.scheduler.idle:
+            engine.step()
+            if every:
+                for _ in range(every):  # until there is room, or the rows have gone on without
+                    if engine.set_aside(60):
+                        scored = engine.target.cache_bytes(1, 60)
+                        assert engine.memory.used + scored <= most
+                        trimmed.append(engine.memory.used)
+                engine.set_aside(0)
+        return [row.tokens for row in rows]
+
+    trimmed: list[int] = []
+    most = sum(model.cache_bytes(1, room) for model in real(2**40, prompts).models)
+    expected = run(None, 0)
+    for every in (1, 2):
+        assert run(most, every) == expected
+    assert trimmed, "there was never room"
+
+
+def test_slots_that_rows_have_left_take_no_memory() -> None:
+    most = 8 * sum(model.cache_bytes(1, 16) for model in real(2**40, "copied").models)
+    engine = real(most, "copied", max_batch=8, k=8)
+    rows = [
+        row for i in range(8) for row in engine.submit(Request((1, 2, i), 1, Sampling(seed=1), Limits(max_new_tokens=4)))
+    ]
+    engine.step()
+    assert len(engine.scheduler.seated) == 8
+    engine.cancel(rows)
+    assert engine.set_aside(128)
 
 
 def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,18 @@ class Engine:
         Raises:
             RequestError: there never is.
         """
-        room = self.memory.set_aside(tokens, *self.scheduler.held)
+        self.memory.set_aside(tokens)
         self.scheduler.crowded = tokens > 0
+        return not tokens or self._make_room()
+
+    @torch.inference_mode()
+    def _make_room(self) -> bool:
+        """Whether all that is in slots fits beside what is set aside; the caches are then no larger than that."""
+        round_ = self.scheduler.vacate()
+        self._fill(round_)
+        room = self.memory.fits(round_.seated, round_.slots, round_.prefixes)
+        if room:
+            self.memory.make_room(round_)
         return room
 
     def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:

@@ -80,27 +80,18 @@ class Memory:
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
         return need + self._aside <= self._most
 
-    def set_aside(self, tokens: int, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> bool:
-        """Sets memory aside for a target's cache of one row beside those of the engine, 0 tokens = none; from then on rows that
-        would not fit beside it wait. Whether there is room already, next to the rows in their slots.
+    def set_aside(self, tokens: int) -> None:
+        """From now on so many tokens in a cache of one row of the target count beside the engine's caches; 0 = none.
 
         Raises:
-            RequestError: there never is.
+            RequestError: they never fit.
         """
-        if self._most is None:
-            return True
         need = self._models[0].cache_bytes(1, tokens)
-        if need > self._most:
+        if self._most is not None and need > self._most:
             raise RequestError(
                 f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: shorten the prompt"
             )
         self._aside = need if tokens else 0
-        if tokens and not self.fits(rows, slots, prefixes):
-            return False
-        if self.used + self._aside > self._most:
-            for model in self._models:
-                model.trim(*self._size(model, rows, slots, prefixes))
-        return True
 
     def make_room(self, round_: Round) -> None:
         """For what a round has in its slots. Caches keep the size they had, unless that would be too much.

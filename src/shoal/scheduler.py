@@ -77,11 +77,6 @@ class Scheduler:
         return [row for row in self._slots if row is not None and row is not self._filling]
 
     @property
-    def held(self) -> tuple[list[Row], int, Sequence[Prefix]]:
-        """Rows in slots, slots, and shared prompts."""
-        return self.seated, len(self._slots), self._store.prefixes
-
-    @property
     def idle(self) -> bool:
         return not self.waiting and not any(self._slots)
 
@@ -158,6 +153,14 @@ class Scheduler:
         slots = len(self._slots)
         moves = self._compact()
         return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.prefixes)
+
+    def vacate(self) -> Round:
+        """As `close_up`, and what free slots hold is given up: the caches may be trimmed to what the rows in slots need."""
+        for slot, row in enumerate(self._slots):
+            if row is None:
+                self.forget(slot)
+        moves = self.close_up().moves
+        return Round(self.running, moves=moves, filling=self._filling, slots=len(self._slots), prefixes=self._store.prefixes)
 
     def _fill(self, row: Row, most: int, pieces: list[Piece]) -> int:
         """Adds the next piece of the row's prompt; returns its tokens."""

@@ -12,12 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.api import Shoal, Stream
+from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.engine import Engine
 from shoal.lookahead import Fixed
 from shoal.request import FINISH_REASONS, Increment, Request, Result, Sample
 from shoal.runner import Runner
+from shoal.stream import Stream
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import adversary, hashed, mixed, says, scripted
 from shoal.testing.tiny import END

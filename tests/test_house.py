@@ -24,13 +24,13 @@ PACKAGE = ROOT / "src" / "shoal"
 
 PLACES = {
     "edges": "__init__ __main__ cli train bench evaluation serve testing reference transformers_door transformers_repository data",
-    "api": "api",
+    "api": "api stream progress",
     "engine": "engine",
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
-    "runner dropout distributions history truncation purity attention cache static",
-    "words": "counts durable request schedule deadlines waiting sharing sources config errors stats noise ranking json_schemas "
-    "disjoint",
+    "runner dropout inputs distributions history truncation purity attention cache static",
+    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors stats noise ranking "
+    "json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -45,6 +45,8 @@ MAY_IMPORT = {
 
 # ... but for these.
 WITHIN = {
+    "api": "stream",
+    "stream": "progress",
     "models": "selfcheck strict tensor_parallel quantize linears formats runner attention cache",
     "strict": "runner attention",
     "tensor_parallel": "runner cache",
@@ -64,7 +66,8 @@ WITHIN = {
     "sharing": "errors",
     "sources": "errors",
     "json_schemas": "disjoint",
-    "config": "errors",
+    "config": "errors values",
+    "options": "config errors",
     "stats": "errors",
     "noise": "errors",
 }
@@ -73,7 +76,7 @@ WITHIN = {
 RESERVED = {
     "transformers": "models cache attention static transformers_door transformers_repository testing train bench",
     "typer": "cli train bench",
-    "rich": "cli train bench",
+    "rich": "cli train bench progress",
     "matplotlib": "bench evaluation",
     "rouge_score": "evaluation",
     "triton": "attention",

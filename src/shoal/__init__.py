@@ -54,6 +54,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, also before their first use."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: `shoal --help` need not wait for torch."""
     for module, names in _HOMES.items():

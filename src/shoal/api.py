@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from operator import index
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from shoal import lookahead, models
 from shoal.accept import RULES, Rule
-from shoal.config import Limits, Sampling, Speculation, require_text, split_options
+from shoal.config import Sampling, Speculation
 from shoal.engine import Engine
 from shoal.errors import RequestError
+from shoal.inputs import Prompts, read_prompts, with_bad_words
 from shoal.load_report import load_report, one_line
+from shoal.options import Integer, Options, split_options
 from shoal.quantize import parse as parse_formats
-from shoal.request import Increment, Output, Request, Result, Sample, occurrences
-from shoal.round import Commit
+from shoal.request import Request, Result, occurrences
 from shoal.runner import Runner
 from shoal.scheduler import CHUNK
 from shoal.sharing import check_policy
 from shoal.sources import require_source
 from shoal.static import executor_for
+from shoal.stream import Stream
+from shoal.values import plain
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
 
 LOG = logging.getLogger("shoal")
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Source = str | Path | nn.Module
+"""A hub id, a directory or a Transformers model."""
 
 
 def load(
-    target: str | Path | None = None, draft: str | Path | None = None, *, dtype: str | torch.dtype = "auto",
+    target: Source | None = None, draft: Source | None = None, *, tokenizer: Any = None, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
     prompts: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
@@ -43,8 +54,11 @@ def load(
     What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger "shoal" (INFO).
 
     Args:
-        target: hub id or directory; None = the bundled pair.
-        draft: hub id or directory of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
+        target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
+            caller's, and what says how to load (dtype, device, revision, quantize) is refused.
+        draft: the same of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
+        tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
+            read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
             `shoal.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
@@ -68,21 +82,20 @@ def load(
         if draft is not None:
             raise RequestError("a drafter was given without a target model")
         target, draft = models.bundled("target"), models.bundled("drafter")
-    named = ((target, revision), (draft, draft_revision))
-    local = [require_source(name, version, local_files_only) for name, version in named if name is not None]
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
-    tokenizer = models.load_tokenizer(target, revision=revision, **common)
-    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     formats = parse_formats(quantize)
-    runner = models.load_runner(
-        target, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel, **placed
-    )
+    placing = {"dtype": dtype, "device": device, "revision": revision, "tensor_parallel": tensor_parallel}
+    _check_source("target", target, **placing, quantize=formats["target"])
+    _check_source("draft", draft, draft_revision=draft_revision, quantize=formats["draft"])
+    named = ((target, revision), (draft, draft_revision))
+    local = [require_source(name, version, local_files_only) for name, version in named if isinstance(name, (str, Path))]
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
+    tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
+    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
+    runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
     draft_runner = None
     if draft is not None:
-        draft_tokenizer = models.load_tokenizer(draft, revision=draft_revision, **common)
-        draft_runner = models.load_runner(
-            draft, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype, **placed
-        )
+        draft_tokenizer = _tokenizer(draft, draft_revision, common)
+        draft_runner = _runner(draft, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
         models.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
     for model in (runner, draft_runner):
         if model is not None:
@@ -92,8 +105,33 @@ def load(
     return pair
 
 
+def _check_source(role: str, source: Source | None, **options: Any) -> None:
+    """Raises RequestError: it is no model, or an option for loading is given with a model object."""
+    if source is None or isinstance(source, (str, Path)):
+        return
+    if not models.is_model(source):
+        raise RequestError(f"{role} must be a hub id, a directory or a Transformers model, got a {type(source).__name__}")
+    given = [name for name, value in options.items() if value not in ("auto", "off", None, False)]
+    if given:
+        raise RequestError(
+            f"{role} is a model object and used as it is: {' and '.join(given)} can only be given with a name"
+        )
+
+
+def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> Any:
+    if isinstance(source, nn.Module):
+        return models.tokenizer_at_hand(source)
+    return models.load_tokenizer(source, revision=revision, **common)
+
+
+def _runner(source: Source, placed: dict[str, Any], **options: Any) -> Runner:
+    if isinstance(source, nn.Module):
+        return models.wrap(source, models.name_of(source), placed["attention"], strict=placed["strict"])
+    return models.load_runner(source, **placed, **options)
+
+
 class Shoal:
-    """A loaded pair, ready to generate.
+    """A loaded pair, ready to generate. As a context manager it closes itself.
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
@@ -105,7 +143,8 @@ class Shoal:
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16,
         prompts: str = "auto",
     ) -> None:  # fmt: skip
-        self.target, self.draft_model, self.tokenizer = target, draft_model, tokenizer
+        self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
+        self.tokenizer, max_batch = tokenizer, plain(max_batch)
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
         check_policy(prompts)
@@ -113,34 +152,98 @@ class Shoal:
         self.rule: Rule | None = None
         self.knowledge = lookahead.Knowledge(packed=target.packs)
         self.eos = models.eos_ids(target.hf, tokenizer)
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
 
-    def generate(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Result:
+    @property
+    def target(self) -> Runner:
+        """Raises RequestError once it is closed."""
+        return self._open()[0]
+
+    @property
+    def draft_model(self) -> Runner | None:
+        """Raises RequestError once it is closed."""
+        return self._open()[1]
+
+    def _open(self) -> tuple[Runner, Runner | None]:
+        if self._models is None:
+            raise RequestError("this Shoal is closed: load the pair again")
+        return self._models
+
+    def close(self) -> None:
+        """Cancels the streams that still run, and lets go of caches and models; a model object that was given to `load` stays its
+        owner's. Whatever is asked for later raises RequestError. Closing twice does nothing."""
+        self._executor.shutdown()
+        for stream in list(self._streams):
+            stream.close()
+        self._models = None
+        gc.collect()  # engines and models hold each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._models is None:
+            return "Shoal(closed)"
+        place = f"{self.target.dtype} on {self.target.device}".removeprefix("torch.")
+        draft = self.draft_model.name if self.draft_model else None
+        return f"Shoal(target={self.target.name!r}, draft={draft!r}, {place}, max_batch={self.max_batch})"
+
+    def generate(
+        self,
+        prompts: Prompts,
+        n: Integer = 1,
+        *,
+        top_logprobs: Integer = 0,
+        progress: bool = False,
+        **options: Unpack[Options],
+    ) -> Result:
         """n samples of each prompt.
 
         If a row fails (a model gave NaN, or the row's controls leave no token possible), the others are finished first; then its
         error is raised, with all samples in its `result`. `stream` raises nothing of that kind: such rows end with "error".
 
         Args:
-            prompts: one text, several texts, or several lists of token ids.
+            prompts: one text, several texts, or several lists of token ids; also as NumPy arrays, tensors ([length], or
+                [rows, length] without padding), tuples or generators.
             n: samples per prompt. top_logprobs: also report that many of the most probable tokens per position.
-            options: fields of `Sampling`, `Limits` and `Speculation` by name. `bad_words` may also be strings.
+            progress: shows a bar on stderr, in a terminal or a notebook.
+            options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
+                `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
 
         Returns:
             One `Output` per prompt in order; `result[0].ranked` is best first.
 
         Raises:
-            RequestError: before anything is computed, or for a row. BadLogits: the model returned NaN.
+            RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
+            BadLogits: the model returned NaN.
         """
-        return self._stream(prompts, n, top_logprobs, options, text=False).run()
+        return self._stream(prompts, n, top_logprobs, options, text=False).run(progress)
 
-    def stream(self, prompts: Prompts, n: int = 1, *, top_logprobs: int = 0, **options: Any) -> Stream:
-        """Like `generate`, but yields an `Increment` per row and round as text grows."""
+    def stream(self, prompts: Prompts, n: Integer = 1, *, top_logprobs: Integer = 0, **options: Unpack[Options]) -> Stream:
+        """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
         return self._stream(prompts, n, top_logprobs, options, text=True)
 
-    def _stream(self, prompts: Prompts, n: int, top_logprobs: int, options: Mapping[str, Any], *, text: bool) -> Stream:
-        sampling, limits, speculation = split_options(self._encoded(options))
+    def _stream(
+        self, prompts: Prompts, n: Integer, top_logprobs: Integer, options: Mapping[str, Any], *, text: bool
+    ) -> Stream:
+        self._open()
+        sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
-        return Stream(engine, self._requests(prompts, n, top_logprobs, sampling, limits), text=text)
+        now, found = time.perf_counter(), read_prompts(prompts, self.tokenizer)
+        asked: dict[str, Any] = {"n": plain(n), "top_logprobs": plain(top_logprobs), "sampling": sampling, "limits": limits}
+        requests = [
+            Request(ids, prompt=own, occurrence=occurrence, submitted_at=now, **asked)
+            for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
+        ]
+        stream = Stream(engine, requests, text=text, executor=self._executor)
+        self._streams.add(stream)
+        return stream
 
     def engine(self, lookahead_name: object, rule: Rule, *, chunk: int = CHUNK, kv_bytes: int | None = None) -> Engine:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
@@ -164,123 +267,8 @@ class Shoal:
         """What was chosen for "target" and "draft" when they were loaded, see `shoal.load_report`."""
         return load_report(self.target, self.draft_model)
 
-    def _requests(self, prompts: Prompts, n: int, top_logprobs: int, sampling: Sampling, limits: Limits) -> list[Request]:
-        items: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        if isinstance(items, Sequence) and items and isinstance(items[0], int):
-            items = [items]
-        if not isinstance(items, Sequence) or not items:
-            raise RequestError(f"prompts must be a text, texts or lists of token ids, at least one, got {prompts!r}")
-        now = time.perf_counter()
-        ids = [self._ids(item) for item in items]
-        texts = [item if isinstance(item, str) else None for item in items]
-        return [
-            Request(prompt, n, sampling, limits, text, top_logprobs, occurrence=occurrence, submitted_at=now)
-            for prompt, text, occurrence in zip(ids, texts, occurrences(ids), strict=True)
-        ]
-
-    def _ids(self, item: Any) -> tuple[int, ...]:
-        if not isinstance(item, str):
-            if isinstance(item, (bytes, bytearray)):  # a sequence of numbers, but none of tokens
-                raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r:.80}")
-            try:
-                return tuple(index(token) for token in item)
-            except TypeError:
-                raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r}") from None
-        if self.tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer, and this model was given none")
-        require_text(item, "the prompt")
-        return tuple(self.tokenizer.encode(item))
-
-    def _encoded(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options with `bad_words` that are texts as token ids."""
-        words = options.get("bad_words")
-        words = [words] if isinstance(words, str) else words
-        if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):
-            return dict(options)
-        spelled = [ids for word in words for ids in (self._spellings(word) if isinstance(word, str) else [word])]
-        return {**options, "bad_words": spelled}
-
-    def _spellings(self, word: str) -> list[list[int]]:
-        """A word's ids, without and with a space before it."""
-        if self.tokenizer is None:
-            raise RequestError("bad_words that are texts need a tokenizer, and this model was given none")
-        require_text(word, "a bad word")
-        return [self.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")]
-
 
 def _rule(speculation: Speculation, sampling: Sampling) -> Rule:
     """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft lengths."""
     chosen = "rejection" if sampling.seed is None else "coupled"
     return RULES[chosen if speculation.rule == "auto" else speculation.rule]()
-
-
-class Stream(Iterator[Increment]):
-    """A run in progress: iterate it to drive it.
-
-    Dropping it leaves nothing behind; `result()` is complete once it is exhausted or cancelled. `rows`: the rows of each prompt.
-    """
-
-    def __init__(self, engine: Engine, requests: Sequence[Request], *, text: bool = True) -> None:
-        self._engine, self._requests = engine, list(requests)
-        self._started = time.perf_counter()
-        self.rows = engine.submit_all(self._requests, stream=text)
-        self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
-        self._samples: dict[int, Sample] = {}
-        self._queue: deque[Increment] = deque()
-
-    def __next__(self) -> Increment:
-        while not self._queue:
-            commits = self._engine.step()
-            if not commits:
-                raise StopIteration
-            self._take(commits)
-        return self._queue.popleft()
-
-    def run(self) -> Result:
-        """Everything at once.
-
-        Raises:
-            ShoalError: that of the first row that failed, after all others are done; its `result` has them.
-        """
-        for _ in self:
-            pass
-        result = self.result()
-        failed = next((row.error for rows in self.rows for row in rows if row.error is not None), None)
-        if failed is not None:
-            failed.result = result
-            raise failed
-        return result
-
-    def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""
-        chosen = [
-            row
-            for i, rows in enumerate(self.rows) if prompt in (None, i)
-            for row in rows if sample in (None, row.index)
-        ]  # fmt: skip
-        self._take(self._engine.cancel(chosen))
-
-    def result(self) -> Result:
-        """All samples, prompt by prompt, and what the run took.
-
-        Raises:
-            RequestError: while rows are still running.
-        """
-        running = sum(map(len, self.rows)) - len(self._samples)
-        if running:
-            raise RequestError(f"{running} rows are still running: exhaust the stream or cancel it first")
-        outputs = tuple(
-            Output(request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows))
-            for request, rows in zip(self._requests, self.rows, strict=True)
-        )
-        return Result(outputs, self._engine.stats)
-
-    def _take(self, commits: Sequence[Commit]) -> None:
-        self._engine.stats.seconds = time.perf_counter() - self._started
-        for c in commits:
-            if c.sample is not None:
-                self._samples[id(c.row)] = c.sample
-            ended = c.row.finish_reason
-            self._queue.append(
-                Increment(self._prompt[id(c.row)], c.row.index, c.text, tuple(c.tokens), c.accepted, ended, c.sample)
-            )

@@ -1,19 +1,19 @@
 """What a caller may set: frozen, checked when made, unknown names rejected.
 
 Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row ends (`Limits`), how far
-ahead the drafter goes (`Speculation`). `split_options` sorts keyword arguments into them.
+ahead the drafter goes (`Speculation`). `shoal.options` sorts keyword arguments into them.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.errors import RequestError
+from shoal.values import plain
 
 
 def _require(ok: bool, name: str, expected: str, got: object) -> None:
@@ -31,6 +31,12 @@ def _is_list(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _take_plain(options: Any, *names: str) -> None:
+    """NumPy's numbers and arrays, tensors and generators in these fields, or in all, become Python's numbers and lists."""
+    for name in names or [f.name for f in fields(options)]:
+        object.__setattr__(options, name, plain(getattr(options, name)))
 
 
 def require_text(text: str, name: str) -> None:
@@ -132,6 +138,9 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        _take_plain(self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar")))
+        if isinstance(self.processors, Iterator):
+            object.__setattr__(self, "processors", list(self.processors))
         _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
         _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0", self.top_k)
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
@@ -199,6 +208,7 @@ class Limits:
     time_budget: float | None = None
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
             "max_new_tokens",
@@ -236,23 +246,7 @@ class Speculation:
     rule: str = "auto"
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _require(self.rule in ("auto", "rejection", "coupled"), "rule", "'auto', 'rejection' or 'coupled'", self.rule)
         if _is_int(self.lookahead):
             _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Speculation]:
-    """Sorts keyword options into the three settings.
-
-    Raises:
-        RequestError: for an unknown name (with the nearest known one) or a value out of range.
-    """
-    classes = (Sampling, Limits, Speculation)
-    known = {f.name for cls in classes for f in fields(cls)}
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
-            raise RequestError(f"unknown option {name!r}{hint}")
-    sampling, limits, speculation = ({f.name: options[f.name] for f in fields(cls) if f.name in options} for cls in classes)
-    return Sampling(**sampling), Limits(**limits), Speculation(**speculation)

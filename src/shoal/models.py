@@ -126,6 +126,24 @@ def require_eval(hf: Any, name: str) -> None:
         raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
 
 
+def is_model(source: Any) -> bool:
+    """Whether it is a Transformers model object."""
+    return isinstance(source, transformers.PreTrainedModel)
+
+
+def name_of(hf: Any) -> str:
+    """What to call a model object."""
+    return hf.config.name_or_path or type(hf).__name__
+
+
+def tokenizer_at_hand(hf: Any) -> Any:
+    """The tokenizer that lies where a model object was loaded from, on this machine; None if there is none."""
+    try:
+        return load_tokenizer(hf.config.name_or_path, local_files_only=True) if hf.config.name_or_path else None
+    except RequestError:
+        return None
+
+
 def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
     attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,

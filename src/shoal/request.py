@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from shoal.config import Limits, Sampling
 from shoal.counts import TokenCounts
@@ -50,6 +50,12 @@ class Request:
     max_draft: int | None = None
     criteria: Sequence[Any] = ()
     submitted_at: float = field(default_factory=time.perf_counter)
+
+
+def _short(value: Any) -> str:
+    """Its repr in one line of at most 50 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 50 else f"{shown[:49]}…"
 
 
 def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
@@ -189,6 +195,11 @@ class Sample:
         counts samples goes by this."""
         return self.in_time and self.finish_reason not in ("time", "not started", "cancelled", "error")
 
+    def __repr__(self) -> str:
+        shown = _short(self.text) if self.text or not self.token_ids else f"token_ids {_short(self.token_ids)}"
+        score = f"mean_logprob={self.mean_logprob:.3f}"
+        return f"Sample({shown}, {self.finish_reason}, {len(self.token_ids)} tokens, {score})"
+
 
 @dataclass(frozen=True)
 class Output:
@@ -205,6 +216,10 @@ class Output:
 
         return ranked(self.samples)
 
+    def __repr__(self) -> str:
+        shown = f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)
+        return f"Output({shown}, {len(self.samples)} samples, {sum(s.finished for s in self.samples)} finished)"
+
 
 @dataclass(frozen=True)
 class Result(Sequence[Output]):
@@ -213,8 +228,18 @@ class Result(Sequence[Output]):
     outputs: tuple[Output, ...]
     stats: Stats
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Output: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Output, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Output | tuple[Output, ...]:
         return self.outputs[index]
+
+    def __repr__(self) -> str:
+        samples = [sample for output in self.outputs for sample in output.samples]
+        return f"Result({len(self)} prompts, {len(samples)} samples, {sum(s.finished for s in samples)} finished, {self.stats!r})"
 
     def __len__(self) -> int:
         return len(self.outputs)

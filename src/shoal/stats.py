@@ -49,6 +49,10 @@ class Stats:
     seconds: float = 0.0
     loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        speed = f"acceptance_length={self.acceptance_length:.2f}, seconds={self.seconds:.3g}"
+        return f"Stats(rounds={self.rounds}, drafted={self.drafted}, accepted={self.accepted}, committed={self.committed}, {speed})"
+
     def __add__(self, other: Stats) -> Stats:
         return self._combined(other, operator.add)
 

@@ -24,7 +24,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from shoal import lookahead as controllers
 from shoal import models
 from shoal.accept import Coupled
-from shoal.api import Stream
 from shoal.config import Limits, Sampling, Speculation
 from shoal.dropout import evaluating
 from shoal.engine import Engine
@@ -34,6 +33,7 @@ from shoal.lookahead import Knowledge
 from shoal.purity import require_stateless
 from shoal.request import Request, Row, occurrences
 from shoal.runner import Runner
+from shoal.stream import Stream
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 PREPARED = ("attention_mask", "position_ids", "cache_position")
@@ -96,7 +96,7 @@ def decode(
         raise RequestError(
             f"a streamer follows one row, and here are {len(input_ids)}: use shoal.load(model).stream for several"
         )
-    with evaluating(*((m, _name(m)) for m in (model, draft_model) if m is not None)):
+    with evaluating(*((m, models.name_of(m)) for m in (model, draft_model) if m is not None)):
         stream, groups = _stream(
             model, input_ids, logits_processor, stopping_criteria, generation_config, draft_model, lookahead, attention,
             max_batch, model_kwargs.get("attention_mask"),
@@ -168,12 +168,8 @@ def _runner(model: Any, attention: str) -> Runner:
     """The checked runner of a model object; the self-check runs once per model."""
     known = _runners.setdefault(model, {})
     if attention not in known:
-        known[attention] = models.wrap(model, _name(model), attention)
+        known[attention] = models.wrap(model, models.name_of(model), attention)
     return known[attention]
-
-
-def _name(model: Any) -> str:
-    return model.config.name_or_path or type(model).__name__
 
 
 Groups = Sequence[tuple[tuple[int, ...], Sequence[int]]]

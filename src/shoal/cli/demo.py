@@ -30,8 +30,9 @@ from shoal.cli.options import (
 )
 from shoal.cli.streaming import follow
 from shoal.cli.views import Board, Status, plain_table, printable, show_output, stdout
-from shoal.config import require_text, split_options
+from shoal.config import require_text
 from shoal.errors import RequestError
+from shoal.options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

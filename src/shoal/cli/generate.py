@@ -42,8 +42,9 @@ from shoal.cli.options import (
 )
 from shoal.cli.streaming import follow
 from shoal.cli.views import Progress, show_output, stderr, stdout
-from shoal.config import Limits, Sampling, split_options
+from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
+from shoal.options import split_options
 from shoal.request import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.api import Stream
     from shoal.request import Increment, Result
+    from shoal.stream import Stream
 
 
 class Interrupt:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.api import Shoal
-from shoal.config import split_options
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
+from shoal.options import split_options
 from shoal.outputs import Detokenizer
 from shoal.request import Sample
 

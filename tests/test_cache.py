@@ -137,6 +137,31 @@ def test_a_slot_holds_what_follows_its_prefix(cache: SlotCache) -> None:
     assert (cache.prefixes, cache.lengths) == ([None] * 3, [0] * 3)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_zeros_for_what_is_not_finite(cache: SlotCache, value: float) -> None:
+    """In a slot and its prefix, keys and values of all layers, also beyond the row's end; nothing else changes."""
+    cache.reserve(3, 12, 9)
+    store(cache, Prefix(1, 2), 0, 2, 40)
+    store(cache, Prefix(3, 4), 0, 4, 50)
+    cache.enter(0, Prefix(3, 4))
+    write(cache, [0, 1], [3, 1], 20)
+    cache.rollback(0, 5)
+    everything = [tensor for tensors in cache.stores() for tensor in tensors]
+    before = [tensor.clone() for tensor in everything]
+    for keys, values, shared_keys, shared_values in cache.stores():
+        for tensor in (keys, values):
+            tensor[0, [0, 2, 11]] = tensor[1, 2] = value
+        for tensor in (shared_keys, shared_values):
+            tensor[[2, 4, 7]] = value
+    cache.zero_non_finite(0)
+    for i, (tensor, old) in enumerate(zip(everything, before, strict=True)):
+        if i % 4 < 2:
+            old[0, [0, 2, 11]], old[1, 2] = 0, value
+        else:
+            old[4], old[[2, 7]] = 0, value
+        assert torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
 def test_the_shared_store_grows_alone(cache: SlotCache) -> None:
     cache.reserve(3, 12, 4)
     store(cache, Prefix(1, 3), 0, 3, 50)

@@ -199,6 +199,24 @@ def test_what_a_row_drafts_beyond_its_own_length_leaves_nothing(executor: str | 
     assert all(row.drafted > 0 for row in rows)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 8}], ids=str)
+def test_infinite_logits_end_the_same_drafts_in_static_steps(sampling: dict[str, Any]) -> None:
+    """Logits alone are at fault, and +inf is no NaN: the keys stay sound, and so does every other position."""
+    drafter = copy.deepcopy(target_model())
+    drafter.lm_head.weight.data[POISON] = 0.0
+    drafter.lm_head.weight.data[POISON, 0] = torch.inf  # infinite, of either sign
+    prompts, asked = [LONG, (1, 2, 3), (4, 5)], {"sampling": sampling, "new": 24}
+    ordinary, static = (
+        decode(static_runner(target_model(), executor), static_runner(drafter, executor), Fixed(4), prompts, **asked)
+        for executor in (None, "eager")
+    )
+    assert said(static[1]) == said(ordinary[1]) == said(decode(pair(None)[0], None, Fixed(0), prompts, **asked)[1])
+    assert static[2] == ordinary[2]
+    assert static[0].models[1].static.failure is None
+    lengths = {drafts for proposal in ordinary[2] for _, drafts in proposal.values()}
+    assert {0, 1} < lengths, "drafts end at their first position, and later"
+
+
 @pytest.mark.parametrize("k", [1, 5])
 def test_poison_in_the_targets_padding_ends_no_row(k: int) -> None:
     """The target reads what rows drafted beyond their own lengths, as padding. Its own poison there is no fault of the row."""

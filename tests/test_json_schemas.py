@@ -23,7 +23,7 @@ from shoal.config import Grammar, Sampling
 from shoal.disjoint import Proofs
 from shoal.errors import RequestError
 from shoal.request import Request, Row
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.tiny import END
 
 TOKENIZER = tiny_tokenizer()
@@ -158,6 +158,61 @@ def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
             row.tokens += tokens[j : j + 1]
 
 
+class Counting:
+    """llguidance's functions that fill masks, with the number of masks that they were asked for."""
+
+    def __init__(self) -> None:
+        self.masks, self._real = 0, constraints._filling()
+
+    def fill_next_token_bitmask(self, *arguments: Any) -> None:
+        self.masks += 1
+        self._real.fill_next_token_bitmask(*arguments)
+
+    def fill_next_token_bitmask_par(self, executor: Any, asked: list[Any], bits: Any) -> None:
+        self.masks += len(asked)
+        self._real.fill_next_token_bitmask_par(executor, asked, bits)
+
+    def fill_next_token_bitmask_par_with_draft_tokens(self, executor: Any, asked: list[Any], bits: Any) -> None:
+        self.masks += sum(1 + len(ahead) for _, _, ahead in asked)
+        self._real.fill_next_token_bitmask_par_with_draft_tokens(executor, asked, bits)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize(
+    ("grammar", "matchers"),
+    [(Grammar("regex", "[0-9]*"), 1), (of({"type": "array", "items": {"type": "string"}, "minItems": 9}), 2)],
+)
+def test_the_bound_on_digits_costs_one_mask_more_per_position(
+    grammar: Grammar, matchers: int, lookahead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counting, by_matcher = Counting(), [0, 0]
+    followed = constraints._followed
+
+    def count(rows: Any, tracks: Any, *arguments: Any) -> Any:
+        before, which = counting.masks, rows[0].constraint.tracks.index(tracks[0])
+        found = followed(rows, tracks, *arguments)
+        by_matcher[which] += counting.masks - before
+        return found
+
+    monkeypatch.setattr(constraints, "_filling", lambda: counting)
+    monkeypatch.setattr(constraints, "_followed", count)
+    model = shoal.load(*save_pair(tmp_path), dtype="float32", device="cpu")
+    options: dict[str, Any] = {
+        "grammar": grammar,
+        "lookahead": lookahead,
+        "seed": 0,
+        "max_new_tokens": 20,
+        "temperature": 0.8,
+    }
+    stats = model.generate("ab", n=2, **options).stats
+    assert by_matcher == [by_matcher[0]] * matchers + [0] * (2 - matchers)
+    assert sum(by_matcher) == counting.masks
+    if lookahead:  # at most: a mask for each drafter step, each draft and the position after them
+        assert stats.row_rounds < by_matcher[0] <= stats.row_rounds * (2 * lookahead + 1)
+    else:
+        assert by_matcher[0] == stats.committed
+
+
 # ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 STAMP = "2024-02-29T23:59:59"
@@ -213,6 +268,13 @@ def test_every_moment_can_be_said(moment: datetime.datetime) -> None:
 )
 def test_what_else_a_schema_says_of_a_text_goes_first(schema: dict[str, Any], text: str) -> None:
     assert fits(of(schema), json.dumps(text))
+
+
+def test_a_format_holds_beside_a_pattern() -> None:
+    grammar = of({"type": "string", "format": "date", "pattern": "^2"})
+    assert fits(grammar, '"2024-01-31"')
+    assert not fits(grammar, '"1024-01-31"')
+    assert not fits(grammar, '"2abc"')
 
 
 def test_bounds_hold_beside_a_length() -> None:

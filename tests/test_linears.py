@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,4 +185,18 @@ def test_a_quantised_model_is_not_saved_as_what_it_is_not(loaded: Any, tmp_path:
         eight.save_pretrained(tmp_path / "eight")
     assert not (tmp_path / "eight").exists()
     loaded.save_pretrained(tmp_path / "own")  # the model it was made from can be
+    assert same_weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own"), loaded)
+
+
+def test_a_copy_that_torchao_quantised_is_not_saved(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao has kernels for CUDA only, so it is replaced here by something that quantises nothing."""
+    fake = SimpleNamespace(
+        Int8WeightOnlyConfig=object, Float8DynamicActivationFloat8WeightConfig=object, PerRow=object,
+        quantize_=lambda hf, config: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(quantization=fake))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
+    with pytest.raises(RequestError, match="quantised cannot be saved"):
+        quantize._with_torchao(loaded, "int8").save_pretrained(tmp_path / "eight")
+    loaded.save_pretrained(tmp_path / "own")
     assert same_weights(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own"), loaded)

@@ -99,6 +99,13 @@ def test_results_and_their_sums_say_it(places: tuple[Path, Path]) -> None:
     assert stream.result().stats.loaded == model.loaded
 
 
+def test_a_sum_keeps_the_first_that_is_not_empty() -> None:
+    first, other = ({"target": {"dtype": name}, "draft": None} for name in ("float32", "bfloat16"))
+    assert (Stats(loaded=first) + Stats(loaded=other)).loaded == first
+    assert (Stats(loaded=first) - Stats(loaded=other)).loaded == first
+    assert (Stats(loaded=first) + Stats()).loaded == (Stats() + Stats(loaded=first)).loaded == first
+
+
 def _generate(answer: Any) -> Any:
     return answer["stats"]["loaded"]
 

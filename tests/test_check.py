@@ -58,6 +58,8 @@ def test_every_figure_says_on_which_prompts_it_was_measured(check: Callable[...,
         assert (said["kind"], said["given"], said["measured"], said["source"]) == ("own", 2, 2, f"from {file}")
     assert f"1 of 2 prompts, from {file}" in found["costs"]["figure"]
     assert not any("Python" in one["figure"] for one in found.values())
+    seeded = found["seeded identity"]["data"]  # by the coupled rule: rejection sampling promises no seed's tokens
+    assert (seeded["same"], seeded["drafted"] > 0) == (seeded["rows"], True)
 
 
 def test_without_prompts_each_kind_is_measured_and_the_user_warned(check: Callable[..., Any]) -> None:

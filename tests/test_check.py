@@ -14,9 +14,9 @@ import pytest
 from shoal.bench import ways
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
-from shoal.cli.examine_case import Measured
+from shoal.cli.examine_case import Case, Measured
 from shoal.cli.examine_pair import WORTHWHILE, _speed_up
-from shoal.cli.examine_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, finding
+from shoal.cli.examine_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, finding
 from shoal.cli.files import listed_prompts
 from shoal.errors import RequestError
 from shoal.testing import save_pair, tiny_tokenizer
@@ -77,6 +77,20 @@ def test_without_prompts_each_kind_is_measured_and_the_user_warned(check: Callab
     counts = [found[f"acceptance, {kind.split()[-1]}"]["data"]["T=0.8"]["drafted"] for kind in kinds]
     assert all(counts)
     assert found["greedy identity"]["data"]["rows"] == found["seeded identity"]["data"]["rows"] == 6
+
+
+def test_acceptance_of_a_kind_is_measured_on_its_own_prompts() -> None:
+    calls = []
+
+    def generate(prompts: Any, n: int, **options: Any) -> str:
+        calls.append((tuple(prompts), options["temperature"]))
+        return f"run {len(calls)}"
+
+    sets = built_in(list(BUILT_IN), tiny_tokenizer())
+    case = Case(SimpleNamespace(generate=generate), sets, 2, 8, 3, 1, lambda _: None)  # type: ignore[arg-type]
+    assert case.acceptance == [{0.8: f"run {i}", 0.0: f"run {i + 1}"} for i in (1, 3, 5)]
+    assert calls == [(one.ids, temperature) for one in sets for temperature in (0.8, 0.0)]
+    assert len({one.ids for one in sets}) == 3
 
 
 def test_the_bundled_pair_is_measured_on_code_and_says_so() -> None:

@@ -406,6 +406,10 @@ def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], serve
     other.get_by_role("button", name="Run").click()
     expect(other.get_by_role("status")).to_contain_text("2 samples, 24 tokens")
     assert other.locator("pre").all_text_contents() == page.locator("pre").all_text_contents()
+    page.route("**/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no", "param": None}}))
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("alert")).to_have_text("no")
+    assert "seed" not in copied()  # the samples of that seed are gone
     page.get_by_label("Seed").fill("5")
     assert "seed=5" in copied()
 

@@ -21,6 +21,7 @@ SEQUENCES = {
     "before text": ([*encode("ab"), BEGIN, *encode("user: x")], "<|begin|>user", "ab"),
     "between": ([*encode("a\n"), PAD, *encode("b\n"), BEGIN, *encode("x")], "b\n<|begin|>x", "a\n"),
     "two": ([*encode("ab"), PAD, BEGIN, *encode("x")], "<|pad|><|begin|>", "ab"),
+    "from within another": ([*encode("ab"), PAD, BEGIN, *encode("x")], "d|><|begin|>", "ab"),
     "after another": ([*encode("a"), BEGIN, PAD, BEGIN, *encode("x")], "<|pad|><|begin|>", "a"),
     "an EOS": ([*encode("abc"), END, *encode("def")], "<|end|>", "abc"),
     "spelled out": (encode("ab<|begin|>cd"), "<|begin|>", "ab"),

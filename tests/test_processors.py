@@ -124,6 +124,22 @@ class Overwriting:
         return answer
 
 
+def three_by_sum(ids: Tensor, scores: Tensor) -> Tensor:
+    """Allows three tokens only, so that drafts are often accepted; which ones depends on all ids."""
+    allowed = (int(ids.sum()) + torch.arange(3)) % scores.shape[1]
+    return torch.full_like(scores, -torch.inf).index_copy(1, allowed, scores[:, allowed])
+
+
+def overwrites_ids(ids: Tensor, scores: Tensor) -> Tensor:
+    answer = three_by_sum(ids, scores)
+    ids.zero_()
+    return answer
+
+
+def favours_by_sum(ids: Tensor, scores: Tensor) -> Tensor:
+    return scores + 3.0 * (torch.arange(scores.shape[1]) % 3 == ids.sum() % 3)
+
+
 IMPURE = [Counter, Remembering, LockedCounter, OnlyLonger, Dice]
 PROMPT = [5, 6, 7, 5, 6]
 
@@ -166,6 +182,18 @@ def test_what_a_processor_does_to_its_arguments_changes_nothing() -> None:
         )
         for a, b in zip(with_it[0].samples, without[0].samples, strict=True):
             assert (a.token_ids, a.logprobs, a.top_logprobs) == (b.token_ids, b.logprobs, b.top_logprobs)
+
+
+@pytest.mark.parametrize("lookahead", ["off", 4])
+def test_ids_that_a_processor_writes_over_are_its_own(lookahead: Any) -> None:
+    """Neither the block's later positions nor the processors behind it read them."""
+    options: dict[str, Any] = {"n": 2, "seed": 3, "max_new_tokens": 12, "lookahead": lookahead}
+    for behind in ([], [favours_by_sum]):
+        written, read = (
+            pair().generate([PROMPT], processors=[first, *behind], **options) for first in (overwrites_ids, three_by_sum)
+        )
+        assert [sample.token_ids for sample in written[0].samples] == [sample.token_ids for sample in read[0].samples]
+    assert (written.stats.accepted > 0) is (lookahead == 4)
 
 
 @pytest.mark.parametrize(

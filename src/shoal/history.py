@@ -230,7 +230,7 @@ def position_independent(processor: Any) -> bool:
 def _chain(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
     shape, dtype = scores.shape, scores.dtype
     for processor in processors:
-        scores = processor(ids, scores)
+        scores = processor(ids.clone(), scores)  # a copy: it may write into its ids, which others are still to read
         if not isinstance(scores, Tensor) or scores.shape != shape:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise RequestError(f"processor {type(processor).__name__} must return scores of shape {tuple(shape)}, got {got}")

@@ -120,7 +120,8 @@ def test_the_pieces_of_a_text_say_who_chose_them(pair: Shoal) -> None:
         for sample in attempt["samples"]:
             assert "".join(piece for piece, _ in sample["spans"]) == sample["text"]
             drafted = sum(len(piece.encode()) for piece, drafted in sample["spans"] if drafted)
-            assert drafted <= sample["accepted"] <= drafted + 2  # an EOS adds no text, "é" is two tokens
+            # An EOS adds no text. "é" is two tokens, and its text is that of the second: the first may be of the other kind.
+            assert drafted - 1 <= sample["accepted"] <= drafted + 2
             assert (drafted > 0) == (way != PLAIN)
             assert all(mine[1] != other[1] for mine, other in zip(sample["spans"], sample["spans"][1:], strict=False))
 
@@ -135,7 +136,9 @@ def test_a_problem_has_its_own_samples_whatever_else_is_evaluated(pair: Shoal) -
     assert texts(one[0]) != texts(one[1])
 
 
-def test_a_prompt_that_cannot_be_asked_is_an_honest_row(pair: Shoal, tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_be_asked_is_an_honest_row(tmp_path: Path) -> None:
+    right = scripted(writes(ANSWERS[0]), VOCABULARY)
+    pair = Shoal(right, right, TOKENIZER, max_batch=N)
     tasks = [task("long", "x" * 5000), task("fine")]
     summary = evaluate(tmp_path, pair, tasks, plan()).report(("passed",), [float("inf")], {}, plot=False)
     assert "5000 tokens" in summary["errors"]["long"]

@@ -20,7 +20,7 @@ import pytest
 
 import shoal
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import confine, isolation, sandbox, seccomp, toolchains, warden
+from shoal.evaluation import cgroup, confine, isolation, sandbox, seccomp, toolchains, warden
 from shoal.evaluation.sandbox import MIB, Bounds, Ended, Sandbox, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
@@ -615,7 +615,7 @@ def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(confine, "landlock_version", lambda: 3)
     monkeypatch.setattr(warden, "spare_uid", lambda: None)
     monkeypatch.setattr(seccomp, "program", lambda: b"")
-    assert isolation.describe("limits").endswith(
+    assert isolation.describe("limits", cgroup=False).endswith(
         "kept from: writing outside its directory, reading files but the system's and its language's, "
         "the environment of other processes; "
         "NOT kept from: the network by TCP, the network by other protocols, signals to other processes, "
@@ -623,9 +623,9 @@ def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
         "system calls that programs have no use for"
     )
     monkeypatch.setattr(confine, "landlock_version", lambda: 0)
-    assert "kept from: nothing; NOT kept from" in isolation.describe("limits")
+    assert "kept from: nothing; NOT kept from" in isolation.describe("limits", cgroup=False)
     monkeypatch.setattr(seccomp, "program", lambda: b"a filter")
-    assert "NOT" not in isolation.describe("bubblewrap")
+    assert "NOT" not in isolation.describe("bubblewrap", cgroup=False)
 
 
 def test_a_user_id_is_spare_and_differs_between_wardens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,7 +640,7 @@ def test_a_user_id_is_spare_and_differs_between_wardens(monkeypatch: pytest.Monk
 
 
 def test_the_two_programs_need_the_standard_library_only() -> None:
-    for module in (warden, confine):
+    for module in (warden, confine, cgroup):
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text()], capture_output=True
         )

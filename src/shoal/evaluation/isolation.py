@@ -66,10 +66,11 @@ def barriers(way: str) -> dict[str, bool]:
     }
 
 
-def describe(way: str) -> str:
-    """What a way keeps programs from on this machine, and what not, in one line."""
+def describe(way: str, *, cgroup: bool) -> str:
+    """What a way keeps programs from on this machine, and what not, in one line; `cgroup`: each program has one."""
     user = " with a user id for each program" if warden.spare_uid() is not None else ""
-    always = "limits on time, memory, files, processes and output; killed whole, daemons included"
+    by = "a cgroup for each program" if cgroup else "no cgroup, none is delegated here"
+    always = f"limits on time, memory, files, processes and output ({by}); killed whole, daemons included"
     kept, open_ = (", ".join(name for name, holds in barriers(way).items() if holds is wanted) for wanted in (True, False))
     return f"{way}{user}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import confine, isolation, seccomp, warden
+from shoal.evaluation import cgroup, confine, isolation, seccomp, warden
 
 LAST_SIGNAL = 64  # Perl and PHP end with 255, which is none
 MIB = 2**20
@@ -121,8 +121,9 @@ class Sandbox:
         self._wardens: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._groups = cgroup.delegated()
         self.way = self._first_that_isolates() if way == "auto" else self._named(way)
-        self.isolation = isolation.describe(self.way)
+        self.isolation = isolation.describe(self.way, cgroup=bool(self._groups))
 
     def __enter__(self) -> Sandbox:
         return self
@@ -179,6 +180,7 @@ class Sandbox:
         visible = isolation.visible(programs, more)
         job = {
             "room": room,
+            "cgroup": os.path.join(self._groups, os.path.basename(room)) if self._groups else "",
             "files": dict(files),
             "steps": [_as_job(step, room) for step in steps],
             "around": isolation.around(way, room, visible),
@@ -206,6 +208,7 @@ class Sandbox:
             return json.loads(answer)
         if self._closed:
             return asdict(STOPPED)
+        cgroup.remove(job["cgroup"])
         shutil.rmtree(job["room"], ignore_errors=True)
         raise InternalError(f"the warden of a program ended without an answer: {complaint.decode(errors='replace')}")
 

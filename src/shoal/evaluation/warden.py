@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import select
@@ -28,6 +29,13 @@ OWN = 4  # processes of the sandbox itself that a look may count: confine, bubbl
 REPORT = 3  # the descriptor on which confine.py reports
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _CAP_SYS_PTRACE = 1, 36, 19
 _libc = ctypes.CDLL(None, use_errno=True)
+_spec = importlib.util.spec_from_file_location(
+    "cgroup", os.path.join(os.path.dirname(os.path.abspath(__file__)), "cgroup.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+cgroup = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cgroup)
 
 
 def main() -> None:
@@ -44,6 +52,7 @@ def main() -> None:
                 break
     finally:
         _kill_all()
+        cgroup.remove(job["cgroup"])
         _clear(job["room"])
     print(json.dumps(ended), flush=True)
 
@@ -94,11 +103,14 @@ class _Step:
         command = [*job["around"], job["python"], "-I", "-S", "-c", job["confine"], json.dumps(inner)]
         self.bounds: dict[str, Any] = step["bounds"]
         self.room: str = job["room"]
+        self.cgroup: str = job["cgroup"]
         self.eyes = -1 if uid is None or _sees_everybody() else uid
         self.said = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self.status: int | None = None
         self.began = time.monotonic()
-        self.pid, self.pipes = _start(command)
+        if self.cgroup:
+            cgroup.limit(self.cgroup, self.bounds)
+        self.pid, self.pipes = _start(command, self.cgroup)
 
     def run(self) -> dict[str, Any]:
         """Watches the command until it ends or may not go on."""
@@ -112,7 +124,9 @@ class _Step:
             self._listen(0.0)
         for pipe in self.pipes:
             os.close(pipe)
-        if reason == "exit" and self.said["report"] != b"go":
+        if reason == "exit" and self.status != 0 and cgroup.out_of_memory(self.cgroup):
+            reason = "memory"
+        elif reason == "exit" and self.said["report"] != b"go":
             reason = "setup"  # bubblewrap, unshare or confine.py gave up before the command began
         return {
             "reason": reason,
@@ -176,8 +190,8 @@ class _Step:
         return self.said[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
 
 
-def _start(command: list[str]) -> tuple[int, dict[int, str]]:
-    """The process id of the command, and the pipes it writes to by their descriptors."""
+def _start(command: list[str], group: str) -> tuple[int, dict[int, str]]:
+    """The process id of the command, in its cgroup if it has one, and the pipes it writes to by their descriptors."""
     pipes = {name: os.pipe() for name in ("report", "stdout", "stderr")}  # the ends to write to are 4 or more
     pid = os.fork()
     if pid == 0:
@@ -185,6 +199,8 @@ def _start(command: list[str]) -> tuple[int, dict[int, str]]:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
             _offer_first()
+            if group:
+                cgroup.enter(group)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for name, descriptor in (("stdout", 1), ("stderr", 2), ("report", REPORT)):
                 os.dup2(pipes[name][1], descriptor)

@@ -184,6 +184,34 @@ def test_what_a_processor_does_to_its_arguments_changes_nothing() -> None:
             assert (a.token_ids, a.logprobs, a.top_logprobs) == (b.token_ids, b.logprobs, b.top_logprobs)
 
 
+def test_processors_are_tried_in_their_order_each_on_what_the_one_before_it_left() -> None:
+    def behind(ids: Tensor, scores: Tensor) -> Tensor:
+        assert int(scores.isfinite().sum()) == 9
+        return scores
+
+    assert pair().generate([PROMPT], processors=[hf.TopKLogitsWarper(9), behind], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("others", [-1.0, -torch.inf])
+def test_nothing_is_tried_behind_an_eos(others: float) -> None:
+    def ends(ids: Tensor, scores: Tensor) -> Tensor:
+        assert END not in ids[0, len(PROMPT) :]
+        return torch.full_like(scores, others).index_fill(-1, torch.tensor([END]), 50.0)
+
+    (sample,) = pair().generate([PROMPT], processors=[ends], eos=(END,), max_new_tokens=3)[0].samples
+    assert sample.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("name", ["UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"])
+def test_known_ones_are_neither_copied_nor_called(name: str) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    known = type(name, (), {"__call__": never, "__deepcopy__": never})()
+    with pytest.raises(RequestError, match=f"processor {name} is not supported"):
+        pair().generate([PROMPT], processors=[known])
+
+
 @pytest.mark.parametrize("lookahead", ["off", 4])
 def test_ids_that_a_processor_writes_over_are_its_own(lookahead: Any) -> None:
     """Neither the block's later positions nor the processors behind it read them."""

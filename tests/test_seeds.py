@@ -63,8 +63,20 @@ KNOWN = (685119134401096586, 7417394583145509643, 1028231688927070832)
 
 
 def test_keys_differ_in_each_of_their_parts() -> None:
-    seeds = (0, 1, -1, 10, 2**63, -(2**63), 2**64, 2**64 + 1, 2**70)
-    prompts = ((), (0,), (0, 0), (1,), (256,), (1, 0), (0, 1), (2**62,), tuple(range(500)))
+    seeds = (0, 1, -1, 10, 11, 2**63, -(2**63), 2**64, 2**64 + 1, 2**70)
+    prompts = (
+        (),
+        (0,),
+        (0, 0),
+        (1,),
+        (256,),
+        (1, 0),
+        (0, 1),
+        (2**62,),
+        tuple(range(500)),
+        (*range(999), 0),
+        (*range(999), 1),
+    )
     keys = {group_seed(*key) for key in itertools.product(seeds, prompts, range(12))}
     assert len(keys) == len(seeds) * len(prompts) * 12
     rows = {row_seed(key, row) for key in keys for row in range(9)}

@@ -52,6 +52,7 @@ def test_the_earliest_of_both_kinds_wins() -> None:
     for stops, text in (
         (["two", "<|begin|>"], "one "),
         (["<|begin|>", "three"], "one two"),
+        (["<|begin|>", "two<|begin|>"], "one "),
         (["e two<|begin|>", "two"], "one "),
     ):
         assert only(ids, "oracle", stop=stops).text == text

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from shoal.accept import RULES
 from shoal.api import Shoal
+from shoal.engine import Engine
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
@@ -91,11 +92,16 @@ class Served:
 
 
 def application(
-    shoal: Shoal, lookahead: Any = 4, rule: str = "coupled", kv_bytes: int | None = None, **settings: Any
-) -> FastAPI:  # fmt: skip
+    shoal: Shoal,
+    lookahead: Any = 4,
+    rule: str = "coupled",
+    kv_bytes: int | None = None,
+    make_engine: Callable[[], Engine] | None = None,
+    **settings: Any,
+) -> FastAPI:
     """The application around a pair."""
     allowed = Settings("tiny", seeds=rule == "coupled", **settings)
-    return make_app(shoal, lambda: shoal.engine(lookahead, RULES[rule](), kv_bytes=kv_bytes), allowed)
+    return make_app(shoal, make_engine or (lambda: shoal.engine(lookahead, RULES[rule](), kv_bytes=kv_bytes)), allowed)
 
 
 @contextmanager

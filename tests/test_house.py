@@ -28,9 +28,9 @@ PLACES = {
     "engine": "engine",
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
-    "runner dropout inputs distributions history truncation purity attention cache static",
-    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors stats noise ranking "
-    "json_schemas disjoint",
+    "runner dropout inputs distributions history truncation purity attention cache static available",
+    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors out_of_memory stats noise "
+    "ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...
@@ -68,6 +68,7 @@ WITHIN = {
     "json_schemas": "disjoint",
     "config": "errors values",
     "options": "config errors",
+    "out_of_memory": "errors",
     "stats": "errors",
     "noise": "errors",
 }
@@ -278,6 +279,7 @@ ERRORS = {
     "UnsupportedModel": (errors.ModelError,),
     "PairMismatch": (errors.ModelError,),
     "BadLogits": (errors.ModelError,),
+    "OutOfMemory": (errors.ModelError,),
     "InternalError": (errors.ShoalError,),
 }
 

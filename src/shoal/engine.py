@@ -21,6 +21,7 @@ from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.intake import Intake
 from shoal.lookahead import Controller, Lookahead, as_controller
 from shoal.memory import Memory
+from shoal.out_of_memory import explained
 from shoal.outputs import finish, visible_text
 from shoal.prefill import policy_for, prefill
 from shoal.request import Request, Row
@@ -149,7 +150,15 @@ class Engine:
 
         A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
         marked "error"; the others do not notice.
+
+        Raises:
+            OutOfMemory: anywhere in the round but in the admission of rows, which end alone. What the caches hold is then unknown:
+                the engine is of no use any more.
         """
+        with explained(self.target.name):
+            return self._step()
+
+    def _step(self) -> list[Commit]:
         ended = self._expire()
         rows = self._gather(ended)
         if not rows:
@@ -191,9 +200,13 @@ class Engine:
             if not (round_.admissions or round_.pieces or round_.moves):
                 return round_.rows
             try:
-                self._prefill(round_)
+                with explained(self.target.name):
+                    self._prefill(round_)
+                failure = None
             except ModelError as error:
-                ended += self._refuse(round_, error)
+                failure = error.with_traceback(None)  # its frames hold the tensors of the pass, and rows keep their error
+            if failure is not None:
+                ended += self._refuse(round_, failure)
                 continue
             late = self._expire()
             rows = self._close_up() if late else round_.rows

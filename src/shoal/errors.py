@@ -5,7 +5,8 @@
     ├── ModelError        the model, drafter or pair cannot do it (CLI exit code 2)
     │   ├── UnsupportedModel    an architecture whose cache or attention cannot be ragged
     │   ├── PairMismatch        target and drafter do not fit each other
-    │   └── BadLogits           the model returned NaN or +inf
+    │   ├── BadLogits           the model returned NaN or +inf
+    │   └── OutOfMemory         no memory for it
     └── InternalError     a bug of ours (CLI exit code 1)
 
 A message names what was expected and what was got, and where there is one, the way out.
@@ -43,6 +44,10 @@ class UnsupportedModel(ModelError):
 
 class PairMismatch(ModelError):
     """Target and drafter do not share tokenizer or vocabulary."""
+
+
+class OutOfMemory(ModelError):
+    """There was no memory for what was asked, on the device or in the machine."""
 
 
 class BadLogits(ModelError):

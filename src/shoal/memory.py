@@ -97,7 +97,7 @@ class Memory:
         """For what a round has in its slots. Caches keep the size they had, unless that would be too much.
 
         Raises:
-            ModelError: out of memory.
+            OutOfMemory.
         """
         sizes = [(model, self._size(model, round_.seated, round_.slots, round_.prefixes)) for model in self._models]
         if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._aside > self._most:

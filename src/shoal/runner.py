@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shoal import attention, static
 from shoal.cache import Plan, SlotCache
-from shoal.errors import ModelError, RequestError
+from shoal.errors import RequestError
+from shoal.out_of_memory import explained
 from shoal.sharing import Prefix
 from shoal.static.drafting import Drawn, Steps, Style
 
@@ -130,11 +131,10 @@ class Runner:
                     config._attn_implementation = before
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises ModelError: out of
-        memory."""
+        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
         if self.static is not None:
             slots, capacity = static.room(slots, capacity)
-        with _memory_explained(self.name):
+        with explained(self.name):
             self.cache.reserve(slots, self._whole(capacity), cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
@@ -159,7 +159,7 @@ class Runner:
             Logits [rows, q, vocab]; those of padding columns are meaningless. Without `want_logits`, some of them.
 
         Raises:
-            ModelError: out of memory.
+            OutOfMemory.
         """
         plan = self._plan(slots, counts, packed=self.packs)
         # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
@@ -195,7 +195,7 @@ class Runner:
     def _counted(self) -> Iterator[None]:
         """One pass, timed; building a static one is not part of it."""
         started = time.perf_counter() - self.seconds_building
-        with _memory_explained(self.name):
+        with explained(self.name):
             yield
         self.seconds += time.perf_counter() - self.seconds_building - started
         self.passes += 1
@@ -205,7 +205,7 @@ class Runner:
         """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the shared store.
 
         Raises:
-            ModelError: out of memory.
+            OutOfMemory.
         """
         plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
         with self._counted():
@@ -232,20 +232,3 @@ class Runner:
             logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits
-
-
-@contextmanager
-def _memory_explained(name: str) -> Iterator[None]:
-    """Out of memory becomes a ModelError that says what to do; anything else stays what it is."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        if not (
-            isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or "can't allocate memory" in text
-            or "not enough memory" in text
-        ):
-            raise
-        advice = "lower max_batch, n, max_new_tokens or use dtype='bfloat16'"
-        raise ModelError(f"{name}: out of memory ({error}); {advice}") from error

@@ -56,7 +56,7 @@ KvMemoryOption = Annotated[
     float | None,
     typer.Option(
         "--kv-memory", min=0.001, help="GiB that the keys and values of all samples may take; more wait.",
-        show_default="no limit", rich_help_panel=LIMITS,
+        show_default="half of what is free", rich_help_panel=LIMITS,
     ),
 ]  # fmt: skip
 

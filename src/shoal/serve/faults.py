@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from shoal.errors import RequestError, ShoalError
+from shoal.errors import OutOfMemory, RequestError, ShoalError
 
 MOST_ERRORS = 10
 """Errors of one body that an answer tells."""
@@ -62,6 +62,8 @@ def fault_of(error: Exception) -> Fault:
         return error
     if isinstance(error, RequestError):
         return Fault(400, str(error), code="invalid_value")
+    if isinstance(error, OutOfMemory):
+        return Fault(503, str(error), code="out_of_memory")
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):

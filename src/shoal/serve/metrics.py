@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shoal.request import Sample
+from shoal.serve.faults import Fault
 from shoal.serve.worker import Worker
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -83,8 +85,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family per figure."""
-        engine = self._worker.engine
-        stats, scheduler = engine.stats, engine.scheduler
+        stats = self._worker.stats
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
         seconds = CounterMetricFamily("shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"])
@@ -92,9 +93,10 @@ class _Engine(Collector):
             seconds.add_metric([stage], getattr(stats, f"seconds_{stage}"))
         yield seconds
         yield GaugeMetricFamily("shoal_acceptance_length", "Tokens per row and target pass so far", stats.acceptance_length)
-        yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(scheduler.running))
-        yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(scheduler.waiting))
         yield GaugeMetricFamily("shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity)
-        held = sum(model.cache.nbytes() for model in engine.models)
-        yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", held)
+        with suppress(Fault):  # there is no engine while a failed one is replaced
+            engine = self._worker.engine
+            yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
+            yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
+            yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
         yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.alive))

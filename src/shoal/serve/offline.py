@@ -55,10 +55,11 @@ class Offline:
 
     async def _answer_all(self, lines: Iterable[Line], done: Callable[[Json], None]) -> None:
         worker = Worker(self._make_engine, self.settings.queue, Metrics())
-        engine = worker.engine
+        slots = worker.engine.scheduler.capacity
         translator = Translator(
-            self.shoal.tokenizer, self.shoal.eos, engine.target.vocab_size, engine.context, worker.capacity, self.settings
-        )
+            self.shoal.tokenizer, self.shoal.eos, worker.engine.target.vocab_size, worker.engine.context, worker.capacity,
+            self.settings,
+        )  # fmt: skip
         waiting = iter(lines)
 
         async def work() -> None:
@@ -67,7 +68,7 @@ class Offline:
 
         worker.start(asyncio.get_running_loop())
         try:
-            await asyncio.gather(*(work() for _ in range(worker.engine.scheduler.capacity)))
+            await asyncio.gather(*(work() for _ in range(slots)))
         finally:
             worker.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,10 +10,13 @@ from fastapi import FastAPI
 
 from shoal.accept import RULES
 from shoal.api import Shoal
+from shoal.available import kv_budget
 from shoal.engine import Engine
 from shoal.serve.app import make_app
 from shoal.serve.offline import Offline
 from shoal.serve.settings import Settings
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Recipe:
     """How to load a pair, run its engine and answer; it can be pickled if `load` can.
 
     Attributes:
-        lookahead, kv_bytes: see `Shoal.engine`. rule: a name of `shoal.accept.RULES`.
+        lookahead: see `Shoal.engine`. rule: a name of `shoal.accept.RULES`.
+        kv_bytes: what keys and values may take; None = a part of what is free when an engine is made, see `shoal.available`.
     """
 
     load: Callable[[], Shoal]
@@ -40,4 +45,9 @@ class Recipe:
         return Offline(shoal, self._engines(shoal), self.settings)
 
     def _engines(self, shoal: Shoal) -> Callable[[], Engine]:
-        return lambda: shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=self.kv_bytes)
+        def make() -> Engine:
+            budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
+            LOG.info("keys and values may take %s bytes", "any number of" if budget is None else f"{budget:,}")
+            return shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=budget)
+
+        return make

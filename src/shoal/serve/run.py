@@ -16,8 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from shoal.errors import RequestError
+from shoal.errors import InternalError, RequestError
 from shoal.serve.protocol import Limited
+from shoal.serve.worker import Worker
 
 NOTICE = 2.0
 """Seconds between SIGTERM and the end of new connections: /ready is red meanwhile, and balancers send requests elsewhere."""
@@ -59,11 +60,13 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
 
     Raises:
         KeyboardInterrupt: at the end, if it was Ctrl-C.
+        InternalError: the engine's thread has ended by itself; what was open has been told so. A supervisor should start anew.
     """
+    worker: Worker = app.state.worker
     timeout = math.ceil(drain + LAST_WORDS)
     config = uvicorn.Config(
         app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout,
-        **{**PROTOCOL, "limit_concurrency": max(CONNECTIONS, 2 * app.state.worker.capacity)},
+        **{**PROTOCOL, "limit_concurrency": max(CONNECTIONS, 2 * worker.capacity)},
     )  # fmt: skip
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -71,11 +74,13 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
         _Server(config, drain, ready, app.state).run([listening])
     finally:
         signal.signal(signal.SIGTERM, previous)
-        app.state.worker.stop()
+        worker.stop()
+    if worker.failure is not None:
+        raise InternalError(f"the engine's thread has ended: {worker.failure!r}")
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready and when no more, and at the end of its patience cuts what is open."""
+    """Says when it is ready and when no more; at the end of its patience cuts what is open; ends when no engine is left."""
 
     def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State) -> None:
         super().__init__(config)
@@ -90,7 +95,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._leaving is not None and time.monotonic() >= self._leaving[1]:
             super().handle_exit(self._leaving[0], None)
-        return await super().on_tick(counter)
+        return await super().on_tick(counter) or not self._state.worker.alive
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.draining = True

@@ -1,12 +1,14 @@
 """The one thread that owns the models. Between rounds it does what it is asked; the event loop hears of everything by itself.
 
-Whatever happens there, nobody waits for ever: a failed pass fails all rows and leaves a new engine; anything unforeseen ends the
-thread, and then whatever is open fails and whatever comes is refused.
+Whatever happens there, nobody waits for ever: a failed pass fails all rows, and a new engine replaces the old one. Anything
+unforeseen, and a second failure before any round has finished, ends the thread: then whatever is open fails, whatever comes is
+refused, and `shoal.serve.run` ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import threading
@@ -16,8 +18,11 @@ from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from shoal.engine import Engine
-from shoal.errors import InternalError, ShoalError
+from shoal.errors import InternalError, ModelError, ShoalError
+from shoal.out_of_memory import explained
 from shoal.request import Row, Sample
 from shoal.round import Commit
 from shoal.serve.faults import Fault
@@ -27,6 +32,8 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 LONGEST_WAIT = 60
 """Seconds; the most that a refused client is told to wait."""
+MOST_FAILURES = 2
+"""Passes that fail one after the other, without a finished round between, before the thread gives up."""
 
 
 class Observer(Protocol):
@@ -48,7 +55,7 @@ class Worker:
         make_engine: called now, and again after a failed pass. queue: rows that may wait beyond those that run.
 
     Attributes:
-        engine: of the thread; others may look at its figures. capacity: most rows in it, running and waiting.
+        stats: of all its engines. capacity: most rows in one, running and waiting.
         rows: in it now, as the event loop knows. failure: what ended the thread.
         scoring: held by whoever scores a prompt: one at a time takes memory beside the rows.
         busy_since: when the thread began what it is doing, by `time.perf_counter`; None = it waits for something to do.
@@ -56,8 +63,9 @@ class Worker:
 
     def __init__(self, make_engine: Callable[[], Engine], queue: int, observer: Observer) -> None:
         self._make_engine, self._observer = make_engine, observer
-        self.engine = make_engine()
-        self.capacity = self.engine.scheduler.capacity + queue
+        self._engine: Engine | None = make_engine()
+        self.stats = self._engine.stats
+        self.capacity = self._engine.scheduler.capacity + queue
         self.rows = 0
         self.failure: BaseException | None = None
         self.scoring = asyncio.Lock()
@@ -69,6 +77,18 @@ class Worker:
         self._calls: set[asyncio.Future[Any]] = set()
         self._followers: dict[Row, Follower] = {}
         self._finished = 0
+        self._failures = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The thread's. Others may look at its figures, and must not keep it.
+
+        Raises:
+            Fault: 503, while a failed one is replaced.
+        """
+        if self._engine is None:
+            raise Fault(503, "the engine failed, and a new one is being made", code="pass_failed")
+        return self._engine
 
     # ── on the event loop ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,8 +138,7 @@ class Worker:
     def _admit(self, ticket: Ticket) -> None:
         excess = self.rows + ticket.rows - self.capacity
         if excess > 0:
-            stats = self.engine.stats
-            pace = (stats.seconds_rounds + stats.seconds_prefill) / max(self._finished, 1)
+            pace = (self.stats.seconds_rounds + self.stats.seconds_prefill) / max(self._finished, 1)
             seconds = min(max(math.ceil(excess * pace), 1), LONGEST_WAIT)
             message = f"{self.rows} samples run or wait already, and {self.capacity} may; try again in {seconds} s"
             raise Fault(429, message, code="queue_full", headers={"retry-after": str(seconds)})
@@ -138,7 +157,8 @@ class Worker:
 
         def run() -> None:
             try:
-                result = job()
+                with explained("the server"):
+                    result = job()
             except Exception as error:
                 self._tell(_settle, future, error, None)
             else:
@@ -204,14 +224,18 @@ class Worker:
             del self._followers[row]
 
     def _round(self) -> None:
+        rounds = self.stats.rounds
         try:
             commits = self.engine.step()
         except InternalError:
             raise
         except ShoalError as error:
-            self._renew(error)
+            reason = str(error)  # no more of it is kept: its traceback holds the engine
         else:
+            self._failures = 0 if self.stats.rounds > rounds else self._failures
             self._deliver(commits)
+            return
+        self._renew(reason)
 
     def _deliver(self, commits: Iterable[Commit]) -> None:
         out: dict[Ticket, list[News]] = {}
@@ -234,15 +258,32 @@ class Worker:
             self._observer.ended(commit.sample)
             self._finished += 1
 
-    def _renew(self, error: ShoalError) -> None:
-        """A pass failed, and what the caches hold is unknown: the rows fail, the next ones get a new engine."""
-        LOG.error("a pass failed, and the rows in it: %s", error)
+    def _renew(self, reason: str) -> None:
+        """A pass failed, and what the caches hold is unknown: the rows fail, the next ones get a new engine.
+
+        Raises:
+            ModelError: this was not the first failure in a row, and a new engine would fail as well.
+        """
+        LOG.error("a pass failed, and the rows in it: %s", reason)
         tickets = {follower.ticket for follower in self._followers.values()}
         self._followers.clear()
-        stats = self.engine.stats
-        self.engine = self._make_engine()
-        self.engine.stats = stats
-        self._tell(self._fail, tickets, Fault(503, str(error), code="pass_failed"))
+        self._tell(self._fail, tickets, Fault(503, reason, code="pass_failed"))
+        self._failures += 1
+        if self._failures == MOST_FAILURES:
+            raise ModelError(f"{MOST_FAILURES} passes in a row have failed, the last one with: {reason}")
+        self._free()
+        self._engine = self._make_engine()
+        self._engine.stats = self.stats
+
+    def _free(self) -> None:
+        """Gives back what the engine takes: a new one beside it may not fit."""
+        passes = [model.static for model in self.engine.models if model.static is not None]
+        self._engine = None
+        gc.collect()
+        for static in passes:
+            static.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Has the event loop do something; nothing if it is over."""

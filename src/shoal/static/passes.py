@@ -97,6 +97,12 @@ class Passes:
         weakref.finalize(owner, self._idle.append, cache)
         return cache
 
+    def release(self) -> None:
+        """Lets go of the caches that no runner uses, and of the passes over them."""
+        self._idle.clear()
+        self._of.clear()
+        self._execute = EXECUTORS[self.executor]()  # graphs share a pool of memory
+
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
         """Whether a pass over these rows, and `ahead` more of one token, can be static: unused rows of a bucket must fall on
         unused slots."""

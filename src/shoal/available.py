@@ -1,0 +1,81 @@
+"""How much memory a device has left, and what part of it keys and values may take where nobody says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+KV_SHARE = 0.5
+"""Part of the free memory that the caches may take. The rest is for the passes, the logits and distributions of a batch, and the
+copy of a layer while its cache grows."""
+
+
+def kv_budget(device: torch.device) -> int | None:
+    """Bytes for the keys and values of all models on a device, to be asked once the weights are there; None where the system does
+    not tell what is free."""
+    free = free_bytes(device)
+    return None if free is None else int(KV_SHARE * free)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device, those that PyTorch holds unused included."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return _of_machine(Path("/"))
+
+
+def _of_machine(root: Path) -> int | None:
+    """Main memory: what the kernel takes for available, or what the limits of the process's control groups leave of it."""
+    known = [free for free in (_available(root), *_left_by_groups(root)) if free is not None]
+    return max(min(known), 0) if known else None
+
+
+def _available(root: Path) -> int | None:
+    told = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if told is not None:
+        return told * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no Linux: all there is
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _left_by_groups(root: Path) -> Iterator[int | None]:
+    """What each group above the process leaves, in versions 2 and 1 of Linux' control groups."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names, top = ("memory.max", "memory.current", "inactive_file"), root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):  # a container may see its own group as the top
+            yield _left(top / group, *names)
+
+
+def _left(group: Path, limit: str, used: str, file_cache: str) -> int | None:
+    """None: the group has no limit, or is not to be seen."""
+    most, now = _text(group / limit).strip(), _text(group / used).strip()
+    if not (most.isdecimal() and now.isdecimal()):
+        return None
+    return int(most) - int(now) + _fields(group / "memory.stat").get(file_cache, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

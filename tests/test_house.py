@@ -87,7 +87,7 @@ RESERVED = {
     "pydantic": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
-    "llguidance": "constraints",
+    "llguidance": "constraints serve",
     "ray": "serve",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.

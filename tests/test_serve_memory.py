@@ -149,7 +149,7 @@ def test_rows_that_wait_are_told_and_streams_too(monkeypatch: pytest.MonkeyPatch
         stream.join(PATIENCE)
         assert got[0].text.count("pass_failed") == 1
         assert "[DONE]" not in got[0].text
-        eventually(lambda: server.worker._engine is not None)
+        eventually(lambda: len(failing.left) == 2)
         assert_all_given_back(server)
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ _END = "<|end of a text|>"
 STACK = 2**28
 """Bytes of stack to read grammars with. llguidance follows rules into rules, at some 3 KB each, and has no bound but the process's
 end: on a usual stack a grammar of 20 KB is enough."""
-KEPT = 64
+KEPT = 32
 """Grammars that are remembered: the same few come again and again, and a large one takes a second to read."""
+LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
+"""Of llguidance's work; a state of its lexer takes about a kilobyte."""
 
 
 class Grammars:
@@ -57,10 +60,14 @@ class Grammars:
             backend.add_special_tokens([_END])
             self._end = int(backend.token_to_id(_END) or 0)
             width = max(vocab_size, self._end + 1)
-            self._alphabet = self._library.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=self._end)
+            spelled = backend.to_str()
+            self._alphabet = self._library.LLTokenizer(spelled, n_vocab=width, eos_token=self._end)
         except (AttributeError, ValueError) as error:
             raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
-        self._known = lru_cache(KEPT)(lambda grammar: _reader().submit(self._read, grammar).result())
+        self.description = {"tokenizer": spelled, "width": width, "end": self._end, "limits": LIMITS}
+        self._lock = threading.Lock()
+        self._reading: OrderedDict[Grammar, Future[Constraint]] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[Grammar, Constraint] = weakref.WeakValueDictionary()
 
     def begin(self, grammar: Grammar) -> Constraint:
         """The constraint of a text that is still empty; any thread may ask.
@@ -69,19 +76,44 @@ class Grammars:
             RequestError: for a schema, expression or grammar that is wrong, has something llguidance does not know, or is too
                 much for it from the start.
         """
-        return Constraint(self._known(grammar), self._end, self._alphabet.vocab_size)
+        return self.prototype(grammar).fork()
 
-    def _read(self, grammar: Grammar) -> tuple[Any, ...]:
-        """The matchers of an empty text: the grammar's, and for JSON that of its numbers."""
+    def prototype(self, grammar: Grammar) -> Constraint:
+        """What the grammar's constraints are forked from. It is read once, however many threads ask at a time, and not again for
+        as long as anybody keeps it. Raises RequestError as `begin` does."""
+        with self._lock:
+            known = self.known(grammar)
+            if known is not None:
+                return known
+            reading = self._reading.get(grammar) or _reader().submit(self._read, grammar)
+            self._reading[grammar] = reading
+            self._reading.move_to_end(grammar)
+            if len(self._reading) > KEPT:
+                self._reading.popitem(last=False)
+        return reading.result()
+
+    def known(self, grammar: Grammar) -> Constraint | None:
+        """The same, if it has been read."""
+        return self._alive.get(grammar)
+
+    def written(self, grammar: Grammar) -> str:
+        """The grammar as llguidance reads it."""
         matcher = self._library.LLMatcher
         if grammar.kind == "regex":
-            return (self._started(grammar, matcher.grammar_from_regex(grammar.text)),)
+            return str(matcher.grammar_from_regex(grammar.text))
         if grammar.kind == "lark":
-            return (self._started(grammar, matcher.grammar_from_lark(grammar.text)),)
+            return str(matcher.grammar_from_lark(grammar.text))
         schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
-        return self._started(
-            grammar, matcher.grammar_from_json_schema(schema, defaults=options or None)
-        ), self._numbers.deep_copy()
+        return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
+
+    def _read(self, grammar: Grammar) -> Constraint:
+        """The constraint of an empty text: its matchers are the grammar's, and for JSON that of its numbers."""
+        starts = [self._started(grammar, self.written(grammar))]
+        if grammar.kind not in ("regex", "lark"):
+            starts.append(self._numbers.deep_copy())
+        prototype = Constraint(starts, self._end, self._alphabet.vocab_size)
+        self._alive[grammar] = prototype
+        return prototype
 
     @cached_property
     def _numbers(self) -> Any:
@@ -89,12 +121,12 @@ class Grammars:
 
     def _started(self, grammar: Grammar, source: str) -> Any:
         """A matcher, tried on the first token."""
-        limits = self._library.LLParserLimits(verbose_errors=False)
+        limits = self._library.LLParserLimits(**LIMITS)
         made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()
         if made.is_error():
-            raise RequestError(f"the {grammar.kind} grammar cannot be used: {_short(made.get_error())}")
+            raise RequestError(f"the {grammar.kind} grammar cannot be used: {short(made.get_error())}")
         return made
 
 
@@ -277,10 +309,10 @@ def _fill_slowly(
 
 
 def _first_line(text: str) -> str:
-    return _short(text).partition("\n")[0]
+    return short(text).partition("\n")[0]
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """An error of llguidance, which may quote all of a grammar."""
     text = text.strip().removesuffix("<non-verbose/>").strip()
     if text == "NoExtensionBias":

@@ -27,8 +27,8 @@ class Intake:
 
     def __init__(self, models: Sequence[Runner], memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
         self._target, self._memory = models[0], memory
-        self._tokenizer, self._eos = tokenizer, tuple(eos)
-        self._vocab_size, self._device = self._target.vocab_size, self._target.device
+        self.tokenizer, self._eos = tokenizer, tuple(eos)
+        self.vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
 
     def rows(self, request: Request, watched: bool) -> list[Row]:
@@ -51,8 +51,8 @@ class Intake:
         return [
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
-                detokenizer=Detokenizer(self._tokenizer, prompt, limits.stop) if self._tokenizer else None,
-                watched=self._tokenizer is not None and (watched or bool(limits.stop)),
+                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop) if self.tokenizer else None,
+                watched=self.tokenizer is not None and (watched or bool(limits.stop)),
                 constraint=constraint and constraint.fork(), draft_context=draft_context,
             )
             for i in range(request.n)
@@ -65,22 +65,22 @@ class Intake:
         if not isinstance(request.n, int) or request.n < 1:
             raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
         self._check_prompt(request.prompt_ids)
-        if request.limits.stop and self._tokenizer is None:
+        if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._memory.check(request)
-        require_ids(request.sampling, self._vocab_size)
-        require_pure(request.sampling.processors, request.prompt_ids, self._ends(request), self._vocab_size, self._device)
+        require_ids(request.sampling, self.vocab_size)
+        require_pure(request.sampling.processors, request.prompt_ids, self._ends(request), self.vocab_size, self._device)
         top, most = request.top_logprobs, request.max_draft
-        if not isinstance(top, int) or not 0 <= top <= self._vocab_size:
-            raise RequestError(f"top_logprobs must be an integer in 0..{self._vocab_size}, got {top!r}")
+        if not isinstance(top, int) or not 0 <= top <= self.vocab_size:
+            raise RequestError(f"top_logprobs must be an integer in 0..{self.vocab_size}, got {top!r}")
         if most is not None and (not isinstance(most, int) or most < 0):
             raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if not ids:
             raise RequestError("the prompt is empty: at least one token is needed to continue from")
-        if not all(0 <= token < self._vocab_size for token in ids):
-            raise RequestError(f"prompt ids must be in 0..{self._vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        if not all(0 <= token < self.vocab_size for token in ids):
+            raise RequestError(f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}")
         if len(ids) >= self._target.context:
             name, most = self._target.name, self._target.context
             raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
@@ -90,6 +90,6 @@ class Intake:
         grammar = request.sampling.grammar
         if grammar is None:
             return None
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("a grammar needs a tokenizer, and this engine has none")
-        return grammars_of(self._tokenizer, self._vocab_size).begin(grammar)
+        return grammars_of(self.tokenizer, self.vocab_size).begin(grammar)

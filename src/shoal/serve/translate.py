@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints import grammars_of
 from shoal.errors import RequestError
 from shoal.fim import fill_in_middle
 from shoal.history import require_ids
@@ -216,7 +215,7 @@ class Translator:
         return sampling
 
     def _grammar(self, asked: Asked) -> Grammar | None:
-        """Read here, so that the engine finds it read: a large one takes a second, and rows would wait."""
+        """Not read yet: that takes a second, and whoever asks must have been admitted before."""
         grammar = _grammar(asked)
         if grammar is None:
             return None
@@ -224,8 +223,6 @@ class Translator:
         if len(grammar.text) > self.settings.max_grammar:
             most = self.settings.max_grammar
             raise Fault(400, f"{param} has {len(grammar.text)} characters; this server takes {most}", param=param)
-        with _blaming(param):
-            grammars_of(self.tokenizer, self.vocab_size).begin(grammar)
         return grammar
 
     def _limits(self, asked: Asked, max_tokens: int) -> Limits:

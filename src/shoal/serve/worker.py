@@ -20,12 +20,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shoal.constraints import Constraint
 from shoal.engine import Engine
-from shoal.errors import InternalError, ModelError, ShoalError
+from shoal.errors import InternalError, ModelError, RequestError, ShoalError
 from shoal.out_of_memory import explained
 from shoal.request import Row, Sample
 from shoal.round import Commit
 from shoal.serve.faults import Fault
+from shoal.serve.grammars import GrammarReader
 from shoal.serve.tickets import Follower, News, Ticket
 
 LOG = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Worker:
         self._followers: dict[Row, Follower] = {}
         self._finished = 0
         self._failures = 0
+        self._grammars = GrammarReader(self._engine.intake.tokenizer, self._engine.intake.vocab_size)
 
     @property
     def engine(self) -> Engine:
@@ -102,6 +105,7 @@ class Worker:
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._grammars.close()
 
     def cut(self) -> None:
         """Ends all rows after the round they are in; what they have is returned, marked "cancelled"."""
@@ -127,13 +131,29 @@ class Worker:
         self.rows += ticket.rows
         self._tickets.add(ticket)
         try:
+            read = await self._read_grammars(ticket)
             await self.call(lambda: self._submit(ticket))
+            del read
             yield
         finally:
             self.rows -= ticket.rows
             self._tickets.discard(ticket)
             if ticket.open:
                 self._jobs.put(lambda: self._cancel(ticket))
+
+    async def _read_grammars(self, ticket: Ticket) -> list[Constraint]:
+        """Has the ticket's grammars read, so that the engine's thread finds them for as long as they are kept."""
+        read: list[Constraint] = []
+        for request in ticket.requests:
+            grammar = request.sampling.grammar
+            if grammar is None:
+                continue
+            try:
+                read.append(await self._grammars.read(grammar, request.limits.time_budget))
+            except RequestError as error:
+                param = "grammar" if grammar.kind in ("regex", "lark") else "response_format"
+                raise Fault(400, str(error), param=param, code="invalid_value") from error
+        return read
 
     def _admit(self, ticket: Ticket) -> None:
         excess = self.rows + ticket.rows - self.capacity

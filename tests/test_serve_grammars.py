@@ -1,0 +1,288 @@
+"""Grammars of strangers: what takes all the time or memory there is holds nobody up, and what comes again is read once."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serving
+from serving import PATIENCE, Served, pair
+from shoal import constraints
+from shoal.config import Grammar
+from shoal.constraints import grammars_of
+from shoal.errors import RequestError
+from shoal.serve import grammars, probe
+from shoal.serve.grammars import GrammarReader, Probe
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from test_serve_faults import assert_all_given_back, eventually, in_background
+
+pytest.importorskip("llguidance")
+TOKENIZER = tiny_tokenizer()
+PRIMES = (97, 89, 83, 79)
+ENDLESS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in PRIMES]}
+"""llguidance multiplies the automata of the factors, minutes long, whatever its own limits are."""
+
+
+def schema(body: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": body}}
+
+
+def regex(text: str) -> dict[str, str]:
+    return {"type": "regex", "text": text}
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been read before."""
+    monkeypatch.setattr(constraints, "_known", {})
+
+
+@pytest.fixture
+def server(fresh: None) -> Iterator[Served]:
+    with serving.served(pair(tokenizer=TOKENIZER)) as running:
+        yield running
+
+
+# ── what takes too much ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.limit(300)
+def test_forty_endless_grammars_stop_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are admitted, wait for the two threads of their own, and leave with their clients; others are served meanwhile."""
+    monkeypatch.setattr(grammars, "SECONDS", 1)
+    clients = []
+    for number in range(40):
+        body = {"allOf": [*ENDLESS["allOf"], {"maximum": 10**9 + number}]}
+        client = threading.Thread(target=server_gone, args=(server, body), daemon=True)
+        client.start()
+        clients.append(client)
+    eventually(lambda: server.worker.rows == 40)
+    for _ in range(3):
+        assert server.post(seed=1, max_tokens=4).status_code == 200
+    assert server.worker.rows > 30
+    for client in clients:
+        client.join(PATIENCE)
+    eventually(lambda: server.worker.rows == 0)
+    eventually(lambda: not server.worker._grammars._readings)
+    assert_all_given_back(server)
+
+
+def server_gone(server: Served, body: Any) -> None:
+    """A client that gives up after a few seconds."""
+    import httpx
+
+    asked = {"prompt": "hello", "response_format": schema(body)}
+    try:
+        httpx.post(f"{server.url}/v1/completions", json=asked, timeout=15)
+    except httpx.TimeoutException:
+        return
+
+
+def test_an_endless_grammar_is_refused_once_and_for_all(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "SECONDS", 1)
+    checks = counted(monkeypatch, Probe, "check")
+    for _ in range(2):
+        refused = server.post(response_format=schema(ENDLESS))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_format"
+        assert "to read; make it smaller" in refused.json()["error"]["message"]
+    assert len(checks) == 1
+    assert server.post(response_format=schema({"type": "integer"}), max_tokens=4).status_code == 200
+    assert_all_given_back(server)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """The calls of a method from now on."""
+    calls: list[Any] = []
+    real = getattr(owner, name)
+
+    def noting(*arguments: Any) -> Any:
+        calls.append(arguments[1:])
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, noting)
+    return calls
+
+
+PROBING = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(probe.__file__).parent)!r})
+import probe
+probe.TIMES_SLOWER = 3
+print(probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24))
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "outcome", "why"),
+    [
+        ("[0 for _ in iter(int, 1)]", "slow", ""),
+        ("time.sleep(99)", "slow", ""),
+        ("len(bytearray(10**9))", "large", ""),
+        ("os.abort()", "large", ""),
+        ("''", "ok", ""),
+        ("'no'", "refused", "no"),
+    ],
+)
+def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: str) -> None:
+    """By processor time, by the clock if it only waits, by memory, or by itself."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PROBING, work], check=True, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert ast.literal_eval(ended.stdout) == {"outcome": outcome, "why": why}
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
+def test_what_is_wrong_is_said_in_the_same_words(kind: str) -> None:
+    """Whoever finds it first: the process that reads it first, or the library."""
+    wrong = Grammar(kind, {"regex": "(", "lark": "start: nothing", "json_schema": '{"type": "nothing"}'}[kind])
+    known = grammars_of(TOKENIZER, VOCABULARY)
+    with pytest.raises(RequestError) as here:
+        known.begin(wrong)
+    one = Probe(known)
+    try:
+        with pytest.raises(RequestError) as there:
+            one.check(wrong, known.written(wrong))
+    finally:
+        one.close()
+    assert str(there.value) == str(here.value)
+
+
+def test_a_killed_process_costs_one_request(server: Served) -> None:
+    assert server.post(grammar=regex("a+"), max_tokens=4).status_code == 200
+    (first,) = {id(one): one for one in server.worker._grammars._open}.values()
+    assert first._process is not None
+    os.kill(first._process.pid, signal.SIGKILL)
+    first._process.wait()
+    assert server.post(grammar=regex("b+"), max_tokens=4).status_code == 200
+    assert_all_given_back(server)
+
+
+def test_no_process_is_left_behind() -> None:
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        assert server.post(grammar=regex("c+|never seen before"), max_tokens=4).status_code == 200
+        processes = [one._process for one in server.worker._grammars._open]
+    assert processes
+    assert all(process is not None and process.returncode is not None for process in processes)
+
+
+# ── admission ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammars are not read until this is set."""
+    go = threading.Event()
+    real = GrammarReader._job
+
+    def job(self: GrammarReader, grammar: Grammar) -> Any:
+        assert go.wait(PATIENCE)
+        return real(self, grammar)
+
+    monkeypatch.setattr(GrammarReader, "_job", job)
+    yield go
+    go.set()
+
+
+def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, fresh: None) -> None:
+    """What there is no place for is refused before anything is read for it."""
+    with serving.served(pair(tokenizer=TOKENIZER, max_batch=2), queue=2) as server:
+        asking, got = in_background(lambda: server.post(n=4, grammar=regex("d+"), max_tokens=4))
+        eventually(lambda: server.worker.rows == 4)
+        refused = server.post(grammar=regex("e+"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        held.set()
+        asking.join(PATIENCE)
+        assert got[0].status_code == 200
+        assert_all_given_back(server)
+
+
+def test_too_many_grammars_at_a_time(held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "WAITING", 2)
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        asked = [in_background(lambda text=text: server.post(grammar=regex(text), max_tokens=4)) for text in ("f+", "g+")]
+        eventually(lambda: server.worker.rows == 2)
+        refused = server.post(grammar=regex("h+"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "grammar_queue_full")
+        assert server.post(max_tokens=4).status_code == 200
+        held.set()
+        for thread, got in asked:
+            thread.join(PATIENCE)
+            assert got[0].status_code == 200
+        assert_all_given_back(server)
+
+
+def test_a_time_budget_holds_for_the_wait_too(held: threading.Event, fresh: None) -> None:
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        late = server.post(grammar=regex("i+"), time_budget=0.2)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "grammar_timeout")
+        held.set()
+        assert_all_given_back(server)
+
+
+def test_what_nobody_waits_for_is_not_read(held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        for text in ("j+", "k+", "l+", "m+"):
+            assert server.post(grammar=regex(text), time_budget=0.1).status_code == 503
+        assert not server.worker._grammars._readings
+        checks = counted(monkeypatch, Probe, "check")
+        held.set()
+        assert server.post(grammar=regex("n+"), max_tokens=4).status_code == 200
+        assert len(checks) <= 3  # the two that were begun, and this one
+
+
+# ── once ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_requests_at_a_time_have_a_grammar_read_once(
+    held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        read = counted(monkeypatch, constraints.Grammars, "_read")
+        checks = counted(monkeypatch, Probe, "check")
+        asked = [in_background(lambda: server.post(n=2, grammar=regex("o+"), max_tokens=4)) for _ in range(5)]
+        eventually(lambda: server.worker.rows == 10)
+        held.set()
+        for thread, got in asked:
+            thread.join(PATIENCE)
+            assert got[0].status_code == 200
+        assert server.post(grammar=regex("o+"), max_tokens=4).status_code == 200
+        assert (len(read), len(checks)) == (1, 1)
+
+
+def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = counted(monkeypatch, constraints.Grammars, "_read")
+    known = grammars_of(TOKENIZER, VOCABULARY)
+    threads = [threading.Thread(target=known.begin, args=(Grammar("regex", "p{1,500}"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read) == 1
+
+
+def test_a_grammar_that_is_kept_is_not_read_again(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come between its reading and its use; after that, memory is bounded."""
+    read = counted(monkeypatch, constraints.Grammars, "_read")
+    known = grammars_of(TOKENIZER, VOCABULARY)
+    kept = known.prototype(Grammar("regex", "q+"))
+    for number in range(constraints.KEPT + 1):
+        known.begin(Grammar("regex", f"r{number}"))
+    before = len(read)
+    known.begin(Grammar("regex", "q+"))
+    assert len(read) == before
+    del kept
+    gc.collect()
+    assert len(known._alive) == constraints.KEPT
+    known.begin(Grammar("regex", "q+"))
+    assert len(read) == before + 1

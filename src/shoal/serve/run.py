@@ -80,7 +80,7 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready and when no more; at the end of its patience cuts what is open; ends when no engine is left."""
+    """Says when it is ready and when no more, cuts what is open at the end of its patience, and ends without an engine."""
 
     def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State) -> None:
         super().__init__(config)

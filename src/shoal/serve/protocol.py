@@ -15,6 +15,8 @@ from shoal.serve.faults import Fault
 SECONDS: dict[Any, float] = {h11.IDLE: 15.0, h11.SEND_BODY: ARRIVAL + 5}
 """Seconds that a client may take for its headers and for its body, by h11's name of what it is at. However it trickles, no byte
 starts them anew. Handlers that read a body give up a little sooner, and say so."""
+READING, LEAST = 30.0, 2**14
+"""Seconds in which a client must read so many bytes of what waits for it, or all that does; else it is cut off."""
 
 
 class Limited(H11Protocol):
@@ -25,9 +27,11 @@ class Limited(H11Protocol):
         self._most, self.limit_concurrency = self.limit_concurrency, None
         self._phase: Any = None
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the system takes no more
         if self._most is not None and len(self.connections) > self._most:
             message = f"this server has {self._most} open connections, and takes no more"
             self._refuse(Fault(503, message, code="too_many_connections"))
@@ -46,7 +50,32 @@ class Limited(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self._all_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._all_read()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(READING, self._look_at_reader, unread)
+
+    def _look_at_reader(self, before: int) -> None:
+        """Nothing is written while writing pauses: what has gone meanwhile has been read."""
+        if self.transport.get_write_buffer_size() > before - LEAST:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _all_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
 
     def _watch(self) -> None:
         """A timer runs as long as a part of a request is on its way."""

@@ -11,6 +11,9 @@ from shoal.errors import ShoalError
 from shoal.request import Request, Row, Sample, TopLogprobs
 from shoal.round import Commit
 
+UNREAD = 4 * 2**20
+"""Bytes of news that may wait for whoever reads a stream."""
+
 
 class Token(NamedTuple):
     """One token of a sample: `text` is what it adds, `top` the most probable ones there, if they were asked for."""
@@ -42,12 +45,19 @@ class News:
     sample: Sample | None
     error: ShoalError | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes until it is read, about."""
+        tops = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
+        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * tops
+
 
 class Ticket:
     """One HTTP request: what the engine is asked, and the news of it.
 
     Attributes:
-        requests: one per prompt; none if nothing is to be generated. rows: asked for. open: rows not known to have ended.
+        requests: one per prompt; none if nothing is to be generated. rows: asked for. open: rows whose ends have not been read.
+        held: rows that still have a place in the engine. unread: bytes of news that wait to be read.
         stream: news of every round, not only of each row's end. detailed: news tell their tokens.
         members: its rows in the engine, prompt by prompt; the engine thread's own.
         inbox: where the event loop finds news, or what ended them all.
@@ -57,6 +67,7 @@ class Ticket:
         self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
+        self.held = self.unread = 0
         self.inbox: asyncio.Queue[list[News] | Exception] = asyncio.Queue()
 
     async def news(self) -> AsyncIterator[News]:
@@ -69,9 +80,20 @@ class Ticket:
             got = await self.inbox.get()
             if isinstance(got, Exception):
                 raise got
+            self.unread -= sum(news.size for news in got)
             for news in got:
                 self.open -= news.sample is not None
                 yield news
+
+    def tell(self, news: list[News]) -> bool:
+        """News for who reads them. False if too much of a stream is unread: then all of it is forgotten. An answer in one piece
+        waits for nobody."""
+        self.unread += sum(one.size for one in news)
+        if self.stream and self.unread > UNREAD:
+            self.inbox = asyncio.Queue()
+            return False
+        self.inbox.put_nowait(news)
+        return True
 
 
 @dataclass(eq=False)

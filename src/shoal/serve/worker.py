@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -129,6 +130,7 @@ class Worker:
         """
         self._admit(ticket)
         self.rows += ticket.rows
+        ticket.held = ticket.rows
         self._tickets.add(ticket)
         try:
             read = await self._read_grammars(ticket)
@@ -136,7 +138,7 @@ class Worker:
             del read
             yield
         finally:
-            self.rows -= ticket.rows
+            self._give_back(ticket, ticket.held)
             self._tickets.discard(ticket)
             if ticket.open:
                 self._jobs.put(lambda: self._cancel(ticket))
@@ -192,11 +194,22 @@ class Worker:
 
     def _hand_out(self, news: dict[Ticket, list[News]]) -> None:
         for ticket, items in news.items():
-            ticket.inbox.put_nowait(items)
+            if ticket not in self._tickets:
+                continue
+            self._give_back(ticket, sum(item.sample is not None for item in items))  # however long it takes to read
+            if not ticket.tell(items):
+                self._jobs.put(partial(self._cancel, ticket))
+                self._fail([ticket], Fault(503, "the stream was not read, and is cut", code="stream_not_read"))
 
     def _fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
         for ticket in tickets:
+            self._give_back(ticket, ticket.held)
             ticket.inbox.put_nowait(error)
+
+    def _give_back(self, ticket: Ticket, rows: int) -> None:
+        """The places of rows that have ended."""
+        self.rows -= rows
+        ticket.held -= rows
 
     def _ended(self) -> None:
         """The thread is over: whoever waits is told."""

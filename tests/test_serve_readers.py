@@ -1,0 +1,233 @@
+"""Clients that do not read their streams: they take no place of others, no memory without bound, and are cut off in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+
+import serving
+from serving import PATIENCE, Gate, Served, legible, pair
+from shoal.serve import protocol, tickets
+from shoal.serve.protocol import LEAST, READING, Limited
+from shoal.serve.run import bind
+from shoal.serve.tickets import News, Ticket, Token
+from test_serve_faults import asking, assert_all_given_back, eventually
+
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 200, "logprobs": 20, "stream": True}
+"""Half a megabyte per sample."""
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is on its way between server and client."""
+
+    def bound(host: str, port: int) -> socket.socket:
+        listening = bind(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr(serving, "bind", bound)
+
+
+@contextmanager
+def reader(server: Served, **body: Any) -> Iterator[socket.socket]:
+    """A client that has asked, and reads what its test reads."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(PATIENCE)
+        connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        connection.sendall(asking(**{**LONG, **body}))
+        assert connection.recv(12).startswith(b"HTTP/1.1 200")
+        yield connection
+
+
+def test_a_row_gives_its_place_back_when_it_ends() -> None:
+    """Whether or not anybody has read it, and also where others of its request run on."""
+    gate = Gate(legible(0), length=10**6)
+    with serving.served(pair(gate, max_batch=4), queue=0) as server, reader(server, n=4):
+        eventually(lambda: server.worker.rows == 0)
+        assert len(server.worker._tickets) == 1  # its stream goes on
+        assert [server.post(n=4, seed=1, max_tokens=4).status_code for _ in range(3)] == [200] * 3
+        assert server.worker.rows == 0
+
+
+def test_some_rows_of_a_request_end_before_others() -> None:
+    """Each gives its own place back."""
+    go, script, workers = threading.Event(), legible(0), []
+
+    def held(ids: tuple[int, ...]) -> torch.Tensor:
+        assert not (workers and workers[0]._finished) or go.wait(PATIENCE)
+        return script(ids)
+
+    with serving.served(pair(held, max_batch=1), queue=3) as server:
+        workers.append(server.worker)
+        with reader(server, n=4, max_tokens=8):
+            eventually(lambda: server.worker.rows == 3)
+            assert server.post(n=2).status_code == 429
+            go.set()
+        assert_all_given_back(server)
+
+
+@pytest.mark.parametrize("trickling", [False, True])
+def test_many_who_do_not_read_and_one_who_does(trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "READING", 10 * PATIENCE)
+    with serving.served(pair(), queue=8) as server, ExitStack() as stack:
+        over = threading.Event()
+        for _ in range(6):
+            connection = stack.enter_context(reader(server))
+            eventually(lambda: server.worker.rows == 0)
+            if trickling:
+                threading.Thread(target=trickle, args=(connection, over), daemon=True).start()
+        assert len(server.worker._tickets) == 6
+        assert [server.post(n=4, max_tokens=8).status_code for _ in range(4)] == [200] * 4
+        over.set()
+    assert server.worker.rows == 0
+
+
+def trickle(connection: socket.socket, over: threading.Event) -> None:
+    """Reads a byte a second."""
+    with suppress(OSError):
+        while not over.wait(1.0) and connection.recv(1):
+            pass
+
+
+def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond, its rows are cancelled, though they could run on."""
+    monkeypatch.setattr(tickets, "UNREAD", 50_000)
+    gate = Gate(legible(0), length=10**6)
+    with serving.served(pair(gate)) as server, reader(server, n=2, max_tokens=900):
+        (ticket,) = server.worker._tickets
+        eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
+        assert ticket.inbox.qsize() <= 1
+        assert server.worker.stats.committed < 2 * 900
+        assert server.metric('shoal_rows_total{reason="length"}') == 0
+        assert_all_given_back_but_one(server)
+
+
+def assert_all_given_back_but_one(server: Served) -> None:
+    assert not server.worker._followers
+    assert len(server.worker._tickets) == 1
+    assert server.post(max_tokens=4).status_code == 200
+
+
+def test_only_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself reads for an answer in one piece, and all rows may end in one round."""
+    monkeypatch.setattr(tickets, "UNREAD", 5000)
+    with serving.served(pair()) as server:
+        assert server.post(n=8, max_tokens=64, logprobs=5).status_code == 200
+
+
+def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has read does not count."""
+    monkeypatch.setattr(tickets, "UNREAD", 100_000)
+
+    async def read() -> None:
+        ticket = Ticket([], 1, stream=True, detailed=True)
+        ticket.open = 1
+        token = Token(1, "x", 0.0, False)
+        news = News(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
+        assert news.size > 20_000
+        told = ticket.news()
+        for _ in range(50):
+            assert ticket.tell([news])
+            assert await anext(told) == news
+        assert all(ticket.tell([news]) for _ in range(3))
+        assert not all(ticket.tell([news]) for _ in range(3))
+
+    asyncio.run(read())
+
+
+# ── the deadline ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("trickling", [False, True])
+def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also who reads a byte a second; its rows end, though they have just begun."""
+    monkeypatch.setattr(protocol, "READING", 1.0)
+    over = threading.Event()
+    with serving.served(pair()) as server, reader(server, n=4) as connection:
+        if trickling:
+            threading.Thread(target=trickle, args=(connection, over), daemon=True).start()
+        eventually(lambda: not server.worker._tickets)
+        over.set()
+        assert_all_given_back(server)
+
+
+def test_an_answer_in_one_piece_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "READING", 1.0)
+    with serving.served(pair()) as server, reader(server, n=4, stream=False) as connection:
+        time.sleep(2.5)
+        got = b""
+        with suppress(ConnectionError):
+            while part := connection.recv(2**16):
+                got += part
+        assert b'"usage"' not in got[-2000:]
+        assert_all_given_back(server)
+
+
+class Clock:
+    """An event loop and a transport whose time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.due: list[tuple[float, Any, tuple[Any, ...]]] = []
+        self.unsent, self.aborted = 0, False
+
+    def call_later(self, seconds: float, what: Any, *arguments: Any) -> Any:
+        entry = (seconds, what, arguments)
+        self.due.append(entry)
+        clock = self
+
+        class Handle:
+            def cancel(self) -> None:
+                if entry in clock.due:
+                    clock.due.remove(entry)
+
+        return Handle()
+
+    def pass_deadline(self) -> None:
+        ((seconds, what, arguments),) = self.due
+        assert seconds == READING
+        self.due.clear()
+        what(*arguments)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Flow:
+    """Of uvicorn: told, and nothing else."""
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+
+@pytest.mark.parametrize(("read", "cut"), [(0, True), (LEAST - 1, True), (LEAST, False)])
+def test_a_slow_reader_that_reads_is_left_alone(read: int, cut: bool) -> None:
+    """A large answer over a slow line takes longer than the deadline, and each of its parts does not."""
+    connection: Any = object.__new__(Limited)
+    clock = Clock()
+    connection.loop = connection.transport = clock
+    connection.flow, connection._unread = Flow(), None
+    clock.unsent = 10 * LEAST
+    connection.pause_writing()
+    for _ in range(5):
+        clock.unsent -= read
+        clock.pass_deadline()
+        if cut:
+            break
+    assert clock.aborted == cut
+    if not cut:
+        connection.resume_writing()
+        assert not clock.due

@@ -574,6 +574,54 @@ def test_a_grammar_that_llguidance_gives_up_on_fails_its_row_alone(monkeypatch: 
     assert tuple(other.tokens[3:]) == alone.token_ids
 
 
+SLOW = Grammar("regex", "[a-d]{9}")
+
+
+def passes_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """On the clock all masks take long; of the processor's time only those of `SLOW` take any, from its third token on."""
+    used, clock, real = [0.0], itertools.count(), constraints.Track.at
+
+    def at(self: constraints.Track, row: Row, drafted: Sequence[int]) -> Any:
+        if row.request.sampling.grammar is SLOW and len(row.tokens) + len(drafted) >= len(PROMPT) + 2:
+            used[0] += seconds
+        return real(self, row, drafted)
+
+    monkeypatch.setattr(constraints.Track, "at", at)
+    monkeypatch.setattr(constraints, "_clock", lambda: float(next(clock)))
+    monkeypatch.setattr(constraints, "_processor_time", lambda: used[0])
+
+
+def rows_decoded(grammars: Sequence[Grammar | None], k: int) -> list[Row]:
+    engine = made().engine(k, shoal.accept.Coupled())
+    rows = [
+        engine.submit(Request(PROMPT, 1, Sampling(grammar=grammar, seed=i), Limits(max_new_tokens=9)))[0]
+        for i, grammar in enumerate(grammars)
+    ]
+    while engine.step():
+        pass
+    return rows
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_grammar_whose_masks_take_too_long_fails_its_row_alone(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = rows_decoded([SLOW, WORDS, None], k)
+    passes_time(monkeypatch, 1.01 * constraints.MASK_SECONDS)
+    slow, *others = rows_decoded([SLOW, WORDS, None], k)
+    assert slow.finish_reason == "error"
+    assert slow.tokens == free[0].tokens[: len(PROMPT) + 2]
+    assert "a mask took more than 0.05 s of processor time; make the grammar smaller" in str(slow.error)
+    assert [(row.tokens, row.finish_reason) for row in others] == [(row.tokens, row.finish_reason) for row in free[1:]]
+
+
+@pytest.mark.parametrize("share", [0, 0.99])
+def test_masks_that_only_wait_or_take_less_fail_nothing(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does something else is not the grammar's fault."""
+    free = rows_decoded([SLOW, WORDS, SLOW], 3)
+    passes_time(monkeypatch, share * constraints.MASK_SECONDS)
+    rows = rows_decoded([SLOW, WORDS, SLOW], 3)
+    assert [(row.tokens, row.finish_reason) for row in rows] == [(row.tokens, row.finish_reason) for row in free]
+
+
 @pytest.mark.parametrize(
     "grammar",
     [Grammar("lark", "start: a\na: start"), Grammar("json_schema", {"$ref": "#"}), Grammar("regex", "[^\\x00-\\u{10ffff}]")],

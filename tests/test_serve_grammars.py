@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import serving
@@ -79,8 +80,6 @@ def test_forty_endless_grammars_stop_nobody(server: Served, monkeypatch: pytest.
 
 def server_gone(server: Served, body: Any) -> None:
     """A client that gives up after a few seconds."""
-    import httpx
-
     asked = {"prompt": "hello", "response_format": schema(body)}
     try:
         httpx.post(f"{server.url}/v1/completions", json=asked, timeout=15)
@@ -106,9 +105,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any
     calls: list[Any] = []
     real = getattr(owner, name)
 
-    def noting(*arguments: Any) -> Any:
+    def noting(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments[1:])
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(owner, name, noting)
     return calls
@@ -126,7 +125,7 @@ print(probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24))
 @pytest.mark.parametrize(
     ("work", "outcome", "why"),
     [
-        ("[0 for _ in iter(int, 1)]", "slow", ""),
+        ("any(iter(int, 1))", "slow", ""),
         ("time.sleep(99)", "slow", ""),
         ("len(bytearray(10**9))", "large", ""),
         ("os.abort()", "large", ""),
@@ -258,6 +257,35 @@ def test_requests_at_a_time_have_a_grammar_read_once(
             assert got[0].status_code == 200
         assert server.post(grammar=regex("o+"), max_tokens=4).status_code == 200
         assert (len(read), len(checks)) == (1, 1)
+
+
+def test_a_grammar_costs_no_process_of_its_own_to_start(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is started once per thread forks for each grammar that is new, and for none that is known."""
+    started, real = [], subprocess.Popen
+    monkeypatch.setattr(grammars.subprocess, "Popen", lambda *a, **o: started.append(a) or real(*a, **o))
+    checks = counted(monkeypatch, Probe, "check")
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        assert server.post(max_tokens=4).status_code == 200
+        assert not started
+        for text in ("s+", "t+", "u+", "s+", "t+", "v+"):
+            assert server.post(grammar=regex(text), n=2, max_tokens=4).status_code == 200
+    assert len(checks) == 4
+    assert 1 <= len(started) <= grammars.THREADS
+
+
+def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[dict[str, Any]] = []
+    real = constraints.Grammars._read
+
+    def read(self: constraints.Grammars, grammar: Grammar, **limits: int) -> Any:
+        known.append(limits)
+        return real(self, grammar, **limits)
+
+    monkeypatch.setattr(constraints.Grammars, "_read", read)
+    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+        assert server.post(grammar=regex("w+"), max_tokens=4).status_code == 200
+    grammars_of(TOKENIZER, VOCABULARY).begin(Grammar("regex", "x+"))
+    assert known == [grammars.LIMITS, {}]
 
 
 def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ of a row: they are allowed exactly where the text is complete.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -37,8 +38,10 @@ STACK = 2**28
 end: on a usual stack a grammar of 20 KB is enough."""
 KEPT = 32
 """Grammars that are remembered: the same few come again and again, and a large one takes a second to read."""
-LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
-"""Of llguidance's work; a state of its lexer takes about a kilobyte."""
+MASK_SECONDS = 0.05
+"""Processor time that one mask of a row may take. Usual ones take some milliseconds at most, those of a very ambiguous grammar half
+a second within llguidance's own limits, and the other rows of the batch wait for them."""
+_clock, _processor_time = time.perf_counter, time.thread_time
 
 
 class Grammars:
@@ -64,7 +67,7 @@ class Grammars:
             self._alphabet = self._library.LLTokenizer(spelled, n_vocab=width, eos_token=self._end)
         except (AttributeError, ValueError) as error:
             raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
-        self.description = {"tokenizer": spelled, "width": width, "end": self._end, "limits": LIMITS}
+        self.description = {"tokenizer": spelled, "width": width, "end": self._end}
         self._lock = threading.Lock()
         self._reading: OrderedDict[Grammar, Future[Constraint]] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Grammar, Constraint] = weakref.WeakValueDictionary()
@@ -78,14 +81,21 @@ class Grammars:
         """
         return self.prototype(grammar).fork()
 
-    def prototype(self, grammar: Grammar) -> Constraint:
+    def prototype(self, grammar: Grammar, **limits: int) -> Constraint:
         """What the grammar's constraints are forked from. It is read once, however many threads ask at a time, and not again for
-        as long as anybody keeps it. Raises RequestError as `begin` does."""
+        as long as anybody keeps it.
+
+        Args:
+            limits: of llguidance's work, now and in rounds, by the names of its `LLParserLimits`; it has its own for the others.
+
+        Raises:
+            RequestError: as `begin` does.
+        """
         with self._lock:
             known = self.known(grammar)
             if known is not None:
                 return known
-            reading = self._reading.get(grammar) or _reader().submit(self._read, grammar)
+            reading = self._reading.get(grammar) or _reader().submit(self._read, grammar, **limits)
             self._reading[grammar] = reading
             self._reading.move_to_end(grammar)
             if len(self._reading) > KEPT:
@@ -106,9 +116,9 @@ class Grammars:
         schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
         return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
 
-    def _read(self, grammar: Grammar) -> Constraint:
+    def _read(self, grammar: Grammar, **limits: int) -> Constraint:
         """The constraint of an empty text: its matchers are the grammar's, and for JSON that of its numbers."""
-        starts = [self._started(grammar, self.written(grammar))]
+        starts = [self._started(grammar, self.written(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers.deep_copy())
         prototype = Constraint(starts, self._end, self._alphabet.vocab_size)
@@ -119,10 +129,10 @@ class Grammars:
     def _numbers(self) -> Any:
         return self._started(Grammar("regex", numbers()), self._library.LLMatcher.grammar_from_regex(numbers()))
 
-    def _started(self, grammar: Grammar, source: str) -> Any:
+    def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
         """A matcher, tried on the first token."""
-        limits = self._library.LLParserLimits(**LIMITS)
-        made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=limits)
+        bounds = self._library.LLParserLimits(verbose_errors=False, **limits)
+        made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=bounds)
         if not made.is_error():
             made.compute_bitmask()
         if made.is_error():
@@ -168,7 +178,7 @@ class Constraint:
 
     @property
     def error(self) -> str:
-        """What llguidance gave up with, if it did: it bounds the work it puts into one token."""
+        """Why there is no mask, if llguidance gave up (it bounds the work it puts into one token) or took too long."""
         return self.tracks[0].error
 
     def fork(self) -> Constraint:
@@ -186,7 +196,7 @@ class Track:
     """One matcher that follows a row.
 
     Attributes:
-        error: what llguidance gave up with, if it did.
+        error: why there is no mask where it was last asked for one, if llguidance gave up or took too long.
     """
 
     def __init__(self, start: Any) -> None:
@@ -197,8 +207,9 @@ class Track:
 
     def at(self, row: Row, drafted: Sequence[int]) -> Any:
         """The matcher just after the row's tokens and `drafted`; None where it does not allow them."""
-        if self._matcher.is_error():  # it stays so, though it may have failed on a draft that is history
-            self._matcher, self._settled, self._ahead, self.error = self._start.deep_copy(), 0, [], ""
+        self.error = ""  # it may have been that of a draft which was rejected
+        if self._matcher.is_error():  # it stays so
+            self._matcher, self._settled, self._ahead = self._start.deep_copy(), 0, []
         committed = row.tokens[row.prompt_length + self._settled :]
         wanted = [*committed, *drafted]
         same = _common(self._ahead, wanted)
@@ -269,7 +280,8 @@ def _followed(
     rows: Sequence[Row], tracks: Sequence[Track], paths: Sequence[list[int]], first: int, q: int
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """What the rows' tracks allow, [rows, q, words] packed; nothing once a path has left its track. Computed by as many threads as
-    llguidance sees fit."""
+    llguidance sees fit; if it takes too long, once more row by row, as only so it is known whose masks do."""
+    started = _clock()
     bits = np.zeros((len(rows) * q, -(-rows[0].constraint.width // 32)), dtype=np.int32)
     asked: list[tuple[Any, int, list[int]]] = []  # matcher, first mask to fill, tokens that lead to the next ones
     for i, (row, track, path) in enumerate(zip(rows, tracks, paths, strict=True)):
@@ -281,8 +293,9 @@ def _followed(
         filling.fill_next_token_bitmask_par(_executor(), single, bits)
     if several := [ask for ask in asked if ask[2]]:
         filling.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, bits)
+    late = _clock() - started > MASK_SECONDS
     for matcher, at, _ in asked:
-        if matcher.is_error():  # it then claims that the text may end
+        if late or matcher.is_error():  # it then claims that the text may end
             _fill_slowly(rows[at // q], tracks[at // q], paths[at // q], first, bits[at : at + q])
     return bits.reshape(len(rows), q, -1)
 
@@ -295,16 +308,23 @@ def _before_eos(row: Row, draft: Sequence[int]) -> list[int]:
 def _fill_slowly(
     row: Row, track: Track, draft: Sequence[int], first: int, bits: np.ndarray[Any, np.dtype[np.int32]]
 ) -> None:
-    """Masks [q, words] one by one, up to the position where llguidance gives up."""
+    """Masks [q, words] one by one, up to the position where llguidance gives up or takes too long. What it keeps from before makes
+    some quicker than they were: these will be the next time, too."""
     bits[:] = 0
     for j in range(min(len(bits), len(draft) - first + 1)):
+        started = _processor_time()
         matcher = track.at(row, draft[: first + j])
         if matcher is None:
             return
         _filling().fill_next_token_bitmask(matcher, bits, j)
         if matcher.is_error():
-            bits[j] = 0
             track.error = _first_line(matcher.get_error())
+        elif _processor_time() - started > MASK_SECONDS:
+            track.error = (
+                f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller or less ambiguous"
+            )
+        if track.error:
+            bits[j] = 0
             return
 
 

@@ -25,6 +25,8 @@ SECONDS = 2
 """Processor time that reading one may take: the largest of a service take about one."""
 SIZE = 2**27
 """Bytes that it may take."""
+LIMITS = {"max_lexer_states": 50_000}
+"""Of llguidance's work, also in rounds, where no process is watched: a state of its lexer takes about a kilobyte."""
 WAITING = 64
 """Grammars that may wait to be read; beyond, requests are told to come again."""
 REFUSED = 256
@@ -113,7 +115,7 @@ class GrammarReader:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
             self._probe(grammars).check(grammar, grammars.written(grammar))
-        return grammars.prototype(grammar)
+        return grammars.prototype(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
         """This thread's."""
@@ -163,7 +165,7 @@ class Probe:
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8", env=environment
             )
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"path": sys.path, **self._grammars.description}) + "\n")
+            self._process.stdin.write(json.dumps({"path": sys.path, "limits": LIMITS, **self._grammars.description}) + "\n")
         return self._process
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
     import llguidance
 
     alphabet = llguidance.LLTokenizer(told["tokenizer"], n_vocab=told["width"], eos_token=told["end"])
-    limits = llguidance.LLParserLimits(**told["limits"])
+    limits = llguidance.LLParserLimits(verbose_errors=False, **told["limits"])
 
     def read(grammar: str) -> str:
         made = llguidance.LLMatcher(alphabet, grammar, log_level=0, limits=limits)

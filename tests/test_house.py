@@ -29,8 +29,8 @@ PLACES = {
     "stages": "intake scheduler prefill draft lookahead verify accept commit",
     "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
     "runner dropout inputs distributions history truncation purity attention cache static available",
-    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors out_of_memory stats noise "
-    "ranking json_schemas disjoint",
+    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors out_of_memory stats "
+    "noise ranking json_schemas disjoint",
 }
 
 # A place imports the places named here; its modules do not import each other ...

@@ -102,7 +102,7 @@ def batch(
     ray: Annotated[
         bool,
         typer.Option(
-            "--ray", help="Through Ray Data: workers on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
+            "--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
         ),
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="With --ray: so many pairs.", rich_help_panel=MACHINES)] = 2,
@@ -209,4 +209,6 @@ def _over_ray(
     recipe: Recipe, workers: int, cpus: float, gpus: float, lines: Sequence[Line], done: Callable[[Json], None]
 ) -> None:
     cluster = ray_cluster()
-    cluster.answer(lines, recipe, done, workers, cluster.Share(cpus, gpus))
+    from shoal.serve import pool
+
+    pool.answer(lines, recipe, done, workers, cluster.Share(cpus, gpus))

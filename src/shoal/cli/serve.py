@@ -184,22 +184,21 @@ def serve(
         chat_template=read_template(chat_template),
     )  # fmt: skip
     served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory))
-    cluster = ray_cluster() if ray else None
-    listening = run.bind(host, port)  # a port that is taken is found before a model is loaded
-    port = listening.getsockname()[1]
-    ready = partial(_tell, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", allowed, json_output)
-    with listening:
-        if cluster is None:
-            run.run(served.app(), listening, drain, log_level, ready)
-            return
-    many = cluster.Replicas(replicas, max_replicas or replicas, target_requests, queue + max_batch, drain)
-    cluster.run(served, host, port, many, cluster.Share(cpus, gpus), ready)
+    ready = partial(_tell, host, allowed, json_output)
+    if ray:
+        cluster = ray_cluster()
+        many = cluster.Replicas(replicas, max_replicas or replicas, target_requests, queue + max_batch, drain)
+        cluster.run(served, host, port, many, cluster.Share(cpus, gpus), ready)
+        return
+    with run.bind(host, port) as listening:  # a port that is taken is found before a model is loaded
+        run.run(served.app(), listening, drain, log_level, partial(ready, listening.getsockname()[1]))
 
 
-def _tell(url: str, settings: Settings, json_output: bool) -> None:
+def _tell(host: str, settings: Settings, json_output: bool, port: int) -> None:
     """Where the server is, and whether it is open to all."""
     from shoal.cli.views import stderr
 
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
     said = f"shoal serves {settings.model} at {url}, with a page to try it at {url.removesuffix('v1')} (Ctrl-C stops)"

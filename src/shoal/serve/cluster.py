@@ -1,38 +1,36 @@
-"""More than one process, by Ray: each loads the recipe's pair and does what one alone would do. Needs the extra `shoal[ray]`.
+"""The server in more than one process, by Ray: each loads the recipe's pair. Needs the extra `shoal[ray]`.
 
-Ray Data deals out the lines of a batch, and those of a killed process once more. Ray Serve puts replicas of the server behind one
-address, adds and removes them, and starts those anew whose engine has stopped.
+Ray Serve puts replicas behind one address, adds and removes them, and starts those anew whose engine has stopped. Batches are the
+subject of `shoal.serve.pool`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import pickle
+import os
+import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
 from fastapi import FastAPI
-from ray import data as ray_data
 from ray import serve as ray_serve
+from ray._private import ray_constants
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 
-from shoal.errors import InternalError, ModelError, ShoalError
-from shoal.serve.lines import Json, Line
-from shoal.serve.offline import Offline
+from shoal.errors import ModelError, RequestError
 from shoal.serve.recipe import Recipe
+from shoal.serve.run import bind
 
 LOG = logging.getLogger(__name__)
-NAME = "shoal"
-TASK = 64
-"""Most lines of a task: so many are asked again when a process dies, and at a task's end its batch runs empty."""
-TURNS = 4
-"""Tasks for each process, if there are lines enough: who is quick has more of them."""
+DEPLOYMENT = "shoal"
+OPTIONS: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
 
 
 @dataclass(frozen=True)
@@ -50,72 +48,46 @@ class Share:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Within it there is a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for as long."""
+    """Within it there is a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for as long.
+
+    One that is started listens on the loopback address only, and asks for a token (Ray makes one; from Ray 2.60 on by itself).
+    """
     if ray.is_initialized():
         yield
         return
-    ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
     for name in ("ray.data", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)  # the commands say what there is to say
     try:
+        _connect()
         yield
     finally:
         ray.shutdown()
 
 
-def _look_for_room(share: Share) -> None:
+def _connect() -> None:
+    named = os.environ.get("RAY_ADDRESS")
+    if named and named != "local":
+        ray.init(**OPTIONS)
+        return
+    if named != "local":
+        with suppress(ConnectionError):  # there is none on this machine
+            ray.init(address="auto", **OPTIONS)
+            return
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = (
+        False  # else Ray replaces a loopback address by one that others see, and listens on all
+    )
+    try:
+        ray.init(address="local", _node_ip_address="127.0.0.1", **OPTIONS)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def look_for_room(share: Share) -> None:
     """Says so if no machine of the cluster can ever hold a process: Ray waits in silence for one that can."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines):
         LOG.warning("no machine of this cluster has %g CPUs and %g GPUs: waiting for one", share.cpus, share.gpus)
-
-
-# ── a batch ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], workers: int, share: Share) -> None:
-    """Answers lines as `Offline.answer` does, by so many workers; `done` is called here.
-
-    Raises:
-        ShoalError: what a worker raised, such as that there is no such model. Exception: what `done` raised.
-    """
-    task = min(max(len(lines) // (TURNS * workers), 1), TASK)
-    items = [{"line": pickle.dumps(line)} for line in lines]
-    with connected():
-        _look_for_room(share)
-        ray_data.DataContext.get_current().enable_progress_bars = False
-        dealt = ray_data.from_items(items, override_num_blocks=math.ceil(len(lines) / task))
-        pool = ray_data.ActorPoolStrategy(size=workers)
-        answers = dealt.map_batches(Answerer, fn_constructor_args=(recipe,), batch_size=None, compute=pool, **share.options)
-        for row in answers.iter_rows():
-            got = pickle.loads(row["got"])
-            if isinstance(got, ShoalError):
-                raise got
-            done(got)
-
-
-class Answerer:
-    """A worker: it loads at its first task, and answers one after the other."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-
-    @cached_property
-    def _pair(self) -> Offline:
-        return self._recipe.offline()
-
-    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
-        """Answers the lines of a task, all or none: what a killed worker had answered of it never leaves it.
-
-        An error is a row as well; raised here, it would come back in pages of Ray's.
-        """
-        got: list[Json | ShoalError] = []
-        try:
-            self._pair.answer([pickle.loads(line) for line in batch["line"]], got.append)
-        except Exception as error:
-            LOG.exception("a task failed")  # in Ray's log of this process
-            got = [error if isinstance(error, ShoalError) else InternalError(f"{type(error).__name__}: {error}")]
-        return {"got": [pickle.dumps(one) for one in got]}
 
 
 # ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,7 +99,8 @@ class Replicas:
 
     Attributes:
         least, most: of them. wanted: requests, running and waiting, of each; beyond, there is one more.
-        open: requests of each at most; more wait in front of it. drain: seconds for those to end when a replica is to go.
+        open: requests of each at most; as many wait in front of it, and more are answered with 503.
+        drain: seconds for those to end when a replica is to go.
     """
 
     least: int = 1
@@ -137,27 +110,34 @@ class Replicas:
     drain: float = 20
 
 
-def deploy(recipe: Recipe, replicas: Replicas, share: Share) -> None:
+def deploy(recipe: Recipe, replicas: Replicas, share: Share, name: str) -> None:
     """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before.
 
+    Args:
+        name: of the application, which no other has.
+
     Raises:
-        ModelError: replicas fail to start, and why.
+        RequestError: another application answers there already. ModelError: replicas fail to start, and why.
     """
 
     def app() -> FastAPI:
         return recipe.app()
 
     deployment: Any = ray_serve.deployment(
-        ray_serve.ingress(app)(Replica), name=NAME, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
-        graceful_shutdown_timeout_s=replicas.drain,
+        ray_serve.ingress(app)(Replica), name=DEPLOYMENT, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
+        max_queued_requests=replicas.open, graceful_shutdown_timeout_s=replicas.drain,
         autoscaling_config={
             "min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": replicas.wanted,
         },
     )  # fmt: skip
     try:
-        ray_serve.run(deployment.bind(), name=NAME)
+        ray_serve.run(deployment.bind(), name=name)
+    except RayServeException as error:
+        raise RequestError(
+            f"this cluster's Ray Serve has an application already: {str(error).strip().splitlines()[-1]}"
+        ) from error
     except RuntimeError as error:  # which says no more than that it failed
-        told = ray_serve.status().applications[NAME].deployments[NAME].message
+        told = ray_serve.status().applications[name].deployments[DEPLOYMENT].message
         raise ModelError(f"no replica starts: {told.strip().splitlines()[-1]}") from error
 
 
@@ -172,33 +152,55 @@ class Replica:
             raise RuntimeError("the engine has stopped")
 
 
-def run(recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[], None]) -> None:
+def run(
+    recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
+) -> None:  # fmt: skip
     """Serves until SIGTERM or Ctrl-C; then open requests have the drain to finish.
 
     Args:
-        ready: called once requests are answered.
+        port: 0 = any that is free, or that of a Ray Serve that runs already.
+        ready: called with the port once requests are answered.
 
     Raises:
+        RequestError: the port is taken, or the cluster's Ray Serve listens elsewhere, or another application answers there.
         KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
+    name = f"shoal-{secrets.token_hex(4)}"
     with connected(), _until_told() as told:
-        _look_for_room(share)
-        ray_serve.start(http_options={"host": host, "port": port})
+        look_for_room(share)
+        port, ours = _listen(host, port)
         try:
-            deploy(recipe, replicas, share)
-            ready()
+            deploy(recipe, replicas, share, name)
+            ready(port)
             told.wait()
         finally:
-            _withdraw(replicas.drain)
+            _withdraw(name, replicas.drain, ours)
 
 
-def _withdraw(drain: float) -> None:
-    """Ends the application, and Ray Serve if that was all it had."""
+def _listen(host: str, port: int) -> tuple[int, bool]:
+    """Sees to it that Ray Serve listens there. Returns the port, and whether Ray Serve was started for it."""
+    running = _get_global_client(raise_if_no_controller_running=False)
+    if running is None:
+        with bind(host, port) as free:
+            port = free.getsockname()[1]
+        ray_serve.start(http_options={"host": host, "port": port})
+        return port, True
+    has = running.http_config
+    if (host, port or has.port) != (has.host, has.port):
+        raise RequestError(
+            f"this cluster's Ray Serve listens at {has.host}:{has.port} already and cannot at {host}:{port} too: "
+            f"give --host {has.host} --port {has.port}"
+        )
+    return has.port, False
+
+
+def _withdraw(name: str, drain: float, ours: bool) -> None:
+    """Ends the application, and Ray Serve if it was started for it and nobody else has come to use it."""
     for _ in range(1 + math.ceil(drain / 60)):
         with suppress(TimeoutError):  # Ray waits for a minute
-            ray_serve.delete(NAME)
+            ray_serve.delete(name)
             break
-    if not ray_serve.status().applications:
+    if ours and not ray_serve.status().applications:
         ray_serve.shutdown()
 
 

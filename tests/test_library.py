@@ -164,7 +164,7 @@ def test_prompts_that_are_texts(pair: Shoal) -> None:
         None,
         5,
     ],
-    ids=repr,
+    ids=lambda given: type(given).__name__,
 )
 def test_what_is_no_prompt(pair: Shoal, given: Any) -> None:
     with pytest.raises(RequestError, match=r"prompts must be|a prompt must be"):

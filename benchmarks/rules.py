@@ -1,7 +1,7 @@
 """What the coupled rule loses against rejection sampling on the bundled pair, at the positions of the target's own samples.
 
     python benchmarks/rules.py            # a table in Markdown
-    python benchmarks/rules.py --json
+    python benchmarks/rules.py --json FILE
 
 No time is measured. At each position, for the target's distribution p and the drafter's q: rejection sampling accepts a draft with
 probability 1 - d, d the total variation of p and q, which is computed; how often the coupled rule draws the same token from both is
@@ -12,7 +12,6 @@ counted over `--draws` keys. `race`: a race over all tokens in place of 64 bucke
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from torch import Tensor
 
 import shoal
 from shoal.accept import Coupled
+from shoal.bench.machine import machine
+from shoal.bench.provenance import place_of_results, write_results
 from shoal.train.problems import generate as problems
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -73,14 +74,14 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=4, help="samples of each")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of each sample")
     parser.add_argument("--draws", type=int, default=50, help="keys at each position")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args()
     pair = shoal.load(dtype="float32")
     prompts = [problem.prompt for problem in problems(21, given.prompts, "templates")]
     lines = [line(pair, prompts, given, temperature) for temperature in TEMPERATURES]
-    if given.json:
-        print(json.dumps(lines))
-        return
+    if given.json is not None:
+        asked = {name: value for name, value in vars(given).items() if name != "json"}
+        write_results(given.json, {"machine": machine(torch.device("cpu")), "asked": asked, "lines": lines})
     print("| T | positions | rejection | coupled | lost | race | bound |")
     print("|---|---|---|---|---|---|---|")
     for each in lines:

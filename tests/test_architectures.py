@@ -107,9 +107,9 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
     seen: list[Round] = []
     real = engine.prefill
 
-    def spy(runner: Runner, round_: Round) -> int:
+    def spy(runner: Runner, round_: Round, **options: bool) -> int:
         seen.append(round_)
-        return real(runner, round_)
+        return real(runner, round_, **options)
 
     monkeypatch.setattr(engine, "prefill", spy)
     return seen

@@ -49,7 +49,7 @@ def assert_all_given_back(server: Served) -> None:
     """No row runs or waits, on either side of the engine's thread, and the next request is served."""
     eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
     assert not server.worker._followers
-    assert not server.worker._tickets
+    eventually(lambda: not server.worker._tickets)
     assert server.post(seed=1).status_code == 200
 
 

@@ -81,7 +81,7 @@ def test_an_endless_grammar_is_refused_once_and_for_all(server: Served, monkeypa
         refused = server.post(response_format=schema(ENDLESS))
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "response_format"
-        assert "to read; make it smaller" in refused.json()["error"]["message"]
+        assert "make it smaller" in refused.json()["error"]["message"]
     assert len(checks) == 1
     assert server.post(response_format=schema({"type": "integer"}), max_tokens=4).status_code == 200
     assert_all_given_back(server)

@@ -94,6 +94,13 @@ def test_more_tokens_than_the_server_allows_are_clamped_and_said(server: Served,
         assert "x-shoal-clamped" not in exact.headers
 
 
+def test_more_tokens_than_the_server_allows_are_what_the_context_leaves(server: Served) -> None:
+    """Who asks for a million means as many as there can be: no reason to refuse."""
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 1950, "max_tokens": 10**6}, timeout=100)
+    assert response.headers["x-shoal-clamped"] == "max_tokens=98"
+    assert response.json()["usage"]["completion_tokens"] == 98
+
+
 def test_beyond_the_context_is_told_in_the_words_that_clients_look_for(server: Served) -> None:
     long = "x" * 1950
     with pytest.raises(openai.BadRequestError) as error:

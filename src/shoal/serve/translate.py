@@ -80,7 +80,7 @@ class Translator:
         self._require_room(drawn, len(_prompts(asked.prompt)))
         prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
         wanted = min(COMPLETION_TOKENS, self.settings.max_tokens) if asked.max_tokens is None else asked.max_tokens
-        wanted, notes = self._clamped(wanted)
+        wanted, notes = self._clamped(wanted, prompts)
         self._require_context("prompt", prompts, wanted if asked.max_tokens is not None else min(wanted, 1))
         echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
         return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo, notes)
@@ -98,7 +98,7 @@ class Translator:
         wanted = next(iter(limits), None)
         if wanted is None:
             wanted = max(min(self.settings.max_tokens, self.context - len(ids)), 1)
-        wanted, notes = self._clamped(wanted)
+        wanted, notes = self._clamped(wanted, [ids])
         self._require_context("messages", [ids], wanted)
         return self._order(asked, [ids], wanted, n, n, logprobs, None, notes)
 
@@ -176,10 +176,12 @@ class Translator:
                 400, f"{name} must be in {least}..{most} on this server, got {value}", param=name, code="invalid_value"
             )
 
-    def _clamped(self, max_tokens: int) -> tuple[int, dict[str, str]]:
-        """As many as this server allows, and the header that says so if they were more."""
-        most = self.settings.max_tokens
-        return (max_tokens, {}) if max_tokens <= most else (most, {"x-shoal-clamped": f"max_tokens={most}"})
+    def _clamped(self, max_tokens: int, prompts: Sequence[tuple[int, ...]]) -> tuple[int, dict[str, str]]:
+        """As many as this server allows, and the header that says so if they were more; then what the context leaves is enough."""
+        if max_tokens <= self.settings.max_tokens:
+            return max_tokens, {}
+        most = max(1, min(self.settings.max_tokens, self.context - max(map(len, prompts))))
+        return most, {"x-shoal-clamped": f"max_tokens={most}"}
 
     def _require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
         """Prompts and their new tokens fit the model's context; in OpenAI's words, as clients look for them."""

@@ -573,7 +573,8 @@ from shoal.evaluation.sandbox import Sandbox, Step
 Sandbox({box.way!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
 """
     evaluation = subprocess.Popen([sys.executable, "-c", code])
-    _wait_for(lambda: len(running(token)) > 1 and bool(list(folder.iterdir())))
+    # Not before the program itself runs: the first program, which tries the walls, has a file of its own for a moment.
+    _wait_for(lambda: bool(running(f"-c\0sleep 1000; : {token}")))
     evaluation.kill()
     evaluation.wait()
     _wait_for(lambda: not running(token) and not list(folder.iterdir()))

@@ -31,6 +31,9 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from shoal.engine import Engine
+from shoal.stats import Stats
+
 SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
 
 logging.disable_progress_bar()
@@ -127,3 +130,17 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
+    """The stats of every engine that is made: proof that the speculative path ran."""
+    stats: list[Stats] = []
+    made = Engine.__init__
+
+    def spy(self: Engine, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        stats.append(self.stats)
+
+    monkeypatch.setattr(Engine, "__init__", spy)
+    return stats

@@ -34,20 +34,6 @@ def pair() -> tuple[Any, Any]:
     return llama(0, 2), llama(1, 1)
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
-    """The stats of every engine the door makes: proof that the speculative path ran."""
-    stats: list[Stats] = []
-    made = Engine.__init__
-
-    def spy(self: Engine, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        stats.append(self.stats)
-
-    monkeypatch.setattr(Engine, "__init__", spy)
-    return stats
-
-
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 4]])
 
 

@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import shoal
 from shoal.dropout import random_settings
-from shoal.engine import Engine
 from shoal.errors import RequestError
 from shoal.stats import Stats
 from shoal.testing import tiny_model, tiny_tokenizer
@@ -35,20 +34,6 @@ def modules_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any]:
     return tiny_model("llama"), tiny_model("llama", seed=1, layers=1)
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
-    """The stats of every engine that is made."""
-    stats: list[Stats] = []
-    made = Engine.__init__
-
-    def spy(self: Engine, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        stats.append(self.stats)
-
-    monkeypatch.setattr(Engine, "__init__", spy)
-    return stats
 
 
 class Recorder(BaseStreamer):

@@ -72,7 +72,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     for name, figures in found.items():
-        print(f"{name:20} {figures['us']:8.0f} us per round {figures['operations']:8.1f} operations {figures['rounds']:5} rounds")
+        print(
+            f"{name:20} {figures['us']:8.0f} us per round {figures['operations']:8.1f} operations {figures['rounds']:5} rounds"
+        )
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.accept import Coupled
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
-from shoal.train.problems import generate as problems
+from shoal.problems.problems import generate as problems
+from shoal.sampling.acceptance import Coupled
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 

@@ -31,8 +31,8 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from shoal.engine import Engine
-from shoal.stats import Stats
+from shoal.engine.engine import Engine
+from shoal.types.stats import Stats
 
 SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
 
@@ -106,8 +106,8 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number format and order of weights follow the CPU (shoal.formats); in tests it has MKL and no 16-bit instructions."""
-    from shoal import formats
+    """Number format and order of weights follow the CPU (shoal.models.formats); in tests it has MKL and no 16-bit instructions."""
+    from shoal.models import formats
 
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
 

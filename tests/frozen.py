@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from shoal import models
-from shoal.accept import RULES
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import by_name
-from shoal.request import Request, Row
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import by_name
+from shoal.models import loading
+from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model, tiny_tokenizer
+from shoal.types.requests import Request, Row
 
 FILE = Path(__file__).parent / "data" / "frozen.json"
 PROMPTS: tuple[tuple[int, ...], ...] = ((72, 101, 108, 108, 111), (40,), (9, 9, 9, 33, 41, 59, 26, 53, 58, 97, 93, 23))
@@ -81,7 +81,7 @@ def runners(architecture: str, attention: str = "auto", static: str | None = Non
         for weight in drafter.parameters():
             weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
     dtype = torch.float32 if architecture in SINGLE else torch.float64
-    made = [models.wrap(hf.to(dtype), "tiny", attention, strict=strict) for hf in (target, drafter)]
+    made = [loading.wrap(hf.to(dtype), "tiny", attention, strict=strict) for hf in (target, drafter)]
     for runner in made:
         runner.use_static_passes(static)
     return made[0], made[1]

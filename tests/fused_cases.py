@@ -20,16 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal import Limits, Sampling, attention, models
-from shoal.attention import Problem, kernels
-from shoal.attention.fused import Tiling, attend, fused
-from shoal.cache import Plan
-from shoal.cache.plan import Prefix
-from shoal.engine import Engine
+from shoal import Limits, Sampling
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import by_name
-from shoal.request import Request
+from shoal.lookahead.controller import by_name
+from shoal.models import attention, loading
+from shoal.models.attention import Problem, kernels
+from shoal.models.attention.fused import Tiling, attend, fused
+from shoal.models.cache import Plan
+from shoal.models.cache.plan import Prefix
 from shoal.testing import tiny_model
+from shoal.types.requests import Request
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -350,7 +351,7 @@ def test_the_same_case_with_the_right_kernel() -> None:
 def decode(architecture: str, drafter_seed: int, method: str, prompts: str) -> tuple[list[list[int]], dict[str, Any]]:
     """Ids of three rows of two prompts, sampled and greedy, and the counts. The target itself has seed 0."""
     target, drafter = (
-        models.wrap(tiny_model(architecture, seed=seed).to(DEVICE), "tiny", method, checked=False)
+        loading.wrap(tiny_model(architecture, seed=seed).to(DEVICE), "tiny", method, checked=False)
         for seed in (0, drafter_seed)
     )
     engine = Engine(target, drafter, by_name("fixed:3"), max_batch=4, prompts=prompts)

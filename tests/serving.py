@@ -15,9 +15,9 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from shoal.accept import RULES
 from shoal.api import Shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings

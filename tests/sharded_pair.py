@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 
 import shoal
-from shoal.cache import SlotCache
-from shoal.runner import Runner
-from shoal.tensor_parallel import Ranks, _LedCache
+from shoal.models.cache import SlotCache
+from shoal.models.runner import Runner
+from shoal.models.tensor_parallel import Ranks, _LedCache
 
 PROMPTS = ["def shoal(fish):", "One prompt that is so much longer than its neighbour", "x"]
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8, "seed": 7}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.accept import acceptance_mask, accepted_lengths, reject_and_replace, residual
-from shoal.distributions import draw
+from shoal.sampling.acceptance import acceptance_mask, accepted_lengths, reject_and_replace, residual
+from shoal.sampling.distributions import draw
 from shoal.testing.law import acceptance_measure, draw_measure
 
 LAST = 1 - 2**-53

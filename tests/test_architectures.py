@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal import attention, engine, models
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine import engine
+from shoal.engine.engine import Engine
+from shoal.engine.scheduler import Round
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.lookahead import Fixed
-from shoal.request import Request, Result
-from shoal.runner import Runner
-from shoal.scheduler import Round
-from shoal.selfcheck import TOLERANCE, self_check
+from shoal.lookahead.controller import Fixed
+from shoal.models import attention, loading
+from shoal.models.runner import Runner
+from shoal.models.selfcheck import TOLERANCE, self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import WINDOW
+from shoal.types.requests import Request, Result
 
 MASK_DOOR = {"codegen", "gptj", "falcon", "mpt"}
 INTERFACE = sorted(ARCHITECTURES.keys() - MASK_DOOR)
@@ -74,7 +75,7 @@ def stock_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
 
 def unchecked(hf: Any, method: str = "auto") -> Runner:
     """Without the self-check, which has a test of its own."""
-    return models.wrap(hf, "tiny", method, checked=False)
+    return loading.wrap(hf, "tiny", method, checked=False)
 
 
 Asked = Sequence[tuple[Sequence[int], int]]
@@ -119,7 +120,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
 
 
 def test_self_check_passes(architecture: str) -> None:
-    runner = models.wrap(tiny_model(architecture), architecture)
+    runner = loading.wrap(tiny_model(architecture), architecture)
     assert runner.door == ("mask" if architecture in MASK_DOOR else "interface")
     assert runner.self_check_error is not None
     assert runner.self_check_error < ERROR
@@ -219,7 +220,7 @@ def test_packed_passes_see_real_tokens_only(architecture: str, monkeypatch: pyte
     if architecture not in MASK_DOOR:
         shapes = [(1, 19 + 1 + 11), (1, 5 + 2 + 3), (1, 4 + 1), (3, 1)]  # equal counts: nothing to leave out
 
-    logits, seen = shapes_fed(hf, models.wrap(hf, architecture), monkeypatch)
+    logits, seen = shapes_fed(hf, loading.wrap(hf, architecture), monkeypatch)
 
     assert seen == shapes
     spread = float(torch.cat(expected).std())
@@ -241,7 +242,7 @@ def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monk
         return embedded
 
     monkeypatch.setattr(hf.model.embed_tokens, "forward", forward)
-    runner = models.wrap(hf, "llama")
+    runner = loading.wrap(hf, "llama")
     assert not runner.packs
     assert runner.self_check_error is not None
     assert runner.self_check_error < ERROR
@@ -251,13 +252,13 @@ def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monk
 @pytest.mark.parametrize("method", ["split", "reference"])
 def test_the_mask_door_has_one_method(name: str, method: str) -> None:
     with pytest.raises(RequestError, match=f"attention must be 'auto' or 'pad', got '{method}'"):
-        models.wrap(tiny_model(name), name, method)
+        loading.wrap(tiny_model(name), name, method)
 
 
 def test_the_model_is_its_owners_again_after_a_pass() -> None:
     hf = tiny_model("llama")
     before = hf.config._attn_implementation
-    runner = models.wrap(hf, "llama")
+    runner = loading.wrap(hf, "llama")
     ragged_logits(runner)
     assert hf.config._attn_implementation == before != attention.NAME
     with pytest.raises(RuntimeError):
@@ -282,7 +283,7 @@ def test_the_window_is_felt(name: str) -> None:
 def test_a_window_that_only_the_mask_knows_bounds_the_context() -> None:
     """PhiMoE leaves its window to the mask, which shoal replaces: within the window nothing is lost."""
     hf = tiny_model("phimoe", sliding_window=24)
-    runner = models.wrap(hf, "phimoe")
+    runner = loading.wrap(hf, "phimoe")
     assert runner.context == 24
     sample = shoal_ids(runner, runner, [(prompt(13), 100)], n=1)[0].samples[0]
     assert sample.finish_reason == "length"
@@ -313,7 +314,7 @@ def test_refused_before_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     hf = tiny_model(name)
     monkeypatch.setattr(type(hf), "forward", _no_pass)
     with pytest.raises(UnsupportedModel, match=f"my-{name} .* is not supported: .*{REASONS[name]}"):
-        models.wrap(hf, f"my-{name}")
+        loading.wrap(hf, f"my-{name}")
 
 
 def _no_pass(*_: Any, **__: Any) -> None:
@@ -339,7 +340,7 @@ def test_refused_as_a_drafter(tmp_path: Path) -> None:
 
 def test_refused_in_training_mode() -> None:
     with pytest.raises(RequestError, match=r"call model\.eval\(\) first"):
-        models.wrap(tiny_model("llama").train(), "llama")
+        loading.wrap(tiny_model("llama").train(), "llama")
 
 
 # ── the self-check catches what nobody listed ───────────────────────────────────────────────────────────────────────
@@ -360,7 +361,7 @@ def _same_window_for_all(problem: attention.Problem) -> Tensor:
 def test_a_broken_attention_is_refused(sabotage: attention.Method, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attention.METHODS, "pad", sabotage)
     with pytest.raises(UnsupportedModel, match=r"differs from a plain forward by [\d.]+ standard deviations"):
-        models.wrap(tiny_model("llama"), "llama", "pad")
+        loading.wrap(tiny_model("llama"), "llama", "pad")
 
 
 def test_a_model_through_the_wrong_door_is_refused() -> None:
@@ -381,7 +382,7 @@ def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(hf.model, "forward", forward)
     with pytest.raises(UnsupportedModel, match="standard deviations"):
-        models.wrap(hf, "llama")
+        loading.wrap(hf, "llama")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -413,7 +414,7 @@ def test_the_self_check_tolerates_no_more_than_it_says(
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon"])
 def test_bfloat16_runs(name: str) -> None:
     hf = tiny_model(name).to(torch.bfloat16)
-    target = models.wrap(hf, name)
+    target = loading.wrap(hf, name)
     assert target.self_check_error is not None
     assert target.self_check_error < TOLERANCE[torch.bfloat16]
     pair = Shoal(target, target, max_batch=MAX_BATCH)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shoal import attention
-from shoal.attention import METHODS, Problem
-from shoal.attention.mixed import CALL_BYTES, mixed
-from shoal.attention.reference import reference
 from shoal.bench import ragged
-from shoal.cache import Plan
 from shoal.errors import InternalError, RequestError
-from shoal.sharing import Prefix
+from shoal.models import attention
+from shoal.models.attention import METHODS, Problem
+from shoal.models.attention.mixed import CALL_BYTES, mixed
+from shoal.models.attention.reference import reference
+from shoal.models.cache import Plan
 from shoal.testing import tiny_model
+from shoal.types.prefix import Prefix
 
 CPU = torch.device("cpu")
 
@@ -256,7 +256,7 @@ def test_nothing_is_cheaper(tails: list[int], call: int) -> None:
 )
 def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[int], calls: int) -> None:
     problem = build(starts, counts, torch.float32)
-    with patch("shoal.attention.pad.scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
+    with patch("shoal.models.attention.pad.scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
         out = cheap_calls(problem)
     assert called.call_count == calls
     assert error(problem, out) <= tolerance(problem)

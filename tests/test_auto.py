@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.engine import Engine
-from shoal.lookahead import Auto, Controller, Heuristic, Knowledge, by_name
+from shoal.engine.engine import Engine
 from shoal.lookahead.acceptance import Acceptance
+from shoal.lookahead.controller import Auto, Controller, Heuristic, Knowledge, by_name
 from shoal.lookahead.costs import Curve
-from shoal.request import Limits, Request, Row, Sampling
-from shoal.round import Outcome
 from shoal.testing.law import chain_rule, chi_square
 from shoal.testing.scripted import table_model
+from shoal.types.requests import Limits, Request, Row, Sampling
+from shoal.types.rounds import Outcome
 from test_coupled import Priced
 from test_exact_law import ALPHA, P, Q, joint
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
-from shoal.lookahead import Fixed
-from shoal.request import Request
+from shoal.lookahead.controller import Fixed
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import ScriptedModel, hashed, runner, scripted
+from shoal.types.requests import Request
 
 CONTEXT = 32
 V = VOCABULARY
@@ -322,7 +322,7 @@ def test_out_of_memory_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) ->
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return tensor
 
-    monkeypatch.setattr("shoal.cache.slots._resized", fail)
+    monkeypatch.setattr("shoal.models.cache.slots._resized", fail)
     longer = engine.submit(Request((1,), 2, Sampling(seed=0), Limits(max_new_tokens=4000)))
     refused = [commit.sample for commit in engine.step() if commit.sample]
     assert [(s.finish_reason, s.token_ids) for s in refused] == [("error", ())] * 2

@@ -15,11 +15,11 @@ import pytest
 
 from serving import CONTEXT, PATIENCE, Gate, legible, pair
 from shoal import cli
-from shoal.accept import RULES
 from shoal.api import Shoal
 from shoal.cli.tally import Tally, tell
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
+from shoal.sampling.acceptance import RULES
 from shoal.serve.ledger import SYNC_LINES, Ledger
 from shoal.serve.lines import read_lines
 from shoal.serve.offline import Offline
@@ -314,7 +314,7 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
         assert (code, f"out:1 was answered with {name} = " in said) == (2, True), said
         assert out.read_bytes() == kept
     monkeypatch.setattr(
-        "shoal.load_report.described", lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off"}
+        "shoal.models.load_report.described", lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off"}
     )
     code, said = batch(source, out, "--model", tmp_path / "one")
     assert (code, "dtype = 'float64', this run has 'bfloat16'" in said) == (2, True), said

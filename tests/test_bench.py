@@ -15,8 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal import stats
-from shoal.accept import RULES
 from shoal.api import Shoal, load
 from shoal.bench import referee as referees
 from shoal.bench import regret, shapes, stages, tables, ways
@@ -29,7 +27,9 @@ from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.cli.files import listed_prompts
 from shoal.errors import InternalError, RequestError
-from shoal.round import Proposal, Verdict
+from shoal.sampling.acceptance import RULES
+from shoal.types import stats
+from shoal.types.rounds import Proposal, Verdict
 
 TOKENS = 8
 JOB = Job(

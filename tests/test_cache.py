@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal import models
-from shoal.cache import Plan, SlotCache
 from shoal.errors import InternalError
-from shoal.runner import Runner
-from shoal.sharing import Prefix
+from shoal.models import loading
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
+from shoal.types.prefix import Prefix
 
 CPU = torch.device("cpu")
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3
@@ -266,7 +266,7 @@ SLOTS, MOST = 3, 24
 
 @lru_cache(maxsize=1)
 def llama() -> Runner:
-    return models.wrap(tiny_model("llama"), "llama")
+    return loading.wrap(tiny_model("llama"), "llama")
 
 
 def from_scratch(tokens: list[int]) -> Tensor:

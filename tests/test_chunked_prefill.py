@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed
-from shoal.request import Request, Row
-from shoal.runner import Runner
-from shoal.schedule import Piece
-from shoal.scheduler import CHUNK, Scheduler
-from shoal.sharing import Prefix, cells
+from shoal.lookahead.controller import Fixed
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, runner, scripted
+from shoal.types.prefix import Prefix, cells
+from shoal.types.requests import Request, Row
+from shoal.types.schedule import Piece
 
 VOCAB = 12
 LONG = tuple(1 + i * i % 11 for i in range(41))

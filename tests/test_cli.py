@@ -22,12 +22,12 @@ from rich.console import Console
 from typer import rich_utils
 
 from shoal import cli
-from shoal.attention import METHODS
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import run
 from shoal.cli.files import write_whole
 from shoal.cli.streaming import follow
 from shoal.cli.views import Board, plain_table, printable, stdout
+from shoal.models.attention import METHODS
 from shoal.testing import save_pair
 
 SAMPLE_KEYS = {

@@ -21,23 +21,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal
-import shoal.accept
-from shoal import constraints
-from shoal.accept import Rejection
+import shoal.sampling.acceptance
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
-from shoal.distributions import probabilities, race
-from shoal.draft import ModelDrafter
-from shoal.engine import Engine
+from shoal.constraints import grammar as grammars
+from shoal.drafting.model import ModelDrafter
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed
-from shoal.noise import group_seed, race_luck, row_seed
-from shoal.request import Request, Row
-from shoal.round import Proposal
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Rejection
+from shoal.sampling.distributions import probabilities, race
+from shoal.sampling.uniforms import group_seed, race_luck, row_seed
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.law import chain_rule, chi_square, committed_law
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
 from shoal.testing.tiny import END
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Proposal
 
 TOKENIZER = tiny_tokenizer()
 ALPHABET = llguidance.hf.from_tokenizer(TOKENIZER)
@@ -128,7 +128,7 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
 
 def row_of(grammar: Grammar, tokens: Sequence[int] = (), **options: Any) -> Row:
     request = Request((LETTERS[0],), 1, Sampling(grammar=grammar, **options))
-    constraint = constraints.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
+    constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
     return Row(request, 0, 0, 0, [LETTERS[0], *tokens], frozenset([END]), 99, constraint=constraint)
 
 
@@ -246,7 +246,7 @@ class Unmasked(Watched):
 
 
 def run(kind: type[Watched], k: int = 4) -> tuple[Engine, Watched, list[Row]]:
-    engine = made().engine(k, shoal.accept.Coupled())
+    engine = made().engine(k, shoal.sampling.acceptance.Coupled())
     drafter = kind(engine.models[1], VOCABULARY)
     engine.drafter = drafter
     sampling = Sampling(grammar=WORDS, seed=5, temperature=1.3)
@@ -307,7 +307,7 @@ def test_a_constraint_follows_any_history(asked: list[tuple[int, str]]) -> None:
         new, drafted = row.tokens[1:], encode(draft)
         matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
         valid = matcher.validate_tokens([*new, *drafted]) == len(new) + len(drafted)
-        mask = constraints.allowed([row], [drafted], len(drafted), torch.empty(1, 1, VOCABULARY))
+        mask = grammars.allowed([row], [drafted], len(drafted), torch.empty(1, 1, VOCABULARY))
         assert mask is not None
         expected = possible(WORDS, [*new, *drafted]) if valid else torch.zeros(VOCABULARY, dtype=torch.bool)
         assert torch.equal(mask[0, 0], expected)
@@ -321,7 +321,7 @@ def test_rows_with_and_without_a_grammar_in_one_batch() -> None:
     ways = [WORDS, None, digits, None]
 
     def tokens(which: Sequence[int]) -> tuple[Engine, dict[int, list[list[int]]]]:
-        engine = made().engine(3, shoal.accept.Coupled())
+        engine = made().engine(3, shoal.sampling.acceptance.Coupled())
         asked = {
             i: engine.submit(Request((*PROMPT, i), 2, Sampling(grammar=ways[i], seed=i), Limits(max_new_tokens=14)))
             for i in which
@@ -497,7 +497,7 @@ def test_byte_level_bpe_of_the_bundled_pair() -> None:
 @pytest.fixture
 def without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(constraints, "_known", {})
+    monkeypatch.setattr(grammars, "_known", {})
 
 
 def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, without_llguidance: None) -> None:
@@ -505,10 +505,10 @@ def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, wit
         raise AssertionError("called without a grammar")
 
     for name in ("_bits", "_symbols", "_before_eos", "grammars_of", "Grammars"):
-        monkeypatch.setattr(constraints, name, never)
+        monkeypatch.setattr(grammars, name, never)
     result = made().generate([PROMPT], n=2, seed=0, lookahead=3, max_new_tokens=9)
     assert result.stats.drafted > 0
-    assert constraints.allowed([row_without()], [()], 0, torch.empty(1, 1, VOCABULARY)) is None
+    assert grammars.allowed([row_without()], [()], 0, torch.empty(1, 1, VOCABULARY)) is None
 
 
 def row_without() -> Row:
@@ -545,14 +545,14 @@ def test_what_a_grammar_needs() -> None:
     with pytest.raises(RequestError, match="grammar must be a Grammar or None, got 'a'"):
         made().generate([PROMPT], grammar="a")
     with pytest.raises(RequestError, match="a fast tokenizer that llguidance can read"):
-        constraints.Grammars(SimpleNamespace(), VOCABULARY)
+        grammars.Grammars(SimpleNamespace(), VOCABULARY)
 
 
 def with_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
     """Lets llguidance do less than it would."""
     real = llguidance.LLParserLimits
     monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: real(verbose_errors=False, **limits))
-    monkeypatch.setattr(constraints, "_known", {})
+    monkeypatch.setattr(grammars, "_known", {})
 
 
 WIDENING = Grammar("lark", 'start: "x"' + 40 * ' "a"?' + ' "."')
@@ -561,7 +561,7 @@ WIDENING = Grammar("lark", 'start: "x"' + 40 * ' "a"?' + ' "."')
 
 def test_a_grammar_that_llguidance_gives_up_on_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with_limits(monkeypatch, max_items_in_row=30)
-    engine = made().engine(3, shoal.accept.Coupled())
+    engine = made().engine(3, shoal.sampling.acceptance.Coupled())
     hard = engine.submit(Request(PROMPT, 1, Sampling(grammar=WIDENING, seed=0), Limits(max_new_tokens=9)))[0]
     other = engine.submit(Request(PROMPT, 1, Sampling(seed=0), Limits(max_new_tokens=9)))[0]
     while engine.step():
@@ -579,20 +579,20 @@ SLOW = Grammar("regex", "[a-d]{9}")
 
 def passes_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """On the clock all masks take long; of the processor's time only those of `SLOW` take any, from its third token on."""
-    used, clock, real = [0.0], itertools.count(), constraints.Track.at
+    used, clock, real = [0.0], itertools.count(), grammars.Track.at
 
-    def at(self: constraints.Track, row: Row, drafted: Sequence[int]) -> Any:
+    def at(self: grammars.Track, row: Row, drafted: Sequence[int]) -> Any:
         if row.request.sampling.grammar is SLOW and len(row.tokens) + len(drafted) >= len(PROMPT) + 2:
             used[0] += seconds
         return real(self, row, drafted)
 
-    monkeypatch.setattr(constraints.Track, "at", at)
-    monkeypatch.setattr(constraints, "_clock", lambda: float(next(clock)))
-    monkeypatch.setattr(constraints, "_processor_time", lambda: used[0])
+    monkeypatch.setattr(grammars.Track, "at", at)
+    monkeypatch.setattr(grammars, "_clock", lambda: float(next(clock)))
+    monkeypatch.setattr(grammars, "_processor_time", lambda: used[0])
 
 
 def rows_decoded(grammars: Sequence[Grammar | None], k: int) -> list[Row]:
-    engine = made().engine(k, shoal.accept.Coupled())
+    engine = made().engine(k, shoal.sampling.acceptance.Coupled())
     rows = [
         engine.submit(Request(PROMPT, 1, Sampling(grammar=grammar, seed=i), Limits(max_new_tokens=9)))[0]
         for i, grammar in enumerate(grammars)
@@ -605,7 +605,7 @@ def rows_decoded(grammars: Sequence[Grammar | None], k: int) -> list[Row]:
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_grammar_whose_masks_take_too_long_fails_its_row_alone(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = rows_decoded([SLOW, WORDS, None], k)
-    passes_time(monkeypatch, 1.01 * constraints.MASK_SECONDS)
+    passes_time(monkeypatch, 1.01 * grammars.MASK_SECONDS)
     slow, *others = rows_decoded([SLOW, WORDS, None], k)
     assert slow.finish_reason == "error"
     assert slow.tokens == free[0].tokens[: len(PROMPT) + 2]
@@ -617,7 +617,7 @@ def test_a_grammar_whose_masks_take_too_long_fails_its_row_alone(k: int, monkeyp
 def test_masks_that_only_wait_or_take_less_fail_nothing(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that does something else is not the grammar's fault."""
     free = rows_decoded([SLOW, WORDS, SLOW], 3)
-    passes_time(monkeypatch, share * constraints.MASK_SECONDS)
+    passes_time(monkeypatch, share * grammars.MASK_SECONDS)
     rows = rows_decoded([SLOW, WORDS, SLOW], 3)
     assert [(row.tokens, row.finish_reason) for row in rows] == [(row.tokens, row.finish_reason) for row in free]
 
@@ -647,10 +647,10 @@ def test_a_long_chain_does_not_end_the_process(name: str) -> None:
 
 
 def test_a_grammar_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "_known", {})
+    monkeypatch.setattr(grammars, "_known", {})
     read: list[Grammar] = []
-    real = constraints.Grammars._read
-    monkeypatch.setattr(constraints.Grammars, "_read", lambda self, grammar: read.append(grammar) or real(self, grammar))
+    real = grammars.Grammars._read
+    monkeypatch.setattr(grammars.Grammars, "_read", lambda self, grammar: read.append(grammar) or real(self, grammar))
     engine, others = made(), [Grammar("regex", f"a{{{i}}}") for i in (1, 2)]
     texts = [
         engine.generate([PROMPT], grammar=asked, seed=0)[0].samples[0].text for asked in (*others, *others, WORDS, WORDS)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
-from shoal.counts import TokenCounts
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.request import Request, Row
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled
 from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.types.counts import TokenCounts
+from shoal.types.requests import Request, Row
 
 VOCAB = 12
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import shoal
-from shoal import reference
-from shoal.accept import Coupled, Rejection, Rule
-from shoal.distributions import draw, race
-from shoal.engine import Engine
-from shoal.lookahead import Auto, Bass, Controller, Fixed, Knowledge, Lookahead
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Auto, Bass, Controller, Fixed, Knowledge, Lookahead
 from shoal.lookahead.costs import Curve
-from shoal.noise import LANES, race_luck
-from shoal.request import Limits, Request, Row, Sampling
-from shoal.runner import Runner
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.distributions import draw, race
+from shoal.sampling.uniforms import LANES, race_luck
+from shoal.testing import reference
 from shoal.testing.law import chain_rule, chi_square
 from shoal.testing.scripted import table_model
+from shoal.types.requests import Limits, Request, Row, Sampling
 from test_exact_law import ALPHA, P, Q, joint
 
 PROMPTS = ((0, 0), (1, 2, 3), (2,))

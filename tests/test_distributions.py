@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
-from shoal.distributions import probabilities, pure_probabilities
 from shoal.errors import BadLogits, RequestError
-from shoal.request import Request, Row
+from shoal.sampling.distributions import probabilities, pure_probabilities
+from shoal.types.requests import Request, Row
 
 VOCABS = (7, 40, 333, 2048)
 quick = settings(max_examples=40, deadline=None)

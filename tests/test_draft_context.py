@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import shoal
-from shoal.accept import Coupled
 from shoal.api import Shoal
 from shoal.cli import examine
 from shoal.cli.examine_case import Case
 from shoal.cli.examine_prompts import PromptSet
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed, Knowledge, by_name
-from shoal.models import wrap
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.lookahead.controller import Fixed, Knowledge, by_name
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.types.requests import Request, Row
 from test_auto import auto
 
 CONTEXT, SHORT = 64, 24

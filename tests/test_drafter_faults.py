@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.accept import Coupled, Rejection
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Fixed, by_name
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed, by_name
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_model
 from shoal.testing.law import chain_rule, chi_square
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
+from shoal.types.requests import Request, Row
 from test_auto import auto
 from test_exact_law import ALPHA, P, Q, joint
 from test_static import runner as static_runner

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.request import FINISH_REASONS, Increment, Request, Result, Sample
-from shoal.runner import Runner
-from shoal.stream import Stream
+from shoal.engine.engine import Engine
+from shoal.engine.stream import Stream
+from shoal.lookahead.controller import Fixed
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import adversary, hashed, mixed, says, scripted
 from shoal.testing.tiny import END
+from shoal.types.requests import FINISH_REASONS, Increment, Request, Result, Sample
 
 TOKENIZER = tiny_tokenizer()
 PROMPT = "Say it:"

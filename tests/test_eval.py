@@ -18,6 +18,7 @@ from torch import Tensor
 from judging import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
+from shoal.engine.outputs import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
 from shoal.evaluation.grading import Grade, Graded, grade_entries, rouge_grader
@@ -25,7 +26,6 @@ from shoal.evaluation.journal import Journal
 from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, WAYS, Plan, Sampler
 from shoal.evaluation.tasks import Document, Task, summary_tasks
-from shoal.outputs import finish
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.scripted import mixed, one_hot, scripted
 from shoal.testing.tiny import END
@@ -184,7 +184,7 @@ def test_a_sample_that_ended_too_late_is_not_finished(
     pair: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """It ended by itself, in the round in which its time was over: it gets no grade and counts in no figure."""
-    monkeypatch.setattr("shoal.commit.finish", lambda row, now: replace(finish(row, now), in_time=row.index != 0))
+    monkeypatch.setattr("shoal.engine.commit.finish", lambda row, now: replace(finish(row, now), in_time=row.index != 0))
     evaluation = evaluate(tmp_path, pair, [task("a")], plan(ways=(BATCHED,)))
     first, *others = evaluation.samples.entries["a"]["attempts"][BATCHED]["samples"]
     assert (first["finished"], first["finish_reason"]) == (False, "eos")

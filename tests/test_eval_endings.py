@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.constraints.fim import TOKENS, fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.endings import ending
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.tasks import chat_ids, code_tasks, function_problems, infilling_tasks
-from shoal.fim import TOKENS, fill_in_middle
 from shoal.testing import tiny_tokenizer
 
 PYTHON = 'def f(x):\n    """Says {."""\n'

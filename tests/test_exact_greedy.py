@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import by_name
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import by_name
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import History, adversary, mixed, runner, says, scripted
+from shoal.types.requests import Request, Row
 
 NEW = 34
 """New tokens per row: more than the longest draft."""
@@ -197,8 +197,8 @@ def test_bass_lengths() -> None:
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and pass budgets much smaller than the prompts."""
-    monkeypatch.setattr("shoal.prefill.CHUNK", 7)
-    monkeypatch.setattr("shoal.prefill.BUDGET", 20)
+    monkeypatch.setattr("shoal.engine.prefill.CHUNK", 7)
+    monkeypatch.setattr("shoal.engine.prefill.BUDGET", 20)
     engine, rows = decode(drafter("sometimes", 12), 3, prompts=12, n=2, max_batch=9, new=8)
     assert_stock(rows, 2, 8)
     assert_adds_up(engine, rows, 2)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.accept import Coupled, Rejection, Rule
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Bass, Fixed, Lookahead
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Bass, Fixed, Lookahead
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.law import chain_rule, chi_square, committed_law, independence
 from shoal.testing.scripted import table_model
+from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6
 EXACT = 1e-12

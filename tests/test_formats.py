@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import shoal
-from shoal import formats, linears, models, quantize
 from shoal.cli import examine
-from shoal.formats import WIDE, Cpu, _name, number_format
+from shoal.models import formats, linears, loading, quantize
+from shoal.models.formats import WIDE, Cpu, _name, number_format
 from shoal.testing import save_pair, tiny_model
 
 PLAIN, AMX, AVX, ARM = Cpu(), Cpu.of({"amx_bf16"}), Cpu.of({"avx512_bf16", "avx2"}), Cpu.of({"bf16", "neon"})
@@ -151,7 +151,7 @@ def test_no_choice_reads_a_clock(bf16_pair: tuple[Path, Path], monkeypatch: pyte
         monkeypatch.setattr(time, name, never)
     for cpu in (AMX, AVX, PLAIN):
         monkeypatch.setattr(formats, "cpu", lambda cpu=cpu: cpu)
-        models._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False)
+        loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False)
         linears.lay_out(hf)
         quantize.quantized(hf, "off")
 
@@ -191,7 +191,7 @@ def test_a_narrow_drafter_of_a_wide_target_follows_it(tmp_path: Path, monkeypatc
     [(BF16, AMX, "ok"), (BF16, PLAIN, "warn"), (F16, AMX, "warn"), (F16, Cpu.of({"avx512_fp16"}), "ok"), (F32, PLAIN, "ok")],
 )
 def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = models.wrap(tiny_model("llama").to(dtype), "tiny")
+    runner = loading.wrap(tiny_model("llama").to(dtype), "tiny")
     runner.notes["dtype"] = "as it is"
     monkeypatch.setattr(formats, "cpu", lambda: cpu)
     found = examine.number_format(runner)

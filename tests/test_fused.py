@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import attention
-from shoal.attention.fused import STEP_BYTES, Tiling, available, fused, tiling
 from shoal.errors import RequestError
+from shoal.models import attention
+from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, tiling
 from test_attention import build
 
-module = importlib.import_module("shoal.attention.fused")  # the name in the package is the function
+module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
@@ -155,7 +155,7 @@ def test_it_compiles_for_gpus(
 ) -> None:
     """The interpreter forgives what the compiler does not. Matrices are multiplied by tensor cores, float32 without TF32."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from shoal.attention import kernels
+    from shoal.models.attention import kernels
 
     made = cut(8, 32, 8, q, dim, 4096, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
     assert made.splits > 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,66 +23,34 @@ PACKAGE = ROOT / "src" / "shoal"
 # ---------------------------------------------------------------------------------------------------------------------
 # Import directions
 
-PLACES = {
-    "edges": "__init__ __main__ cli train bench evaluation serve testing reference transformers_door transformers_repository data",
-    "api": "api stream progress",
-    "engine": "engine",
-    "stages": "intake scheduler prefill draft lookahead verify accept commit",
-    "base": "round outputs fim constraints memory models selfcheck strict quantize linears formats tensor_parallel load_report "
-    "runner dropout inputs distributions history truncation purity attention cache static available",
-    "words": "counts durable request schedule deadlines waiting sharing sources config options values errors out_of_memory stats "
-    "noise ranking json_schemas disjoint",
-}
-
-# A place imports the places named here; its modules do not import each other ...
-MAY_IMPORT = {
-    "edges": "edges api engine stages base words",
-    "api": "engine stages base words",
-    "engine": "stages base words",
-    "stages": "base words",
-    "base": "words",
-    "words": "",
-}
-
-# ... but for these.
-WITHIN = {
-    "api": "stream",
-    "stream": "progress",
-    "models": "selfcheck strict tensor_parallel quantize linears formats runner attention cache",
-    "strict": "runner attention",
-    "tensor_parallel": "runner cache",
-    "linears": "formats",
-    "load_report": "attention runner",
-    "selfcheck": "runner",
-    "runner": "attention cache static",
-    "memory": "runner",
-    "static": "attention cache distributions truncation",
-    "attention": "cache",
-    "distributions": "history truncation constraints round",
-    "ranking": "request",
-    "request": "config counts errors stats ranking sharing",
-    "schedule": "request sharing",
-    "deadlines": "request",
-    "waiting": "request",
-    "sharing": "errors",
-    "sources": "errors",
-    "json_schemas": "disjoint",
-    "config": "errors values",
-    "options": "config errors",
-    "out_of_memory": "errors",
-    "stats": "errors",
-    "noise": "errors",
-}
+LAYERS = (
+    "errors durable",
+    "config problems",
+    "types",
+    "constraints lookahead",
+    "sampling",
+    "models",
+    "drafting",
+    "engine",
+    "api",
+    "integrations",
+    "__init__",
+    "evaluation serve bench train testing data",
+    "cli",
+    "__main__",
+)
+"""The rooms and single modules under shoal, lowest first. Each imports from those above it in this list; those of one line do not
+import each other. There are no exceptions."""
 
 # Who may import these packages, at the top of a file or inside a function.
 RESERVED = {
-    "transformers": "models cache attention static transformers_door transformers_repository testing train bench",
+    "transformers": "models integrations testing train bench",
     "typer": "cli train bench",
-    "rich": "cli train bench progress",
+    "rich": "cli train bench engine.progress",
     "matplotlib": "bench evaluation",
     "rouge_score": "evaluation",
-    "triton": "attention",
-    "torchao": "quantize",
+    "triton": "models.attention",
+    "torchao": "models.quantize",
     "fastapi": "serve",
     "starlette": "serve",
     "pydantic": "serve",
@@ -91,8 +60,15 @@ RESERVED = {
     "ray": "serve",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
-DEFERRED = ("matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "shoal.attention.kernels", "shoal.serve")
-TORCH_FREE = f"{PLACES['words']} scheduler"  # pure Python: tested and reasoned about without a tensor
+DEFERRED = (
+    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "shoal.models.attention.kernels", "shoal.serve",
+)  # fmt: skip
+TORCH_FREE = (
+    "errors durable config problems lookahead types.requests types.schedule types.prefix types.counts types.options types.stats "
+    "engine.scheduler engine.waiting engine.deadlines engine.prefix_store constraints.json_schemas constraints.disjoint "
+    "models.sources"
+)
+"""Pure Python: tested and reasoned about without a tensor."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +116,21 @@ def all_imports(root: Path) -> list[Import]:
 
 
 def module_of(file: Path, root: Path) -> str:
-    """The module or subpackage directly under shoal to which a file belongs."""
+    """The room, or the module, directly under shoal to which a file belongs."""
     return file.relative_to(root).parts[0].removesuffix(".py")
 
 
-def place_of(module: str) -> str:
-    """Where a module stands; a new one must be given a place before it passes."""
-    for place, modules in PLACES.items():
+def _dotted(file: Path, root: Path) -> str:
+    """The file's module without "shoal."; a package by its own name."""
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer_of(module: str) -> int:
+    """Where a room stands; a new one must be given a place before it passes."""
+    for layer, modules in enumerate(LAYERS):
         if module in modules.split():
-            return place
-    raise AssertionError(f"shoal.{module} has no place in the table PLACES of tests/test_house.py")
+            return layer
+    raise AssertionError(f"shoal.{module} has no place in the table LAYERS of tests/test_house.py")
 
 
 def _internal_target(target: str, root: Path) -> str:
@@ -158,27 +139,35 @@ def _internal_target(target: str, root: Path) -> str:
     return first if first and is_module else "__init__"  # a name of shoal/__init__.py
 
 
-def _may_import(source: str, target: str) -> bool:
-    if source == target:
-        return True
-    if target == "cli":
-        return source == "__main__"
-    if target in WITHIN.get(source, "").split():
-        return True
-    return place_of(target) in MAY_IMPORT[place_of(source)].split()
-
-
 def broken_arrows(root: Path) -> list[str]:
-    """Imports inside the package that point the wrong way, each as "where: from -> to (why)"."""
+    """Imports inside the package that point the wrong way, each as "where: from -> to"."""
     broken = []
     for found in all_imports(root):
         if found.target.split(".")[0] != "shoal":
             continue
         source, target = module_of(found.file, root), _internal_target(found.target, root)
-        if not _may_import(source, target):
-            where = f"{found.file.relative_to(root)}:{found.line}"
-            broken.append(f"{where}: {source} ({place_of(source)}) -> {target} ({place_of(target)})")
+        if source != target and layer_of(target) >= layer_of(source):
+            broken.append(f"{found.file.relative_to(root)}:{found.line}: {source} -> {target}")
     return broken
+
+
+def circles(root: Path) -> list[str]:
+    """Modules of one room that import each other, directly or not."""
+    modules = {_dotted(file, root) for file in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for found in all_imports(root):
+        parts = found.target.split(".")
+        if parts[0] != "shoal" or found.typing_only:
+            continue
+        names = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
+        target, source = next((name for name in names if name in modules), None), _dotted(found.file, root)
+        if target is not None and target != source:
+            graph[source].add(target)
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _optional(module: str) -> bool:
@@ -194,17 +183,22 @@ def misplaced_packages(root: Path) -> list[str]:
     """Imports of other people's packages where the table does not allow them."""
     wrong = []
     for found in all_imports(root):
-        source, package = module_of(found.file, root), found.target.split(".")[0]
+        source, package = _dotted(found.file, root), found.target.split(".")[0]
         if found.typing_only:
             continue
         where = f"{found.file.relative_to(root)}:{found.line}: {source} -> {package}"
-        if package in RESERVED and source not in RESERVED[package].split():
+        if package in RESERVED and not _inside(source, RESERVED[package]):
             wrong.append(f"{where} (only {RESERVED[package]} may)")
         elif _must_be_deferred(found, root) and not found.deferred:
             wrong.append(f"{where} (only inside a function: it is optional)")
-        elif package == "torch" and source in TORCH_FREE.split():
+        elif package == "torch" and _inside(source, TORCH_FREE):
             wrong.append(f"{where} (this module does without torch)")
     return wrong
+
+
+def _inside(source: str, places: str) -> bool:
+    """Whether a module is one of these places, or in one of these rooms."""
+    return any(f"{source}.".startswith(f"{place}.") for place in places.split())
 
 
 def test_imports_point_downwards() -> None:
@@ -217,39 +211,52 @@ def test_packages_are_imported_where_they_belong() -> None:
     assert not wrong, "broken arrows:\n  " + "\n  ".join(wrong)
 
 
+def test_no_modules_import_each_other() -> None:
+    assert not circles(PACKAGE)
+
+
 @pytest.mark.parametrize(
     ("file", "source", "arrow"),
     [
-        ("verify.py", "from shoal.accept import accept", "verify (stages) -> accept (stages)"),
-        ("cache/plan.py", "from shoal import engine", "cache (base) -> engine (engine)"),
-        ("cache/plan.py", "from ..engine import Engine", "cache (base) -> engine (engine)"),
-        ("errors.py", "def f():\n    import shoal.config", "errors (words) -> config (words)"),
-        ("train/loop.py", "from shoal.cli import app", "train (edges) -> cli (edges)"),
-        ("commit.py", "from shoal import load", "commit (stages) -> __init__ (edges)"),
+        ("sampling/uniforms.py", "from shoal.engine.verify import verify", "sampling -> engine"),
+        ("models/plan.py", "from shoal import engine", "models -> engine"),
+        ("models/plan.py", "from ..engine import Engine", "models -> engine"),
+        ("errors.py", "def f():\n    import shoal.config", "errors -> config"),
+        ("lookahead/auto.py", "from shoal.constraints import grammar", "lookahead -> constraints"),
+        ("train/loop.py", "from shoal.cli import app", "train -> cli"),
+        ("engine/commit.py", "from shoal import load", "engine -> __init__"),
     ],
 )
 def test_a_broken_arrow_is_named(tmp_path: Path, file: str, source: str, arrow: str) -> None:
-    for name in ("accept.py", "engine.py", "config.py", "cli/__init__.py", file):
+    for name in ("engine/engine.py", "constraints/grammar.py", "config.py", "cli/__init__.py", file):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source if name == file else "")
     assert [line.split(": ", 1)[1] for line in broken_arrows(tmp_path)] == [arrow]
 
 
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/a.py").write_text("from shoal.engine import b")
+    (tmp_path / "engine/b.py").write_text("def f():\n    from shoal.engine.a import g")
+    assert set(circles(tmp_path)) == {"engine.a", "engine.b"}
+
+
 @pytest.mark.parametrize(
     ("file", "source", "allowed"),
     [
-        ("accept.py", "from transformers.cache_utils import Cache", False),
-        ("scheduler.py", "import torch.nn", False),
-        ("scheduler.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", True),
-        ("attention/fused.py", "import triton", False),
-        ("attention/kernels.py", "import triton", True),
-        ("attention/fused.py", "from shoal.attention import kernels", False),
-        ("attention/fused.py", "def attend():\n    from shoal.attention import kernels", True),
-        ("attention/fused.py", "def kernel():\n    import triton", True),
+        ("sampling/uniforms.py", "from transformers.cache_utils import Cache", False),
+        ("engine/scheduler.py", "import torch.nn", False),
+        ("engine/scheduler.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", True),
+        ("models/attention/fused.py", "import triton", False),
+        ("models/attention/kernels.py", "import triton", True),
+        ("models/runner.py", "def f():\n    import triton", False),
+        ("models/attention/fused.py", "from shoal.models.attention import kernels", False),
+        ("models/attention/fused.py", "def attend():\n    from shoal.models.attention import kernels", True),
+        ("models/attention/fused.py", "def kernel():\n    import triton", True),
     ],
 )
 def test_a_misplaced_package_is_found(tmp_path: Path, file: str, source: str, allowed: bool) -> None:
-    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     assert bool(misplaced_packages(tmp_path)) is not allowed
 

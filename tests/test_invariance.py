@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.request import Request, Row
-from shoal.runner import Runner
-from shoal.schedule import Move
-from shoal.scheduler import Scheduler
+from shoal.engine.engine import Engine
+from shoal.engine.scheduler import Scheduler
+from shoal.lookahead.controller import Fixed
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.types.requests import Request, Row
+from shoal.types.schedule import Move
 
 K = 3
 

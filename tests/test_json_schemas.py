@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal
-from shoal import constraints, disjoint, json_schemas
 from shoal.config import Grammar, Sampling
-from shoal.disjoint import Proofs
+from shoal.constraints import disjoint, json_schemas
+from shoal.constraints import grammar as grammars
+from shoal.constraints.disjoint import Proofs
 from shoal.errors import RequestError
-from shoal.request import Request, Row
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.tiny import END
+from shoal.types.requests import Request, Row
 
 TOKENIZER = tiny_tokenizer()
 
@@ -35,9 +36,9 @@ def encode(text: str) -> list[int]:
 
 def masks(grammar: Grammar, text: str) -> Tensor:
     """What may follow each beginning of a text, [characters + 1, vocabulary]."""
-    constraint = constraints.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
+    constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
     row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
-    made = constraints.allowed([row], [encode(text)], 0, torch.empty(1, len(encode(text)) + 1, VOCABULARY))
+    made = grammars.allowed([row], [encode(text)], 0, torch.empty(1, len(encode(text)) + 1, VOCABULARY))
     assert made is not None
     return made[0]
 
@@ -149,10 +150,10 @@ def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
     }
     for grammar in (of(schema), Grammar("json_object")):
         whole, tokens = masks(grammar, text), encode(text)
-        constraint = constraints.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
+        constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
         row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
         for j, expected in enumerate(whole):
-            one = constraints.allowed([row], [tokens[j:]], 0, torch.empty(1, 1, VOCABULARY))
+            one = grammars.allowed([row], [tokens[j:]], 0, torch.empty(1, 1, VOCABULARY))
             assert one is not None
             assert torch.equal(one[0, 0], expected)
             row.tokens += tokens[j : j + 1]
@@ -162,7 +163,7 @@ class Counting:
     """llguidance's functions that fill masks, with the number of masks that they were asked for."""
 
     def __init__(self) -> None:
-        self.masks, self._real = 0, constraints._filling()
+        self.masks, self._real = 0, grammars._filling()
 
     def fill_next_token_bitmask(self, *arguments: Any) -> None:
         self.masks += 1
@@ -186,7 +187,7 @@ def test_the_bound_on_digits_costs_one_mask_more_per_position(
     grammar: Grammar, matchers: int, lookahead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     counting, by_matcher = Counting(), [0, 0]
-    followed = constraints._followed
+    followed = grammars._followed
 
     def count(rows: Any, tracks: Any, *arguments: Any) -> Any:
         before, which = counting.masks, rows[0].constraint.tracks.index(tracks[0])
@@ -194,8 +195,8 @@ def test_the_bound_on_digits_costs_one_mask_more_per_position(
         by_matcher[which] += counting.masks - before
         return found
 
-    monkeypatch.setattr(constraints, "_filling", lambda: counting)
-    monkeypatch.setattr(constraints, "_followed", count)
+    monkeypatch.setattr(grammars, "_filling", lambda: counting)
+    monkeypatch.setattr(grammars, "_followed", count)
     model = shoal.load(*save_pair(tmp_path), dtype="float32", device="cpu")
     options: dict[str, Any] = {
         "grammar": grammar,
@@ -366,7 +367,7 @@ OVERLAPPING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", EXCLUSIVE)
 def test_alternatives_that_exclude_each_other_are_taken(name: str) -> None:
-    begun = constraints.grammars_of(TOKENIZER, VOCABULARY).begin(of(EXCLUSIVE[name]))
+    begun = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(EXCLUSIVE[name]))
     assert begun.width > 0
 
 
@@ -381,7 +382,7 @@ def test_either_alternative_can_be_said() -> None:
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_alternatives_that_may_overlap_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match="the json_schema grammar cannot be used"):
-        constraints.grammars_of(TOKENIZER, VOCABULARY).begin(of(OVERLAPPING[name]))
+        grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(OVERLAPPING[name]))
 
 
 def test_beside_anyof_a_oneof_stays() -> None:
@@ -472,7 +473,7 @@ def test_the_benchmark_s_schemas_are_taken() -> None:
     assert len(schemas) == 40
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-        constraints.grammars_of(TOKENIZER, VOCABULARY).begin(of(schema))
+        grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(schema))
 
 
 def generated(model: shoal.Shoal, names: Sequence[str], **options: Any) -> list[tuple[str, bool]]:

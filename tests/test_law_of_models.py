@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
-from shoal import models
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Auto, Controller, Fixed, Knowledge
-from shoal.quantize import quantized
-from shoal.request import Request, Row
-from shoal.round import Outcome
-from shoal.runner import Runner
-from shoal.static.executors import EXECUTORS
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Auto, Controller, Fixed, Knowledge
+from shoal.models import loading
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.quantize import quantized
+from shoal.models.runner import Runner
 from shoal.testing.law import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Outcome
 from test_exact_law import joint, shifted
 from test_static import FakeGraphs
 
@@ -49,7 +49,7 @@ def llama(vocab: int, seed: int) -> Any:
 
 
 def runner(hf: Any, executor: str | None = None) -> Runner:
-    made = models.wrap(hf, "tiny", checked=False)
+    made = loading.wrap(hf, "tiny", checked=False)
     made.use_static_passes(executor)
     return made
 

@@ -23,10 +23,10 @@ import torch
 import shoal
 from shoal.api import Shoal
 from shoal.errors import PairMismatch, RequestError
-from shoal.options import SETTINGS, Options, split_options
-from shoal.request import Increment
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
+from shoal.types.options import SETTINGS, Options, split_options
+from shoal.types.requests import Increment
 
 VOCAB = 260
 PROMPT = [5, 6, 7]

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import nn
 
 import shoal
-from shoal import formats, linears, quantize
 from shoal.errors import RequestError
-from shoal.models import wrap
+from shoal.models import formats, linears, quantize
+from shoal.models.loading import wrap
 from shoal.testing import save_pair, tiny_model
 
 LINEARS = 2 * 7 + 1

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import shoal
-from shoal import attention
 from shoal.api import Shoal
 from shoal.cli import run
-from shoal.load_report import described
-from shoal.models import wrap
-from shoal.stats import Stats
+from shoal.models import attention
+from shoal.models.load_report import described
+from shoal.models.loading import wrap
 from shoal.testing import save_pair, tiny_model
+from shoal.types.stats import Stats
 
 CHOSEN = {
     "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",

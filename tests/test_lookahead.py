@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shoal.errors import RequestError
-from shoal.lookahead import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
-from shoal.round import Outcome
+from shoal.lookahead.controller import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
+from shoal.types.rounds import Outcome
 
 
 def grown_to(length: int) -> Bass:

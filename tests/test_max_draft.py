@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed, by_name
-from shoal.request import Request, Sample
+from shoal.lookahead.controller import Fixed, by_name
+from shoal.sampling.acceptance import Coupled
 from shoal.testing.scripted import hashed, scripted
+from shoal.types.requests import Request, Sample
 
 V, NEW = 23, 24
 

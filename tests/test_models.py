@@ -12,10 +12,10 @@ import torch
 import transformers
 
 import shoal
-from shoal import models, sources
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
-from shoal.runner import Runner
+from shoal.models import loading, sources
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import END
 
@@ -53,7 +53,7 @@ def stock(hf: Any, prompt: list[int] = PROMPT, new: int = 16) -> tuple[int, ...]
 
 
 def runner(hf: Any, name: str = "tiny") -> Runner:
-    return models.wrap(hf, name)
+    return loading.wrap(hf, name)
 
 
 # ── what loads ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,7 +100,7 @@ def test_dtype(asked: str | torch.dtype, got: torch.dtype, tmp_path: Path) -> No
 
 def test_auto_keeps_the_checkpoints_dtype_on_an_accelerator() -> None:
     for place in ("cuda", "cuda:1"):
-        assert models._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False)[0] == "auto"
+        assert loading._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False)[0] == "auto"
 
 
 def test_unknown_dtype(pair: tuple[Path, Path]) -> None:
@@ -183,13 +183,13 @@ def test_a_damaged_tokenizer_is_told_in_a_whole_sentence(pair: tuple[Path, Path]
 def test_no_causal_language_model(pair: tuple[Path, Path]) -> None:
     edited(pair[0] / "config.json", lambda config: config.update(model_type="vit", architectures=["ViTModel"]))
     with pytest.raises(UnsupportedModel, match="Transformers has no causal language model for it"):
-        models.load_runner(pair[0])
+        loading.load_runner(pair[0])
 
 
 def test_an_unknown_architecture(pair: tuple[Path, Path]) -> None:
     edited(pair[0] / "config.json", lambda config: config.update(model_type="nobody-knows"))
     with pytest.raises(RequestError, match=r"cannot load the Config of .*nobody-knows"):
-        models.load_runner(pair[0])
+        loading.load_runner(pair[0])
 
 
 def test_a_drafter_without_a_target(pair: tuple[Path, Path]) -> None:
@@ -215,13 +215,13 @@ def test_what_every_from_pretrained_is_told(
     pair: tuple[Path, Path], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
-    real = models._from
+    real = loading._from
 
     def spy(source: str | Path, auto: Any, **options: Any) -> Any:
         told.append(options)
         return real(source, auto, **options)
 
-    monkeypatch.setattr(models, "_from", spy)
+    monkeypatch.setattr(loading, "_from", spy)
     shoal.load(pair[0], **given)
     assert len(told) == 3  # tokenizer, config, model
     expected = {"local_files_only": False, "trust_remote_code": False, "revision": None} | given
@@ -295,9 +295,9 @@ def test_tokenizers_that_split_differently_are_noticed(pair: tuple[Path, Path]) 
 
 def test_without_tokenizers_widths_decide() -> None:
     target, near, far = (runner(tiny_model("llama", vocab_size=v)) for v in (260, 700, 900))
-    models.check_pair(target, near)
+    loading.check_pair(target, near)
     with pytest.raises(PairMismatch, match="vocabulary of 260 v 900 and no tokenizers to compare"):
-        models.check_pair(target, far)
+        loading.check_pair(target, far)
 
 
 @pytest.mark.parametrize(("target_width", "draft_width"), [(260, 264), (264, 260), (260, 320), (320, 260)])
@@ -390,12 +390,12 @@ def test_the_ids_that_end_a_text(pair: tuple[Path, Path]) -> None:
 
 def test_where_they_are_looked_for() -> None:
     hf, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    assert models.eos_ids(hf, None) == ()
-    assert models.eos_ids(hf, tokenizer) == (END,)
+    assert loading.eos_ids(hf, None) == ()
+    assert loading.eos_ids(hf, tokenizer) == (END,)
     hf.config.eos_token_id = 7
-    assert models.eos_ids(hf, tokenizer) == (7,)
+    assert loading.eos_ids(hf, tokenizer) == (7,)
     hf.generation_config.eos_token_id = [8, 9]
-    assert models.eos_ids(hf, tokenizer) == (8, 9)
+    assert loading.eos_ids(hf, tokenizer) == (8, 9)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────

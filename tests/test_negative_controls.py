@@ -16,25 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
-import shoal.accept
-import shoal.intake
-import shoal.verify
-from shoal.cache import SlotCache
+import shoal.engine.validation
+import shoal.engine.verify
+import shoal.sampling.acceptance
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.noise import Purpose, row_seed
-from shoal.request import Request, Row
-from shoal.round import Proposal, Verdict
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
+from shoal.models.cache import SlotCache
+from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.law import chain_rule, chi_square, committed_law, independence
 from shoal.testing.scripted import hashed, runner, scripted, table_model
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Proposal, Verdict
 from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 from test_exact_law import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 
-real_uniforms = shoal.noise.uniforms
-real_probabilities = shoal.verify.probabilities
-real_decide = shoal.accept.Rejection.decide
+real_uniforms = shoal.sampling.uniforms.uniforms
+real_probabilities = shoal.engine.verify.probabilities
+real_decide = shoal.sampling.acceptance.Rejection.decide
 
 
 def counted(**sampling: float) -> Tensor:
@@ -70,12 +70,14 @@ def bonus_left_to_the_residual(
     if q is None:
         return verdict
     rows, last = torch.arange(len(p)), (lengths - 1).clamp(min=0)
-    token = shoal.accept.draw(shoal.accept.residual(p[rows, last], q[rows, last]), u_next[rows, last, 0])
+    token = shoal.sampling.acceptance.draw(
+        shoal.sampling.acceptance.residual(p[rows, last], q[rows, last]), u_next[rows, last, 0]
+    )
     full = (verdict.accepted == lengths) & (lengths > 0)
     return replace(verdict, token=torch.where(full, token, verdict.token))
 
 
-shoal_reject_and_replace = shoal.accept.reject_and_replace
+shoal_reject_and_replace = shoal.sampling.acceptance.reject_and_replace
 
 RULES: dict[str, tuple[str, Callable[..., Any]]] = {
     "residual without clamp": ("residual", without_clamp),
@@ -94,13 +96,13 @@ RULES: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_wrong_rule_shows_in_the_exact_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = P[0], Q[0]
     assert (committed_law(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() <= EXACT
-    monkeypatch.setattr(shoal.accept, *RULES[name])
+    monkeypatch.setattr(shoal.sampling.acceptance, *RULES[name])
     assert (committed_law(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() > 1e6 * EXACT
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_rule_shows_in_counted_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.accept, *RULES[name])
+    monkeypatch.setattr(shoal.sampling.acceptance, *RULES[name])
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -111,7 +113,7 @@ def test_a_uniform_used_for_drafting_and_again_for_accepting(monkeypatch: pytest
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, positions, np.full_like(purpose, Purpose.TOKEN))
 
-    monkeypatch.setattr(shoal.noise, "uniforms", reused)
+    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -119,7 +121,7 @@ def test_one_uniform_for_accepting_and_replacing(monkeypatch: pytest.MonkeyPatch
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, positions, np.where(purpose == Purpose.REPLACE, Purpose.ACCEPT, purpose))
 
-    monkeypatch.setattr(shoal.noise, "uniforms", reused)
+    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -127,13 +129,13 @@ def test_the_same_uniforms_at_every_position(monkeypatch: pytest.MonkeyPatch) ->
     def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
         return real_uniforms(seeds, np.zeros_like(positions), purpose)
 
-    monkeypatch.setattr(shoal.noise, "uniforms", reused)
+    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
 def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row alone has the right law; only the test of independence sees it."""
-    monkeypatch.setattr(shoal.intake, "row_seed", lambda seed, row: row_seed(seed, row // 2))
+    monkeypatch.setattr(shoal.engine.validation, "row_seed", lambda seed, row: row_seed(seed, row // 2))
     rows = run(table_model(P), table_model(Q), Fixed(3))[1]
     assert chi_square(joint(rows[::2], 4), chain_rule(P, 4)) > ALPHA
     assert independence(contingency(codes(rows[::2], 4, slice(2)), codes(rows[1::2], 4, slice(2)))) < ALPHA
@@ -143,14 +145,14 @@ def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_greedy_draft_with_a_soft_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda _, q, luck: q.argmax(dim=-1))
+    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, luck: q.argmax(dim=-1))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
 def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn at one temperature, reported at another."""
-    real = shoal.accept.Rejection.draw
-    monkeypatch.setattr(shoal.accept.Rejection, "draw", lambda _, q, luck: real(q**2, luck))
+    real = shoal.sampling.acceptance.Rejection.draw
+    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, luck: real(q**2, luck))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -160,7 +162,7 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(self: shoal.accept.Rejection, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+    def dropped(self: shoal.sampling.acceptance.Rejection, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
         verdict = real_decide(self, proposal, p, luck)
         if proposal.k == 0:
             return verdict
@@ -171,7 +173,7 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
     k, new = 3, 20
     expected = math.ceil(new / (k + 1))
     assert all(row.rounds == expected for row in decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1])
-    monkeypatch.setattr(shoal.accept.Rejection, "decide", dropped)
+    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "decide", dropped)
     rows = decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1]
     assert all(row.rounds > expected for row in rows)
     assert [tuple(row.tokens[row.prompt_length :]) for row in rows] == [stock_ids(i)[:new] for i in range(3)]
@@ -195,7 +197,7 @@ def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.Mo
 
     law = declared_law(step, 4, 4)
     assert chi_square(counted(frequency_penalty=1.5), law) > ALPHA
-    monkeypatch.setattr(shoal.verify, "probabilities", one_token_late)
+    monkeypatch.setattr(shoal.engine.verify, "probabilities", one_token_late)
     assert chi_square(counted(frequency_penalty=1.5), law) < ALPHA
 
 
@@ -216,7 +218,7 @@ def test_penalties_one_token_late_show_in_greedy_ids(control: dict[str, Any], mo
 
     plain = ids(0)
     assert ids(4) == plain
-    monkeypatch.setattr(shoal.verify, "probabilities", one_token_late)
+    monkeypatch.setattr(shoal.engine.verify, "probabilities", one_token_late)
     assert ids(0) == plain  # without drafts nothing can be late
     assert ids(4) != plain
 

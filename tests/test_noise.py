@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.noise import Purpose, group_seed, row_seed, uniforms
-from shoal.request import Request
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
 from shoal.testing.law import chi_square
 from shoal.testing.scripted import hashed, scripted
+from shoal.types.requests import Request
 
 ALPHA = 1e-6
 COUNT = 200_000

@@ -1,7 +1,7 @@
 """Speculative equals plain, id for id, under every sampling control; log-probabilities are those of a forward from scratch.
 
 Greedy rows equal plain decoding with any drafter. Sampled rows do when the drafter is the target, since both draw a token with the
-same uniform. Plain decoding is `shoal.reference`: one row, no cache, no batch, a stock Transformers model.
+same uniform. Plain decoding is `shoal.testing.reference`: one row, no cache, no batch, a stock Transformers model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from shoal import reference
 from shoal.config import Limits, Sampling
-from shoal.distributions import probabilities
-from shoal.engine import Engine
-from shoal.lookahead import Fixed, Lookahead
-from shoal.request import Request, Row, Sample
-from shoal.testing import tiny_model
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed, Lookahead
+from shoal.sampling.distributions import probabilities
+from shoal.testing import reference, tiny_model
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner
+from shoal.types.requests import Request, Row, Sample
 
 NEW = 12
 EOS = (17, 200)

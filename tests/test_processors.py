@@ -158,9 +158,9 @@ def test_pure_processors_are_taken_and_drafts_do_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("kind", IMPURE)
 def test_others_are_refused_by_name_before_anything_is_computed(kind: type[Any]) -> None:
-    engine = pair().engine(4, shoal.accept.Coupled())
+    engine = pair().engine(4, shoal.sampling.acceptance.Coupled())
     chain = [hf.TemperatureLogitsWarper(0.5), hf.NoRepeatNGramLogitsProcessor(2), kind(), hf.TopKLogitsWarper(50)]
-    request = shoal.request.Request(tuple(PROMPT), 1, shoal.Sampling(processors=chain))
+    request = shoal.types.requests.Request(tuple(PROMPT), 1, shoal.Sampling(processors=chain))
     with pytest.raises(RequestError, match=f"processor {kind.__name__} is not supported: .*pure function"):
         engine.submit(request)
     assert engine.stats.target_passes == engine.stats.prefills == 0

@@ -12,13 +12,13 @@ from torch import nn
 
 import shoal
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import by_name
-from shoal.models import wrap
-from shoal.quantize import Int8Linear, parse, quantized
-from shoal.request import Request, Row
+from shoal.lookahead.controller import by_name
+from shoal.models.loading import wrap
+from shoal.models.quantize import Int8Linear, parse, quantized
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.types.requests import Request, Row
 
 NEW = 20
 LINEARS = 2 * 7 + 1

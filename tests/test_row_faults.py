@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from shoal import cli
-from shoal.accept import Coupled
 from shoal.api import Shoal
-from shoal.cache import SlotCache
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import BadLogits, ModelError, RequestError
-from shoal.lookahead import Fixed
-from shoal.models import wrap
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.lookahead.controller import Fixed
+from shoal.models.cache import SlotCache
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import History, adversary, hashed, mixed, runner, scripted
+from shoal.types.requests import Request, Row
 
 VOCAB = 12
 BAD = 11

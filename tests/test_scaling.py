@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import shoal
 from shoal.bench import scaling
 from shoal.bench.scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
-from shoal.runner import Runner
+from shoal.models.runner import Runner
 from shoal.testing.tiny import save_pair
 
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed
-from shoal.request import Request, Row
-from shoal.schedule import Admission, Move, Piece, Round
-from shoal.scheduler import CHUNK, Scheduler
-from shoal.sharing import cells
+from shoal.lookahead.controller import Fixed
 from shoal.testing.scripted import hashed, scripted
+from shoal.types.prefix import cells
+from shoal.types.requests import Request, Row
+from shoal.types.schedule import Admission, Move, Piece, Round
 
 
 def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 import serving
 from serving import CONTEXT, legible, served
 from shoal import Shoal, cli, custom_generate
-from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import Plan, Sampler
 from shoal.evaluation.tasks import Task
-from shoal.lookahead import Fixed
-from shoal.noise import group_seed, row_seed
-from shoal.request import Request, occurrences
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled
+from shoal.sampling.uniforms import group_seed, row_seed
 from shoal.serve.lines import read_lines
 from shoal.serve.recipe import Recipe
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
 from shoal.testing.law import chain_rule, chi_square, independence
 from shoal.testing.scripted import table_model
+from shoal.types.requests import Request, occurrences
 from test_exact_law import ALPHA, P, Q, codes, contingency, joint
 
 PROMPTS = ["hello", "world", "hello", "sea", "hello"]

@@ -17,12 +17,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
-from shoal import outputs
 from shoal.config import Grammar
-from shoal.request import Output, Row, Sample
+from shoal.engine import outputs
 from shoal.serve.spelling import spelled
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
+from shoal.types.requests import Output, Row, Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -410,7 +410,7 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
         sample = outputs.finish(row, now)
         return replace(sample, in_time=sample.token_ids not in late)
 
-    monkeypatch.setattr("shoal.commit.finish", finish)
+    monkeypatch.setattr("shoal.engine.commit.finish", finish)
     answer = server.post(n=3, best_of=5, seed=7).json()
     best = [*ranked[3:], ranked[0]]
     assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in best]
@@ -421,7 +421,7 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
 def test_suffix_fills_in(bundled: Served) -> None:
     body = {"prompt": "def add(a, b):\n    ", "suffix": "\n    return c\n", "temperature": 0, "max_tokens": 12}
     (choice,) = bundled.post(**body).json()["choices"]
-    from shoal.fim import fill_in_middle
+    from shoal.constraints.fim import fill_in_middle
 
     ids = fill_in_middle(bundled.shoal.tokenizer, body["prompt"], body["suffix"])
     (sample,) = bundled.shoal.generate([ids], temperature=0, max_new_tokens=12)[0].samples

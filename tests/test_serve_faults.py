@@ -25,8 +25,8 @@ from fastapi.testclient import TestClient
 import serving
 from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
 from shoal import cli
-from shoal.cache import SlotCache
 from shoal.errors import RequestError
+from shoal.models.cache import SlotCache
 from shoal.serve import run
 from shoal.serve.keys import opens, read_keys
 from shoal.serve.run import bind

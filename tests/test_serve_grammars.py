@@ -19,9 +19,9 @@ import pytest
 
 import serving
 from serving import PATIENCE, Served, pair
-from shoal import constraints
 from shoal.config import Grammar
-from shoal.constraints import grammars_of
+from shoal.constraints import grammar as reading
+from shoal.constraints.grammar import grammars_of
 from shoal.errors import RequestError
 from shoal.serve import grammars, probe
 from shoal.serve.grammars import GrammarReader, Probe
@@ -46,7 +46,7 @@ def regex(text: str) -> dict[str, str]:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been read before."""
-    monkeypatch.setattr(constraints, "_known", {})
+    monkeypatch.setattr(grammars, "_known", {})
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_requests_at_a_time_have_a_grammar_read_once(
     held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving.served(pair(tokenizer=TOKENIZER)) as server:
-        read = counted(monkeypatch, constraints.Grammars, "_read")
+        read = counted(monkeypatch, reading.Grammars, "_read")
         checks = counted(monkeypatch, Probe, "check")
         asked = [in_background(lambda: server.post(n=2, grammar=regex("o+"), max_tokens=4)) for _ in range(5)]
         eventually(lambda: server.worker.rows == 10)
@@ -262,13 +262,13 @@ def test_a_grammar_costs_no_process_of_its_own_to_start(fresh: None, monkeypatch
 
 def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[dict[str, Any]] = []
-    real = constraints.Grammars._read
+    real = reading.Grammars._read
 
-    def read(self: constraints.Grammars, grammar: Grammar, **limits: int) -> Any:
+    def read(self: reading.Grammars, grammar: Grammar, **limits: int) -> Any:
         known.append(limits)
         return real(self, grammar, **limits)
 
-    monkeypatch.setattr(constraints.Grammars, "_read", read)
+    monkeypatch.setattr(reading.Grammars, "_read", read)
     with serving.served(pair(tokenizer=TOKENIZER)) as server:
         assert server.post(grammar=regex("w+"), max_tokens=4).status_code == 200
     grammars_of(TOKENIZER, VOCABULARY).begin(Grammar("regex", "x+"))
@@ -276,7 +276,7 @@ def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, mo
 
 
 def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = counted(monkeypatch, constraints.Grammars, "_read")
+    read = counted(monkeypatch, reading.Grammars, "_read")
     known = grammars_of(TOKENIZER, VOCABULARY)
     threads = [threading.Thread(target=known.begin, args=(Grammar("regex", "p{1,500}"),)) for _ in range(8)]
     for thread in threads:
@@ -288,16 +288,16 @@ def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkey
 
 def test_a_grammar_that_is_kept_is_not_read_again(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others come between its reading and its use; after that, memory is bounded."""
-    read = counted(monkeypatch, constraints.Grammars, "_read")
+    read = counted(monkeypatch, reading.Grammars, "_read")
     known = grammars_of(TOKENIZER, VOCABULARY)
     kept = known.prototype(Grammar("regex", "q+"))
-    for number in range(constraints.KEPT + 1):
+    for number in range(reading.KEPT + 1):
         known.begin(Grammar("regex", f"r{number}"))
     before = len(read)
     known.begin(Grammar("regex", "q+"))
     assert len(read) == before
     del kept
     gc.collect()
-    assert len(known._alive) == constraints.KEPT
+    assert len(known._alive) == reading.KEPT
     known.begin(Grammar("regex", "q+"))
     assert len(read) == before + 1

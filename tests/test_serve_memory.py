@@ -16,17 +16,17 @@ import torch
 
 import serving
 from serving import PATIENCE, Gate, legible, pair
-from shoal import available, cli
-from shoal.accept import Coupled
+from shoal import cli
 from shoal.api import Shoal
-from shoal.available import KV_SHARE, free_bytes
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.validation import Intake
 from shoal.errors import InternalError, OutOfMemory
-from shoal.intake import Intake
-from shoal.lookahead import Fixed
-from shoal.out_of_memory import explained, is_out_of_memory
-from shoal.request import Request, Row
-from shoal.runner import Runner
+from shoal.lookahead.controller import Fixed
+from shoal.models import available
+from shoal.models.available import KV_SHARE, free_bytes
+from shoal.models.out_of_memory import explained, is_out_of_memory
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled
 from shoal.serve import run
 from shoal.serve.recipe import Recipe
 from shoal.serve.run import bind
@@ -34,6 +34,7 @@ from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import runner, scripted
+from shoal.types.requests import Request, Row
 from test_serve_faults import assert_all_given_back, eventually, in_background
 
 NO_MEMORY: list[Exception] = [
@@ -80,7 +81,7 @@ class Failing:
         before: called before an engine is made.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str = "shoal.engine.verify") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str = "shoal.engine.engine.verify") -> None:
         self.errors: list[Exception] = []
         self.made: list[weakref.ref[Any]] = []
         self.left: list[int] = []
@@ -113,9 +114,14 @@ def resolve(path: str) -> Any:
 
 
 STAGES = [
-    "shoal.draft.model.probabilities", "shoal.verify.probabilities", "shoal.engine.verify", "shoal.accept.Coupled.luck",
-    "shoal.accept.Coupled.decide", "shoal.engine.commit", "shoal.cache.SlotCache.rollback",
-]  # fmt: skip
+    "shoal.drafting.model.probabilities",
+    "shoal.engine.verify.probabilities",
+    "shoal.engine.engine.verify",
+    "shoal.sampling.acceptance.Coupled.luck",
+    "shoal.sampling.acceptance.Coupled.decide",
+    "shoal.engine.engine.commit",
+    "shoal.models.cache.SlotCache.rollback",
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from serving import PATIENCE, Gate, Served, eventually, legible, pair, served
-from shoal.accept import RULES, Coupled
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
-from shoal.lookahead import Fixed
-from shoal.memory import Memory
-from shoal.request import Request
+from shoal.engine.engine import Engine
+from shoal.engine.memory import Memory
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import RULES, Coupled
 from shoal.serve.scoring import Scoring
 from shoal.testing import tiny_model
 from shoal.testing.scripted import runner
+from shoal.types.requests import Request
 
 SCORE: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
 

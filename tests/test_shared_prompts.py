@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal import models
 from shoal.bench import prompts as bench
-from shoal.cache import SlotCache
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.prefill import policy_for
+from shoal.engine.prefix_store import POLICIES, SAVED, Store
 from shoal.errors import InternalError, RequestError
-from shoal.lookahead import Fixed
-from shoal.prefill import policy_for
-from shoal.request import Request, Row
-from shoal.runner import Runner
-from shoal.sharing import POLICIES, SAVED, Prefix, Store, cells
+from shoal.lookahead.controller import Fixed
+from shoal.models import loading
+from shoal.models.cache import SlotCache
+from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
+from shoal.types.prefix import Prefix, cells
+from shoal.types.requests import Request, Row
 
 UNSHARED = {"codegen", "gptj", "falcon", "mpt", "deepseek-v3"}
 """Models behind the mask door, and DeepSeek, which caches something smaller than its keys and values."""
@@ -97,7 +98,7 @@ def test_who_shares(policy: str, rows: int, length: int, shared: bool) -> None:
 
 def test_auto_keeps_to_static_passes() -> None:
     """Unless they know shared prompts; "shared" is obeyed, except by what cannot."""
-    llama = models.wrap(tiny_model("llama"), "llama", checked=False)
+    llama = loading.wrap(tiny_model("llama"), "llama", checked=False)
     static = llama.fork()
     static.use_static_passes("eager")
     assert static.static is not None
@@ -105,7 +106,7 @@ def test_auto_keeps_to_static_passes() -> None:
     assert [policy_for(p, [llama, static]) for p in POLICIES] == ["copied", "shared", "copied"]
     static.static.knows_prefixes = True
     assert [policy_for(p, [llama, static]) for p in POLICIES] == list(POLICIES)
-    strict = models.wrap(hf_of("llama"), "llama", "strict", checked=False)
+    strict = loading.wrap(hf_of("llama"), "llama", "strict", checked=False)
     assert [policy_for(p, [llama, strict]) for p in POLICIES] == ["copied"] * 3
 
 
@@ -160,11 +161,11 @@ STARTS = [13, 18, 17, 20, 11]
 def test_a_stored_prompt_is_as_good_as_copies(architecture: str) -> None:
     """Two prompts, rows that have begun and rows that have not, one row without; windows end within the prompts."""
     assert WINDOW < 13
-    runner = models.wrap(hf_of(architecture), architecture)
+    runner = loading.wrap(hf_of(architecture), architecture)
     assert runner.shares
     expected = logits_of(runner.fork(), [None] * 5, STARTS)
     spread = float(torch.cat(expected).std())
-    for method in (runner, models.wrap(hf_of(architecture), architecture, "reference", checked=False)):
+    for method in (runner, loading.wrap(hf_of(architecture), architecture, "reference", checked=False)):
         found = logits_of(method.fork(), SHARED, STARTS)
         assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < ERROR * spread
 
@@ -172,7 +173,7 @@ def test_a_stored_prompt_is_as_good_as_copies(architecture: str) -> None:
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_wrong_base_shows(wrong: int) -> None:
     """Negative control for the test above."""
-    runner = models.wrap(hf_of("llama"), "llama")
+    runner = loading.wrap(hf_of("llama"), "llama")
     expected = logits_of(runner.fork(), [None] * 5, STARTS)
     found = logits_of(runner.fork(), SHARED, STARTS, wrong=wrong)
     spread = float(torch.cat(expected).std())
@@ -183,7 +184,7 @@ def test_a_wrong_base_shows(wrong: int) -> None:
 
 @pytest.mark.parametrize("architecture", sorted(UNSHARED))
 def test_models_that_cannot_share_get_copies(architecture: str) -> None:
-    runner = models.wrap(hf_of(architecture), architecture)
+    runner = loading.wrap(hf_of(architecture), architecture)
     assert not runner.shares
     engine, _, _ = run(runner, None, [(prompt(9), 3, 4)], prompts="shared")
     assert engine.target.cache.cells == 0
@@ -191,7 +192,7 @@ def test_models_that_cannot_share_get_copies(architecture: str) -> None:
 
 
 def test_long_prompts_are_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = models.wrap(hf_of("llama"), "llama")
+    runner = loading.wrap(hf_of("llama"), "llama")
     fed: list[int] = []
     real = Runner.feed_prefix
 
@@ -201,7 +202,7 @@ def test_long_prompts_are_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Runner, "feed_prefix", feed_prefix)
     whole = run(runner, None, [(prompt(24), 2, 6)])[1]
-    monkeypatch.setattr("shoal.prefill.CHUNK", 10)
+    monkeypatch.setattr("shoal.engine.prefill.CHUNK", 10)
     pieces = run(runner, None, [(prompt(24), 2, 6)])[1]
     assert fed == [23, 10, 10, 3]
     assert pieces == whole
@@ -217,7 +218,7 @@ def test_a_stored_prompt_cannot_be_rolled_back() -> None:
 
 
 def test_a_prompt_that_does_not_fit() -> None:
-    runner = models.wrap(hf_of("llama"), "llama").fork()
+    runner = loading.wrap(hf_of("llama"), "llama").fork()
     runner.reserve(1, 8, 8)
     with pytest.raises(InternalError, match="shared store of 8 cells got 3 tokens at 6"):
         runner.feed_prefix(Prefix(6, 3), 0, torch.tensor([[1, 2, 3]]))
@@ -287,8 +288,8 @@ def test_ids_are_those_of_copied_prompts(max_batch: int, temperature: float, spe
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding", "gpt-bigcode-mqa", "gpt-oss", "gemma2"])
 def test_ids_of_a_real_pair(architecture: str) -> None:
-    target = models.wrap(tiny_model(architecture), architecture)
-    drafter = models.wrap(tiny_model(architecture, seed=0), architecture)
+    target = loading.wrap(tiny_model(architecture), architecture)
+    drafter = loading.wrap(tiny_model(architecture, seed=0), architecture)
     for temperature in (0.0, 1.0):
         expected = run(target, drafter, PAIRS, prompts="copied", max_batch=4, temperature=temperature)[1]
         engine, ids, _ = run(target, drafter, PAIRS, max_batch=4, temperature=temperature)
@@ -297,7 +298,7 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
 
 
 def test_static_passes_leave_shared_prompts_to_ordinary_ones() -> None:
-    target = models.wrap(tiny_model("llama"), "llama")
+    target = loading.wrap(tiny_model("llama"), "llama")
     expected = run(target, target, PAIRS, prompts="copied", max_batch=4)[1]
     target.use_static_passes("eager")
     engine, ids, _ = run(target, target, PAIRS, max_batch=4)
@@ -332,7 +333,7 @@ def tensor_bytes(cache: SlotCache) -> int:
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
     """m_c + n * m_d cells against n * (m_c + m_d)."""
-    target = models.wrap(hf_of("llama"), "llama")
+    target = loading.wrap(hf_of("llama"), "llama")
     length, new = 50, 6
     shared, copied = (run(target, None, [(prompt(length), n, new)], prompts=p)[0].target.cache for p in ("shared", "copied"))
     assert tensor_bytes(shared) == shared.nbytes() == (length - 1 + n * (new + 2)) * shared.bytes_per_token()

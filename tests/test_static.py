@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal import models
 from shoal.api import Shoal
-from shoal.attention import METHODS, Problem
-from shoal.cache import Plan
 from shoal.config import Limits, Sampling
-from shoal.distributions import probabilities, pure_probabilities
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed
-from shoal.request import Request, Result, Row
-from shoal.runner import Runner
-from shoal.static import Passes, executor_for
-from shoal.static.block import Block
-from shoal.static.buckets import COLUMNS, Bucket, bucket_for, room, step_up
-from shoal.static.executors import EXECUTORS, Executor, Graphs, Run
+from shoal.lookahead.controller import Fixed
+from shoal.models import loading
+from shoal.models.attention import METHODS, Problem
+from shoal.models.cache import Plan
+from shoal.models.compiled import Passes, executor_for
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import COLUMNS, Bucket, bucket_for, room, step_up
+from shoal.models.compiled.executors import EXECUTORS, Executor, Graphs, Run
+from shoal.models.runner import Runner
+from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.types.requests import Request, Result, Row
 
 CPU = torch.device("cpu")
 ERROR = 5e-5
@@ -46,7 +46,7 @@ def hf(architecture: str = "llama", seed: int = 0, layers: int = 2) -> Any:
 
 
 def runner(model: Any, executor: str | None = "eager") -> Runner:
-    made = models.wrap(model, "tiny", checked=False)
+    made = loading.wrap(model, "tiny", checked=False)
     made.use_static_passes(executor)
     return made
 
@@ -194,7 +194,7 @@ def test_what_no_bucket_covers_is_left_to_ordinary_passes() -> None:
 
 def test_models_and_methods_without_static_passes() -> None:
     assert runner(hf("gptj")).static is None  # attends by its own code
-    split = models.wrap(hf(), "tiny", "split", checked=False)
+    split = loading.wrap(hf(), "tiny", "split", checked=False)
     split.use_static_passes("eager")
     assert split.static is None
 
@@ -423,7 +423,7 @@ def by_bounds(problem: Problem) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     monkeypatch.setitem(METHODS, "fused", by_bounds)
-    made = [models.wrap(model, "tiny", checked=False) for model in (hf(), hf(seed=1, layers=1))]
+    made = [loading.wrap(model, "tiny", checked=False) for model in (hf(), hf(seed=1, layers=1))]
     for one in made:
         one.static = Passes(one.hf, one.name, one._lock, one.context, "eager", "fused")
     options: dict[str, Any] = {"temperature": temperature}
@@ -528,7 +528,7 @@ def test_loading_with_a_setting(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_a_cache_are_foretold() -> None:
-    made = models.wrap(hf(), "tiny")  # the self-check tells the size of a token
+    made = loading.wrap(hf(), "tiny")  # the self-check tells the size of a token
     made.use_static_passes("eager")
     fork = made.fork()
     fork.reserve(5, 70)

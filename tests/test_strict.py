@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 import shoal
-from shoal import strict
-from shoal.attention import METHODS, Problem
-from shoal.attention.strict import KV_BLOCK, TILE
-from shoal.cache import Plan
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.lookahead import by_name
-from shoal.models import ROWWISE, bundled, load_runner, wrap
-from shoal.request import Request
-from shoal.runner import Runner
+from shoal.lookahead.controller import by_name
+from shoal.models import strict
+from shoal.models.attention import METHODS, Problem
+from shoal.models.attention.strict import KV_BLOCK, TILE
+from shoal.models.cache import Plan
+from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
+from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.types.requests import Request
 
 NEW = 24
 DTYPES = (torch.bfloat16, torch.float32)

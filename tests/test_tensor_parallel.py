@@ -16,9 +16,9 @@ import torch
 
 import sharded_pair
 import shoal
-from shoal import models
 from shoal.errors import RequestError
-from shoal.tensor_parallel import require_ranks
+from shoal.models import loading
+from shoal.models.tensor_parallel import require_ranks
 from shoal.testing.tiny import save_pair
 
 SIZE = 2
@@ -164,4 +164,4 @@ def test_heads_that_cannot_be_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("option", [{"strict": True}, {"quantize": "int8"}, {"device": "cpu"}])
 def test_options_that_do_not_go_with_it(directory: Path, option: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="tensor_parallel wants device 'auto'"):
-        models.load_runner(directory / "target", tensor_parallel=True, **option)
+        loading.load_runner(directory / "target", tensor_parallel=True, **option)

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from shoal.accept import Coupled
 from shoal.config import Limits, Sampling
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead import Fixed
-from shoal.ranking import ranked
-from shoal.request import FINISH_REASONS, Request, Row, Sample
-from shoal.round import Commit
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled
 from shoal.serve.tickets import Ticket
 from shoal.serve.worker import Worker
 from shoal.testing.scripted import hashed, scripted
+from shoal.types.requests import FINISH_REASONS, Request, Row, Sample, ranked
+from shoal.types.rounds import Commit
 
 VOCAB = 12
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig
 
+from shoal.problems.problems import generate, split_of, templates
 from shoal.train.corpus import CorpusSize, Windows, build_corpus, fill_in_middle, is_held_out, pack, stdlib_files
 from shoal.train.distil import acceptance, distillation_loss
 from shoal.train.loop import Run, Schedule
 from shoal.train.models import build, next_token_loss
 from shoal.train.muon import orthogonalise
-from shoal.train.problems import generate, split_of, templates
 from shoal.train.report import SHIPPED, Pair, first_function, is_valid, passes, text_figures
 from shoal.train.sampling import sample
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
 import shoal
-from shoal import transformers_door
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.stats import Stats
+from shoal.integrations import transformers
 from shoal.testing import tiny_tokenizer
+from shoal.types.stats import Stats
 
 VOCAB = 61
 
@@ -215,7 +215,7 @@ def test_training_mode_with_dropout_is_refused() -> None:
 def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(6, 1)
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
-    monkeypatch.setattr(transformers_door.models, "wrap", lambda *a: pytest.fail("checked twice"))
+    monkeypatch.setattr(transformers.models, "wrap", lambda *a: pytest.fail("checked twice"))
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
     assert issubclass(UnsupportedModel, shoal.ModelError)
 

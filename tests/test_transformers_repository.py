@@ -12,10 +12,10 @@ from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import shoal
-from shoal.dropout import random_settings
 from shoal.errors import RequestError
-from shoal.stats import Stats
+from shoal.models.dropout import random_settings
 from shoal.testing import tiny_model, tiny_tokenizer
+from shoal.types.stats import Stats
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 REPOSITORY: dict[str, Any] = {"trust_remote_code": True}

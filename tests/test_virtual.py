@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shoal.bench import virtual
 from shoal.bench.virtual import Finding, Prices, Trace, _Text, lines, run
-from shoal.lookahead import as_controller, by_name
+from shoal.lookahead.controller import as_controller, by_name
 
 FACTS = Prices({1: 1.0, 1000: 1.0}, {1: 0.1, 1000: 0.1})
 """A pass takes a second, a drafter step a tenth."""

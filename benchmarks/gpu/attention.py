@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from common import arguments, deliver, device_or_exit
-from shoal.attention import METHODS, Problem
-from shoal.attention.reference import reference
 from shoal.bench.roofline import ceilings
-from shoal.cache import Plan
-from shoal.cache.plan import Prefix
+from shoal.models.attention import METHODS, Problem
+from shoal.models.attention.reference import reference
+from shoal.models.cache import Plan
+from shoal.models.cache.plan import Prefix
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from common import arguments, deliver, device_or_exit
-from shoal import models, static
 from shoal.bench.measure import in_turns
 from shoal.bench.roofline import Load, ceilings
 from shoal.bench.shapes import shaped_pair
 from shoal.bench.work import timed
-from shoal.runner import Runner
+from shoal.models import compiled, loading
+from shoal.models.runner import Runner
 
 WARM_UPS = 3
 Kind = tuple[str, str | None]
@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 def way(hf: Any, attention: str, executor: str | None, starts: Sequence[int], room: int) -> Runner:
     """A runner with rows of those lengths in its cache, and room for more tokens."""
-    runner = models.wrap(hf, attention, attention)
+    runner = loading.wrap(hf, attention, attention)
     runner.use_static_passes(executor)
     runner = runner.fork()
     runner.reserve(len(starts), max(starts) + room)
@@ -54,7 +54,7 @@ def kinds(device: torch.device) -> Iterator[Kind]:
     """(attention, executor of static passes or None) of every way; SPLIT reads lengths on the host and has no static form."""
     methods, executor = (["pad", "split", "fused"], "graphed") if device.type == "cuda" else (["pad", "split"], "eager")
     for attention, static_executor in product(methods, (None, executor)):
-        if static_executor is None or attention in static.ATTENTION:
+        if static_executor is None or attention in compiled.ATTENTION:
             yield attention, static_executor
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from shoal.api import Shoal, load
     from shoal.config import Grammar, Limits, Sampling, Speculation
     from shoal.errors import InternalError, ModelError, RequestError, ShoalError
-    from shoal.request import Increment, Output, Result, Sample, TopLogprobs
-    from shoal.stats import Stats
-    from shoal.transformers_door import custom_generate
-    from shoal.transformers_repository import custom_generate_dir
+    from shoal.integrations.repository import custom_generate_dir
+    from shoal.integrations.transformers import custom_generate
+    from shoal.types.requests import Increment, Output, Result, Sample, TopLogprobs
+    from shoal.types.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -27,10 +27,10 @@ _HOMES = {
     "api": "Shoal load",
     "config": "Grammar Limits Sampling Speculation",
     "errors": "InternalError ModelError RequestError ShoalError",
-    "request": "Increment Output Result Sample TopLogprobs",
-    "stats": "Stats",
-    "transformers_door": "custom_generate",
-    "transformers_repository": "custom_generate_dir",
+    "types.requests": "Increment Output Result Sample TopLogprobs",
+    "types.stats": "Stats",
+    "integrations.transformers": "custom_generate",
+    "integrations.repository": "custom_generate_dir",
 }
 __all__ = [
     "Grammar",

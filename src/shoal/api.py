@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal import lookahead, models
-from shoal.accept import RULES, Rule
-from shoal.config import Sampling, Speculation
-from shoal.engine import Engine
+from shoal.config import Sampling, Speculation, plain
+from shoal.engine.engine import Engine
+from shoal.engine.prefix_store import check_policy
+from shoal.engine.scheduler import CHUNK
+from shoal.engine.stream import Stream
 from shoal.errors import RequestError
-from shoal.inputs import Prompts, read_prompts, with_bad_words
-from shoal.load_report import load_report, one_line
-from shoal.options import Integer, Options, split_options
-from shoal.quantize import parse as parse_formats
-from shoal.request import Request, Result, occurrences
-from shoal.runner import Runner
-from shoal.scheduler import CHUNK
-from shoal.sharing import check_policy
-from shoal.sources import require_source
-from shoal.static import executor_for
-from shoal.stream import Stream
-from shoal.values import plain
+from shoal.lookahead import controller as controllers
+from shoal.models import loading
+from shoal.models.compiled import executor_for
+from shoal.models.load_report import load_report, one_line
+from shoal.models.quantize import parse as parse_formats
+from shoal.models.runner import Runner
+from shoal.models.sources import require_source
+from shoal.sampling.acceptance import RULES, Rule
+from shoal.types.inputs import Prompts, read_prompts, with_bad_words
+from shoal.types.options import Integer, Options, split_options
+from shoal.types.requests import Request, Result, occurrences
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -60,17 +60,17 @@ def load(
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
-            `shoal.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
+            `shoal.models.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
-        attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.attention`).
+        attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.models.attention`).
         max_batch: most rows decoded together; more rows than that take turns.
-        compile: "on": passes of fixed shapes (see `shoal.static`), as CUDA graphs or, on a CPU, compiled, which takes many seconds
-            for each shape; "off"; "auto": on for CUDA.
+        compile: "on": passes of fixed shapes (see `shoal.models.compiled`), as CUDA graphs or, on a CPU, compiled, which
+            takes many seconds for each shape; "off"; "auto": on for CUDA.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.
         strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
         prompts: "shared": a group's prompt is stored, and read by each pass, once; "copied": by each row; "auto": shared where that
-            pays (see `shoal.sharing`).
+            pays (see `shoal.engine.prefix_store`).
         tensor_parallel: the target is shared by all processes that torchrun started (docs/scaling.md). `load` returns in the first
             one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
@@ -81,7 +81,7 @@ def load(
     if target is None:
         if draft is not None:
             raise RequestError("a drafter was given without a target model")
-        target, draft = models.bundled("target"), models.bundled("drafter")
+        target, draft = loading.bundled("target"), loading.bundled("drafter")
     formats = parse_formats(quantize)
     placing = {"dtype": dtype, "device": device, "revision": revision, "tensor_parallel": tensor_parallel}
     _check_source("target", target, **placing, quantize=formats["target"])
@@ -96,7 +96,7 @@ def load(
     if draft is not None:
         draft_tokenizer = _tokenizer(draft, draft_revision, common)
         draft_runner = _runner(draft, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
-        models.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
+        loading.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
     for model in (runner, draft_runner):
         if model is not None:
             model.use_static_passes(executor_for(compile, model.device))
@@ -109,7 +109,7 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
     """Raises RequestError: it is no model, or an option for loading is given with a model object."""
     if source is None or isinstance(source, (str, Path)):
         return
-    if not models.is_model(source):
+    if not loading.is_model(source):
         raise RequestError(f"{role} must be a hub id, a directory or a Transformers model, got a {type(source).__name__}")
     given = [name for name, value in options.items() if value not in ("auto", "off", None, False)]
     if given:
@@ -120,14 +120,14 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
 
 def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> Any:
     if isinstance(source, nn.Module):
-        return models.tokenizer_at_hand(source)
-    return models.load_tokenizer(source, revision=revision, **common)
+        return loading.tokenizer_at_hand(source)
+    return loading.load_tokenizer(source, revision=revision, **common)
 
 
 def _runner(source: Source, placed: dict[str, Any], **options: Any) -> Runner:
     if isinstance(source, nn.Module):
-        return models.wrap(source, models.name_of(source), placed["attention"], strict=placed["strict"])
-    return models.load_runner(source, **placed, **options)
+        return loading.wrap(source, loading.name_of(source), placed["attention"], strict=placed["strict"])
+    return loading.load_runner(source, **placed, **options)
 
 
 class Shoal:
@@ -150,8 +150,8 @@ class Shoal:
         check_policy(prompts)
         self.max_batch, self.prompts = max_batch, prompts
         self.rule: Rule | None = None
-        self.knowledge = lookahead.Knowledge(packed=target.packs)
-        self.eos = models.eos_ids(target.hf, tokenizer)
+        self.knowledge = controllers.Knowledge(packed=target.packs)
+        self.eos = loading.eos_ids(target.hf, tokenizer)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
 
@@ -249,12 +249,12 @@ class Shoal:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
 
         Args:
-            chunk, kv_bytes: see `shoal.engine.Engine`.
+            chunk, kv_bytes: see `shoal.engine.engine.Engine`.
 
         Raises:
             RequestError: for an unknown lookahead.
         """
-        controller = lookahead.by_name(lookahead_name, self.knowledge)
+        controller = controllers.by_name(lookahead_name, self.knowledge)
         engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prompts=self.prompts, chunk=chunk, kv_bytes=kv_bytes,
@@ -264,7 +264,7 @@ class Shoal:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """What was chosen for "target" and "draft" when they were loaded, see `shoal.load_report`."""
+        """What was chosen for "target" and "draft" when they were loaded, see `shoal.models.load_report`."""
         return load_report(self.target, self.draft_model)
 
 

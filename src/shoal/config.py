@@ -1,7 +1,7 @@
 """What a caller may set: frozen, checked when made, unknown names rejected.
 
 Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row ends (`Limits`), how far
-ahead the drafter goes (`Speculation`). `shoal.options` sorts keyword arguments into them.
+ahead the drafter goes (`Speculation`). `shoal.types.options` sorts keyword arguments into them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,25 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.errors import RequestError
-from shoal.values import plain
+
+_OWN = (type(None), bool, int, float, str, bytes)
+
+
+def plain(value: Any) -> Any:
+    """NumPy scalars and arrays, tensors and whatever else has a `tolist` as numbers or nested lists; iterators (generators) as
+    lists; inside lists, tuples and mappings too. Anything else as it is."""
+    if type(value) in _OWN:
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Iterator):
+        value = list(value)
+    if isinstance(value, (list, tuple)):
+        items = [plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
 
 
 def _require(ok: bool, name: str, expected: str, got: object) -> None:
@@ -237,9 +255,9 @@ class Speculation:
     Attributes:
         lookahead: "auto" (by measured prices), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
             "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
-            (see `shoal.lookahead`).
+            (see `shoal.lookahead.controller`).
         rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain decoding, whatever the draft
-            lengths (see `shoal.accept.Coupled`); "auto": coupled where a seed asks for the same tokens again.
+            lengths (see `shoal.sampling.acceptance.Coupled`); "auto": coupled where a seed asks for the same tokens again.
     """
 
     lookahead: Any = "auto"

@@ -25,9 +25,9 @@ from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.precision import a_pass
 from shoal.bench.provenance import require_place, run_module, write_results
-from shoal.models import bundled, load_runner
-from shoal.static import executor_for
-from shoal.train.problems import generate as problems
+from shoal.models.compiled import executor_for
+from shoal.models.loading import bundled, load_runner
+from shoal.problems.problems import generate as problems
 
 ORDINARY, EAGER = "ordinary", "static"
 

@@ -7,12 +7,12 @@ import copy
 import torch
 from torch import Tensor
 
-from shoal.accept import Rejection
 from shoal.api import Shoal
 from shoal.errors import RequestError
-from shoal.lookahead import Knowledge
-from shoal.noise import Purpose
-from shoal.round import Proposal, Verdict
+from shoal.lookahead.controller import Knowledge
+from shoal.sampling.acceptance import Rejection
+from shoal.sampling.uniforms import Purpose
+from shoal.types.rounds import Proposal, Verdict
 
 
 class Imposed(Rejection):

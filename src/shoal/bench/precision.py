@@ -19,11 +19,11 @@ from rich.table import Table
 from torch.nn.functional import linear
 
 import shoal
-from shoal import linears
 from shoal.bench.measure import compared, interleave
-from shoal.models import bundled, load_runner
-from shoal.runner import Runner
-from shoal.train.problems import generate as problems
+from shoal.models import linears
+from shoal.models.loading import bundled, load_runner
+from shoal.models.runner import Runner
+from shoal.problems.problems import generate as problems
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 7), (4, 7), (8, 5), (8, 7))
 """Rows x positions."""

@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shoal import models
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.provenance import require_place, run_module, write_results
-from shoal.cache import Plan
 from shoal.errors import RequestError
-from shoal.runner import Runner
-from shoal.sharing import Prefix
+from shoal.models import loading
+from shoal.models.cache import Plan
+from shoal.models.runner import Runner
+from shoal.types.prefix import Prefix
 
 WAYS = ("shared", "copied")
 
@@ -150,8 +150,8 @@ def random_llama(layers: int, width: int, heads: int, kv_heads: int, dtype: str,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=models.DTYPES[dtype])
-    return models.wrap(hf.to(models.resolve_device(device)).eval(), f"llama {layers} x {width}")
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=loading.DTYPES[dtype])
+    return loading.wrap(hf.to(loading.resolve_device(device)).eval(), f"llama {layers} x {width}")
 
 
 def table(lines: list[Line]) -> Table:

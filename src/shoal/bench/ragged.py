@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shoal.attention.mixed import CALL_BYTES
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.provenance import require_place, run_module, write_results
-from shoal.models import bundled, load_runner
-from shoal.runner import Runner
+from shoal.models.attention.mixed import CALL_BYTES
+from shoal.models.loading import bundled, load_runner
+from shoal.models.runner import Runner
 
 WAYS = ("pad", "split", "mixed")
 SHORT, LONG = 100, 800

@@ -28,9 +28,9 @@ from shoal.bench.roofline import ceilings, rates
 from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
-from shoal.load_report import described
-from shoal.models import bundled
-from shoal.runner import Runner
+from shoal.models.load_report import described
+from shoal.models.loading import bundled
+from shoal.models.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
 CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone

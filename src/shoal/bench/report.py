@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.bench.measure import Identity
 from shoal.bench.work import Case, Run
-from shoal.stats import Stats
+from shoal.types.stats import Stats
 
 FORMAT = 1
 """Of the file; a reader of another one refuses."""

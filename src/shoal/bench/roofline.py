@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from shoal.api import Shoal
 from shoal.bench.work import Run, Work
-from shoal.runner import Runner
+from shoal.models.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from shoal.bench.plots import COLOURS, DPI, require_matplotlib
 from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.bench.work import timed
 from shoal.lookahead.costs import Curve
-from shoal.runner import Runner
-from shoal.sharing import Prefix
-from shoal.stats import Stats
+from shoal.models.runner import Runner
+from shoal.types.prefix import Prefix
+from shoal.types.stats import Stats
 
 BATCH, CONTEXT, DRAFTS, PROMPT = 8, 160, 4, 512
 """Rows, tokens that each has already, draft length and prompt length where a sweep does not vary them."""

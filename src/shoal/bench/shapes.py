@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import transformers
 
-from shoal import models
 from shoal.api import Shoal
 from shoal.errors import RequestError
-from shoal.quantize import parse as parse_formats
-from shoal.quantize import quantized
-from shoal.runner import Runner
-from shoal.static import executor_for
+from shoal.models import loading
+from shoal.models.compiled import executor_for
+from shoal.models.quantize import parse as parse_formats
+from shoal.models.quantize import quantized
+from shoal.models.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def shaped_pair(
     """
     if name not in SHAPES:
         raise RequestError(f"shape must be one of {', '.join(SHAPES)}, got {name!r}")
-    place, formats, runners = models.resolve_device(device), parse_formats(quantize), []
+    place, formats, runners = loading.resolve_device(device), parse_formats(quantize), []
     if dtype == "auto":
         dtype = "float32" if place.type == "cpu" else "bfloat16"
     for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
-        hf, _ = quantized(_random(shape.config(), models.DTYPES[dtype], place, seed + i), formats[role])
-        runner = models.wrap(hf, f"{name} {role}, random weights", attention)
+        hf, _ = quantized(_random(shape.config(), loading.DTYPES[dtype], place, seed + i), formats[role])
+        runner = loading.wrap(hf, f"{name} {role}, random weights", attention)
         runner.use_static_passes(executor_for(compile, place))
         runners.append(runner)
     return Shoal(*runners, max_batch=max_batch)

@@ -21,20 +21,22 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal import accept, engine, runner, verify
-from shoal.cache import slots
-from shoal.draft import model as draft_model
-from shoal.runner import Runner
-from shoal.stats import Stats
-from shoal.train.problems import generate as problems
+from shoal.drafting import model as draft_model
+from shoal.engine import engine, verify
+from shoal.models import runner
+from shoal.models.cache import slots
+from shoal.models.runner import Runner
+from shoal.problems.problems import generate as problems
+from shoal.sampling import acceptance
+from shoal.types.stats import Stats
 
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: distributions": (draft_model, "probabilities"),
-    "drafter: draws": (accept.Rejection, "draw"),
-    "noise": (accept.Rejection, "luck"),
+    "drafter: draws": (acceptance.Rejection, "draw"),
+    "noise": (acceptance.Rejection, "luck"),
     "target: distributions": (verify, "probabilities"),
     "target: normalisers": (verify, "_normaliser"),
-    "acceptance": (accept.Rejection, "decide"),
+    "acceptance": (acceptance.Rejection, "decide"),
     "commit": (engine, "commit"),
     "plans": (runner, "Plan"),
     "cache: begin": (slots.SlotCache, "begin"),

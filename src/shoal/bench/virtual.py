@@ -34,11 +34,11 @@ from shoal.bench.provenance import require_place, run_module, write_results
 from shoal.bench.regret import CONTROLLERS, SWEEP
 from shoal.bench.scaling import CONTEXT, prepared_pass
 from shoal.bench.work import Stopwatch, timed
-from shoal.lookahead import Controller, Knowledge, as_controller, by_name
-from shoal.request import Row
-from shoal.round import Outcome
-from shoal.runner import Runner
-from shoal.train.problems import generate
+from shoal.lookahead.controller import Controller, Knowledge, as_controller, by_name
+from shoal.models.runner import Runner
+from shoal.problems.problems import generate
+from shoal.types.requests import Row
+from shoal.types.rounds import Outcome
 
 TEMPERATURE = 0.8
 PROBLEMS, SAMPLES, PROBLEMS_SEED = 48, 2, 20

@@ -14,7 +14,7 @@ from transformers.generation import CompileConfig, ContinuousBatchingConfig
 from shoal.api import Shoal
 from shoal.bench.work import Ids, Run, Work, timed
 from shoal.errors import RequestError
-from shoal.stats import Stats
+from shoal.types.stats import Stats
 
 PLAIN = "off"
 PAGE = 256  # tokens of a page of Transformers' continuous batching

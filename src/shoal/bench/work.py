@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.errors import RequestError
-from shoal.stats import Stats
+from shoal.types.stats import Stats
 
 LAYOUTS = ("different", "same", "grouped")
 """Rows of as many prompts; of one prompt; of groups with n rows each."""

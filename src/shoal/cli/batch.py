@@ -161,7 +161,7 @@ def batch(
 def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
     """What changes tokens and is known before a model is loaded; a drafter changes neither a seed's tokens nor the law."""
     from shoal import __version__
-    from shoal.models import bundled
+    from shoal.models.loading import bundled
     from shoal.serve.identity import identity
     from shoal.serve.lines import digest
 

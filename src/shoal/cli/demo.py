@@ -32,11 +32,11 @@ from shoal.cli.streaming import follow
 from shoal.cli.views import Board, Status, plain_table, printable, show_output, stdout
 from shoal.config import require_text
 from shoal.errors import RequestError
-from shoal.options import split_options
+from shoal.types.options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.request import Result
+    from shoal.types.requests import Result
 
 PROMPT = '''def multiply_above_4(values):
     """Return the product of the numbers greater than 4 in values.

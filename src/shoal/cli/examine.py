@@ -12,12 +12,12 @@ from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.runner import Runner
+    from shoal.models.runner import Runner
 
 
 def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
     """Loads the pair; where that fails, finds out which half is at fault."""
-    from shoal.load_report import described
+    from shoal.models.load_report import described
 
     try:
         model = source.load()
@@ -78,7 +78,7 @@ def self_check(runner: Runner, role: str) -> Finding:
     name = f"{role} self-check"
     if error is None:
         return Finding(name, "skip", "not run")
-    from shoal.selfcheck import TOLERANCE
+    from shoal.models.selfcheck import TOLERANCE
 
     limit = TOLERANCE[runner.dtype]
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
@@ -110,7 +110,7 @@ def number_format(runner: Runner) -> Finding:
     """Which number format was chosen and why, whether a CPU has instructions for it, and whether seeds hold in it."""
     import torch
 
-    from shoal import formats
+    from shoal.models import formats
 
     name, on_cpu = dtype_name(runner), runner.device.type == "cpu"
     figure = runner.notes.get("dtype", name) if on_cpu else f"{name} on {runner.device}"
@@ -136,8 +136,8 @@ def number_format(runner: Runner) -> Finding:
 
 def memory(case: Case) -> Finding:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
-    from shoal.prefill import policy_for
-    from shoal.sharing import Store
+    from shoal.engine.prefill import policy_for
+    from shoal.engine.prefix_store import Store
 
     longest = case.longest
     slots = min(case.n, case.model.max_batch)

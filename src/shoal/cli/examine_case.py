@@ -14,8 +14,8 @@ from shoal.cli.examine_prompts import PromptSet
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.bench.ways import Way
-    from shoal.request import Result
-    from shoal.runner import Runner
+    from shoal.models.runner import Runner
+    from shoal.types.requests import Result
 
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
 TEMPERATURE = 0.8

@@ -44,8 +44,8 @@ from shoal.cli.streaming import follow
 from shoal.cli.views import Progress, show_output, stderr, stdout
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
-from shoal.options import split_options
-from shoal.request import Output, Result, Sample
+from shoal.types.options import split_options
+from shoal.types.requests import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100

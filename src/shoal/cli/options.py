@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shoal.errors import RequestError
-from shoal.sources import directory_of, require_source
+from shoal.models.sources import directory_of, require_source
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.runner import Runner
+    from shoal.models.runner import Runner
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
@@ -160,7 +160,7 @@ class Source:
 
 def parse_lookahead(text: str) -> str | int:
     """A draft length as the engine takes it, checked: "4" is an int, everything else the name of a rule."""
-    from shoal.lookahead import by_name
+    from shoal.lookahead.controller import by_name
 
     lookahead = int(text) if text.isdecimal() else text
     by_name(lookahead)
@@ -174,7 +174,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 def display_name(runner: Runner) -> str:
     """A model's name as the user gave it; "bundled target" for a model that came with shoal."""
-    from shoal.models import bundled
+    from shoal.models.loading import bundled
 
     path = Path(runner.name)
     return f"bundled {path.name}" if path.parent == bundled("target").parent else runner.name

@@ -10,8 +10,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.request import Increment, Result
-    from shoal.stream import Stream
+    from shoal.engine.stream import Stream
+    from shoal.types.requests import Increment, Result
 
 
 class Interrupt:

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.endings import FENCE, ending
 from shoal.evaluation.problems import Problem, records, text_field
-from shoal.fim import fill_in_middle
 
 CHAT = "Complete the following {language} code. Answer with the whole code and nothing else.\n\n```{language}\n{code}\n```"
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
@@ -88,7 +88,7 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
 
 def function_problems(count: int = FUNCTIONS) -> list[Problem]:
     """Problems of the bundled pair's generator, kept out of its training: held-out templates and constants in turns, none twice."""
-    from shoal.train.problems import generate
+    from shoal.problems.problems import generate
 
     templates, constants = (
         list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values())

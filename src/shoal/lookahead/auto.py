@@ -20,8 +20,8 @@ import numpy as np
 
 from shoal.lookahead.acceptance import Acceptance, Array
 from shoal.lookahead.costs import Curve
-from shoal.request import Row
-from shoal.round import Outcome
+from shoal.types.requests import Row
+from shoal.types.rounds import Outcome
 
 LIMIT = 16
 """Longest draft: the survival of even a good drafter's next token is small beyond."""
@@ -62,7 +62,7 @@ class Auto:
     """The controller. See the module's text.
 
     Attributes:
-        limit: longest draft. adaptive: lengths depend on more than committed tokens (see `shoal.lookahead.Controller`).
+        limit: longest draft. adaptive: lengths depend on more than committed tokens (see `shoal.lookahead.controller.Controller`).
     """
 
     limit = LIMIT

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from shoal.request import Row
-from shoal.round import Outcome
+from shoal.types.requests import Row
+from shoal.types.rounds import Outcome
 
 
 @runtime_checkable
@@ -45,5 +45,5 @@ class Uniform:
 
     def learn(self, outcome: Outcome) -> None:
         """Passes the counts on. What a row was asked for counts as drafted where the drafter failed on the way, as if the position
-        had been rejected: drafts that were thrown away must not decide on lengths, see `shoal.lookahead.Controller`."""
+        had been rejected: drafts that were thrown away must not decide on lengths, see `shoal.lookahead.controller.Controller`."""
         self.lookahead.update(self._asked if outcome.steps else outcome.drafted, outcome.accepted)

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal import __version__
 from shoal.api import Shoal
-from shoal.engine import Engine
-from shoal.fim import middle_tokens
+from shoal.constraints.fim import middle_tokens
+from shoal.engine.engine import Engine
 from shoal.serve import answers, bodies, faults, forms
 from shoal.serve.bodies import GONE
 from shoal.serve.faults import Fault

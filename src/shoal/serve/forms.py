@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.request import Sample
 from shoal.serve.faults import public
 from shoal.serve.tickets import News, Token
+from shoal.types.requests import Sample
 
 ENDINGS = {
     "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",

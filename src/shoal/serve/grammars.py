@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Grammar
-from shoal.constraints import STACK, Constraint, Grammars, grammars_of, short
+from shoal.constraints.grammar import STACK, Constraint, Grammars, grammars_of, short
 from shoal.errors import RequestError
 from shoal.serve.faults import Fault
 
@@ -49,7 +49,7 @@ class GrammarReader:
     """Reads grammars for the rows of a server; used on the event loop.
 
     Args:
-        tokenizer, vocab_size: see `shoal.constraints.grammars_of`.
+        tokenizer, vocab_size: see `shoal.constraints.grammar.grammars_of`.
     """
 
     def __init__(self, tokenizer: object, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from shoal.sources import directory_of
+from shoal.models.sources import directory_of
 
 KINDS = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 """Files of a model's directory that decide what it computes and how texts become tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from shoal.api import Shoal
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.serve.bodies import validated
 from shoal.serve.faults import Fault

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from shoal.accept import RULES
 from shoal.api import Shoal
-from shoal.available import kv_budget
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.models.available import kv_budget
+from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
 from shoal.serve.offline import Offline
 from shoal.serve.settings import Settings
@@ -24,8 +24,8 @@ class Recipe:
     """How to load a pair, run its engine and answer; it can be pickled if `load` can.
 
     Attributes:
-        lookahead: see `Shoal.engine`. rule: a name of `shoal.accept.RULES`.
-        kv_bytes: what keys and values may take; None = a part of what is free when an engine is made, see `shoal.available`.
+        lookahead: see `Shoal.engine`. rule: a name of `shoal.sampling.acceptance.RULES`.
+        kv_bytes: what keys and values may take; None = a part of what is free when an engine is made, see `shoal.models.available`.
     """
 
     load: Callable[[], Shoal]

@@ -15,8 +15,6 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.ranking import ranked
-from shoal.request import Sample
 from shoal.serve.faults import Fault, fault_of
 from shoal.serve.forms import Choice, Form, Json, usage
 from shoal.serve.scoring import scored
@@ -24,6 +22,7 @@ from shoal.serve.spelling import spelled
 from shoal.serve.tickets import News, Ticket, Token
 from shoal.serve.translate import Order
 from shoal.serve.worker import Worker
+from shoal.types.requests import Sample, ranked
 
 NOTHING = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 """The sample of a row that was to have no tokens."""

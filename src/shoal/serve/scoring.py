@@ -10,13 +10,13 @@ from typing import Any
 import anyio
 import torch
 
+from shoal.engine.outputs import Detokenizer
 from shoal.errors import RequestError
-from shoal.outputs import Detokenizer
-from shoal.request import TopLogprobs
-from shoal.runner import Runner
+from shoal.models.runner import Runner
 from shoal.serve.faults import Fault
 from shoal.serve.tickets import Token
 from shoal.serve.worker import Worker
+from shoal.types.requests import TopLogprobs
 
 CHUNK = 128
 """Tokens per pass; their logits, [chunk, vocab], are all held at once."""

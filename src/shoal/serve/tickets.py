@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.request import Request, Row, Sample, TopLogprobs
-from shoal.round import Commit
+from shoal.types.requests import Request, Row, Sample, TopLogprobs
+from shoal.types.rounds import Commit
 
 UNREAD = 4 * 2**20
 """Bytes of news that may wait for whoever reads a stream."""

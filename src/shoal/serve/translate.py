@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
-from shoal.fim import fill_in_middle
-from shoal.history import require_ids
-from shoal.request import Request, occurrences
+from shoal.sampling.penalties import require_ids
 from shoal.serve.faults import Fault
 from shoal.serve.schema import Asked, ChatRequest, CompletionRequest, JsonFormat, TextFormat
 from shoal.serve.settings import Settings
+from shoal.types.requests import Request, occurrences
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",

@@ -21,15 +21,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from shoal.constraints import Constraint
-from shoal.engine import Engine
+from shoal.constraints.grammar import Constraint
+from shoal.engine.engine import Engine
 from shoal.errors import InternalError, ModelError, RequestError, ShoalError
-from shoal.out_of_memory import explained
-from shoal.request import Row, Sample
-from shoal.round import Commit
+from shoal.models.out_of_memory import explained
 from shoal.serve.faults import Fault
 from shoal.serve.grammars import GrammarReader
 from shoal.serve.tickets import Follower, News, Ticket
+from shoal.types.requests import Row, Sample
+from shoal.types.rounds import Commit
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

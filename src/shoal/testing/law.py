@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal import accept, distributions
+from shoal.sampling import acceptance, distributions
 
 EDGE = 1e-6
 """Share of a step's width that its two margins take; they are asked too, so that a step in another place shows."""
@@ -32,12 +32,12 @@ def draw_measure(weights: Tensor) -> Tensor:
 
 
 def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
-    """The measure of uniforms that `accept.acceptance_mask` lets pass, for probabilities p and q of one shape, float64."""
+    """The measure of uniforms that `acceptance.acceptance_mask` lets pass, for probabilities p and q of one shape, float64."""
     step = _threshold(p, q)
     measure = torch.zeros_like(p)
     for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
         for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
-            passes = accept.acceptance_mask(p, q, left + at * width)
+            passes = acceptance.acceptance_mask(p, q, left + at * width)
             measure += share * width * passes
     return measure
 
@@ -168,7 +168,7 @@ class _Pair:
         at, which = (width > 0).nonzero().unbind(dim=1)
         u = ((steps[:, :-1] + steps[:, 1:]) / 2)[at, which]
         k = drafts.shape[1]
-        verdict = accept.reject_and_replace(
+        verdict = acceptance.reject_and_replace(
             drafts[at], own[at], q[at, :k] if k else None, p[at], u_accept[at], u[:, None, None].expand(-1, k + 1, 2)
         )
         return _Ways(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.runner import Runner
+from shoal.models.runner import Runner
 
 History = Callable[[tuple[int, ...]], Tensor]
 """All tokens of a row so far -> logits [vocab] of the next one."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from shoal.train.problems import Problem, generate
+from shoal.problems.problems import Problem, generate
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 
 Tokens = npt.NDArray[np.uint16]

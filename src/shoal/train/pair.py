@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from shoal.problems.problems import generate
 from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
 from shoal.train.distil import distillation_loss
 from shoal.train.loop import Run, Schedule
@@ -24,7 +25,6 @@ from shoal.train.models import (
     next_token_loss,
     target_config,
 )
-from shoal.train.problems import generate
 from shoal.train.sampling import sample
 from shoal.train.tokenizer import save_tokenizer, train_tokenizer
 

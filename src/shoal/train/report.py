@@ -23,10 +23,10 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from shoal.problems.problems import Problem, Split, generate
 from shoal.train.corpus import Tokens, pack, stdlib_pieces
 from shoal.train.distil import acceptance
 from shoal.train.models import logits
-from shoal.train.problems import Problem, Split, generate
 from shoal.train.sampling import sample
 
 SHIPPED = Path(__file__).parent.parent / "data" / "pair"

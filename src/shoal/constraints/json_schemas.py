@@ -1,0 +1,114 @@
+"""JSON schemas as llguidance is to read them: what could run on without end is bounded, a `oneOf` that it cannot prove is proved.
+
+Small models, and large ones at times, fill JSON with blanks or digits up to the limit of tokens. llama.cpp bounds them too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shoal.constraints.disjoint import Proofs
+
+WHITESPACE: dict[str, dict[str, Any]] = {
+    "bounded": {"whitespace_pattern": r"[ ]|\n[ \t]{0,20}"},
+    "compact": {"whitespace_flexible": False},
+    "any": {},
+}
+"""llguidance's options by the name of `config.Grammar.whitespace`."""
+DIGITS, EXPONENT, FRACTION = 20, 3, 9
+"""Digits of a number before the point, and behind it (64-bit integers and all digits of a double fit); of its exponent; of a
+fraction of a second."""
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)|{_LEAP}-02-29)"
+)  # fmt: skip
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR}:[0-5][0-9](?:[.][0-9]{{1,{FRACTION}}})?(?:Z|[+-]{_HOUR})"
+FORMATS: dict[str, dict[str, Any]] = {
+    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "duration": {"format": "duration", "maxLength": 32},
+    "email": {"format": "email", "pattern": "^[^@]{1,64}@", "maxLength": 254},
+    "hostname": {"format": "hostname", "maxLength": 253},
+    "uri": {"format": "uri", "maxLength": 2048},
+}
+"""Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th of February, a 60th second, T and
+Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC 5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI."""
+_VALUES = ("const", "enum", "default", "examples")
+_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def numbers() -> str:
+    """A regular expression of texts whose numbers, outside of strings, have no more digits than that; it knows no more of JSON."""
+    text = r'"(?:[^"\\]|\\(?s:.))*"'
+    rest, after_e = rf'(?:[^"0-9eE+]|{text})', rf'(?:[^"0-9eE+\-]|{text})'
+    digits, exponent = f"[0-9]{{0,{DIGITS}}}", rf"[eE][+\-]?[0-9]{{1,{EXPONENT}}}"
+    return f"(?:{digits}(?:{rest}|{exponent}{rest}|[eE]{after_e}))*{digits}(?:{exponent}|[eE])?"
+
+
+def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
+    """A schema for llguidance, and the options to read it with where it sets none itself.
+
+    Args:
+        text: the schema; what is no JSON comes back as it is. whitespace: a name of `WHITESPACE`.
+    """
+    try:
+        root = json.loads(text)
+        root = {} if root is True else root  # which no options can be given with
+        own = root.get("x-guidance") if isinstance(root, dict) else None
+        text = json.dumps(_Reading(root).bounded(root), allow_nan=False)
+    except (ValueError, RecursionError):
+        return text, {}
+    blanks = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
+    return text, {} if blanks or not isinstance(root, dict) else WHITESPACE[whitespace]
+
+
+class _Reading:
+    """Goes through one document."""
+
+    def __init__(self, root: Any) -> None:
+        dialect = root.get("$schema", "2020-12") if isinstance(root, dict) else ""
+        known = isinstance(dialect, str) and any(name in dialect for name in ("draft-06", "draft-07", "2019-09", "2020-12"))
+        self._proofs = Proofs(root, siblings="draft-0" not in str(dialect)) if known and not _embeds(root) else None
+
+    def bounded(self, schema: Any, names: bool = False) -> Any:
+        """A schema, or whatever holds some, with bounds. `names`: the keys are names of properties or definitions."""
+        if isinstance(schema, list):
+            return [self.bounded(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if names:
+            return {name: self.bounded(one) for name, one in schema.items()}
+        made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
+        return self._any_of(schema, _bounded_format(made))
+
+    def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+        """`oneOf` as `anyOf`, in its place, where its alternatives exclude each other."""
+        alternatives = schema.get("oneOf")
+        if self._proofs is None or not isinstance(alternatives, list) or "anyOf" in schema:
+            return made
+        rest = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+        if not self._proofs.exclusive(rest, alternatives):
+            return made
+        return {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in made.items()}
+
+
+def _embeds(schema: Any, top: bool = True) -> bool:
+    """Whether a document holds others with an address of their own, which references inside of them would be relative to."""
+    if isinstance(schema, dict):
+        named = not top and any(isinstance(schema.get(keyword), str) for keyword in ("$id", "$schema"))
+        return named or any(_embeds(value, False) for value in schema.values())
+    return isinstance(schema, list) and any(_embeds(value, False) for value in schema)
+
+
+def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """With the format's bounds; what else says which texts there are goes first."""
+    name = schema.get("format")
+    bounds = FORMATS.get(name) if isinstance(name, str) else None
+    if bounds is None or any(keyword in schema for keyword in ("const", "enum", "pattern", "allOf")):
+        return schema
+    return {**bounds, **{keyword: value for keyword, value in schema.items() if keyword != "format"}}

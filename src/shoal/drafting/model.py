@@ -1,0 +1,219 @@
+"""A smaller model of the same vocabulary drafts token by token, with a ragged cache of its own.
+
+Its cache holds a prefix of each row's committed tokens, never more than all but the last. It lags by one after a full acceptance
+(it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
+case is special.
+
+A row that has more tokens than the drafter's context, or memory, holds is not drafted for (`Row.room`). Its cache then keeps the
+prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding.
+
+Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain
+decoding. What is NaN or infinite in its cells becomes zero: it would otherwise reach the row's later drafts, and the next row of
+the slot. The drafts that follow are then worse, which costs acceptance and never exactness.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadLogits
+from shoal.models.compiled.drafting import Draw, Drawn, style_of
+from shoal.models.runner import Runner
+from shoal.sampling.distributions import probabilities
+from shoal.types.requests import Row
+from shoal.types.rounds import Fault, Faults, Proposal
+
+log = logging.getLogger("shoal")
+
+Step = Callable[[Tensor, Sequence[int]], Drawn | None]
+"""The luck of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
+
+
+class ModelDrafter:
+    """Samples k tokens per row from a draft model under the row's own sampling controls.
+
+    Attributes:
+        runner: the draft model. vocab_size: the target's; the drafter's logits are cut or filled up to it.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        self.runner, self.vocab_size = runner, vocab_size
+        self._warned = False
+
+    def propose(
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Draw,
+        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None = None,
+    ) -> Proposal:  # fmt: skip
+        """At most max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
+        self._shorten_lags(rows)
+        before = [self.runner.cache.lengths[row.slot] for row in rows]
+        fixed = self._static_steps(rows, max(lengths), luck, draw)
+        proposal = fixed and self._drafted(rows, lengths, luck, fixed, shorten, {})
+        if proposal is None:  # no static steps, or they failed
+            for row, length in zip(rows, before, strict=True):
+                self.runner.cache.rollback(row.slot, length)
+            faults: Faults = {}
+            step = _OrdinarySteps(self, rows, draw, shorten is not None, faults)
+            proposal = self._drafted(rows, lengths, luck, step, shorten, faults)
+        assert proposal is not None
+        return proposal
+
+    def _drafted(
+        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
+        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None, faults: Faults,
+    ) -> Proposal | None:  # fmt: skip
+        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
+        token of -1, which is read when all steps are done."""
+        lengths = list(lengths)
+        looked: list[Drawn] = []
+        steps = 0
+        while steps < max(lengths):
+            j, steps = steps, steps + 1
+            drawn = step(luck[:, j], lengths)
+            if drawn is None:
+                return None
+            looked.append(drawn)
+            if shorten is not None:
+                lengths = [min(pair) for pair in zip(lengths, shorten(j, drawn.confidence.tolist()), strict=True)]
+            if faults:
+                lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
+            if max(lengths) <= j:
+                break
+        drafted = torch.stack([drawn.tokens for drawn in looked], dim=1)
+        every = drafted.tolist()
+        drafts = [_sound(tokens[:length]) for tokens, length in zip(every, lengths, strict=True)]
+        self._clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
+        k = max(map(len, drafts))
+        if not k:
+            return Proposal.empty(len(rows), luck.device, steps)
+        own = torch.tensor([len(tokens) for tokens in drafts], device=drafted.device)
+        q = torch.stack([drawn.q for drawn in looked[:k]], dim=1)
+        return Proposal(drafted[:, :k].clamp(min=0), own, q, drafts, steps)
+
+    def _clean(self, rows: Sequence[Row]) -> None:
+        """Removes what a faulty pass has left in the cells of these rows, whether or not it was part of their drafts."""
+        for row in rows:
+            self.runner.cache.zero_non_finite(row.slot)
+        if rows and not self._warned:
+            self._warned = True
+            log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""
+        cache = self.runner.cache
+        for row in rows:
+            cache.rollback(row.slot, min(cache.lengths[row.slot], self._kept(row)))
+
+    def _kept(self, row: Row) -> int:
+        """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
+        if self._reads(row):
+            return len(row.tokens) - 1
+        return row.prompt_length - 1 if row.draft_reach else 0
+
+    def _reads(self, row: Row) -> bool:
+        """Whether the drafter can read all of the row's tokens."""
+        return len(row.tokens) <= row.draft_context
+
+    def pending(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
+        padding token for a row that has outgrown what the drafter holds."""
+        pending = [self._pending(row) for row in rows]
+        counts = [len(tokens) for tokens in pending]
+        block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
+        return torch.tensor(block, device=self.runner.device), counts
+
+    def _static_steps(self, rows: Sequence[Row], most: int, luck: Tensor, draw: Draw) -> Step | None:
+        """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
+        if self.runner.static is None:
+            return None
+        style = style_of([row.request.sampling for row in rows], self.vocab_size, draw)
+        if style is None:
+            return None
+        temperatures = [row.request.sampling.temperature for row in rows]
+        step = self.runner.static_steps(
+            [row.slot for row in rows], *self.pending(rows), most, style, temperatures, luck[:, 0]
+        )
+        return step and (lambda luck, _: step(luck))
+
+    def _pending(self, row: Row) -> list[int]:
+        return row.tokens[self.runner.cache.lengths[row.slot] :] if self._reads(row) else [0]
+
+    def _shorten_lags(self, rows: Sequence[Row]) -> None:
+        """After plain rounds: brings every row to at most two pending tokens, all laggards by the shortest lag at a time, so
+        that no block reaches beyond what a row will hold."""
+        while late := [row for row in rows if len(self._pending(row)) > 2]:
+            step = min(len(self._pending(row)) for row in late) - 1
+            block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
+            self.runner.feed([row.slot for row in late], block, [step] * len(late), want_logits=False)
+
+
+def _sound(tokens: Sequence[int]) -> list[int]:
+    """The tokens before the first that could not be drawn."""
+    return list(itertools.takewhile(lambda token: token >= 0, tokens))
+
+
+class _OrdinarySteps:
+    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far."""
+
+    def __init__(
+        self, drafter: ModelDrafter, rows: Sequence[Row], draw: Draw, wants_confidence: bool, faults: Faults
+    ) -> None:
+        self._drafter, self._rows, self._draw, self._wants_confidence = drafter, rows, draw, wants_confidence
+        self._faults = faults
+        self._reads_history = any(row.request.sampling.reads_history for row in rows)
+        self._histories: list[list[int]] = [[] for _ in rows]
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, luck: Tensor, lengths: Sequence[int]) -> Drawn:
+        logits, sound = self._possible(self._logits(lengths))
+        q = self._distributions(logits)
+        tokens = torch.where(sound, self._draw(q, luck), -1)
+        confidence = self._confidence(logits, q) * sound if self._wants_confidence else q[:, 0]
+        self._drawn.append(tokens)
+        return Drawn(q, tokens, confidence)
+
+    def _possible(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [rows, vocab] of the target's vocabulary, and which rows have a distribution, [rows]; the others' are made
+        uniform, and their drafts end here. Ids that the drafter does not have get no probability."""
+        vocab_size = self._drafter.vocab_size
+        missing = vocab_size - logits.shape[-1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        logits = logits[:, :vocab_size]
+        sound = logits.amax(-1).isfinite()
+        if not bool(sound.all()):
+            logits = logits.masked_fill(~sound[:, None], 0.0)
+            for row, good in zip(self._rows, sound.tolist(), strict=True):
+                if not good:
+                    self._faults.setdefault(row, Fault(len(self._drawn), BadLogits("NaN or infinite logits of the drafter")))
+        return logits, sound
+
+    def _logits(self, lengths: Sequence[int]) -> Tensor:
+        """Logits of the next position, [rows, vocab]."""
+        runner, slots, rows = self._drafter.runner, [row.slot for row in self._rows], len(self._rows)
+        if not self._drawn:
+            block, counts = self._drafter.pending(self._rows)
+            logits = runner.feed(slots, block, counts)
+            last = torch.tensor([count - 1 for count in counts], device=logits.device)
+            return logits[:, -1] if min(counts) == max(counts) else logits[torch.arange(rows, device=logits.device), last]
+        if self._reads_history:
+            for history, drawn, length in zip(self._histories, self._drawn[-1].tolist(), lengths, strict=True):
+                # What a row drafts beyond its own length is ignored, so no control may fail on it.
+                if len(self._drawn) < length:
+                    history.append(drawn)
+        return runner.feed(slots, self._drawn[-1].clamp(min=0)[:, None], [1] * rows)[:, -1]
+
+    def _distributions(self, logits: Tensor) -> Tensor:
+        """q of every row, [rows, target vocab]."""
+        return probabilities(logits[:, None], self._rows, self._histories, len(self._drawn), self._faults)[:, 0]
+
+    def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
+        """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
+        if any(row.request.sampling.greedy for row in self._rows):
+            q = logits.to(q.dtype).softmax(dim=-1)
+        return q.amax(dim=-1)

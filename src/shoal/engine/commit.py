@@ -1,0 +1,116 @@
+"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults. The earliest end wins, also inside a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.engine.outputs import finish, visible_text
+from shoal.types.requests import Row, TopLogprobs
+from shoal.types.rounds import Commit, Fault, Faults, Proposal, Scores, Verdict
+
+
+def commit(
+    rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict, clock: Callable[[], float]
+) -> list[Commit]:  # fmt: skip
+    """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
+
+    A row whose accepted drafts lead to a fault ends before it. The round ends when all rows have their tokens: that moment of the
+    `clock`, in seconds, is the end of every row that ends in it.
+    """
+    accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
+    blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
+    failing = _reached(rows, accepted, scores.faults)
+    for b, fault in failing.items():
+        blocks[b] = blocks[b][: fault.position]
+    raw, processed = _logprobs(scores, blocks)
+    told = []
+    for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
+        row.rounds += 1
+        row.target_passes += 1
+        row.drafted += len(proposal.drafts[b])
+        taken = _append(row, block)
+        if b in failing and row.finish_reason is None:
+            row.finish_reason, row.error = "error", failing[b].error
+        kept = min(accepted[b], taken)
+        row.accepted += kept
+        row.from_draft += [True] * kept + [False] * (taken - kept)
+        row.logprobs += raw[b][:taken]
+        row.processed_logprobs += processed[b][:taken]
+        if row.request.top_logprobs:
+            row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
+        if row.request.keep_logits:
+            row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
+        told.append((row, block[:taken], kept))
+    now = clock()
+    return [_commit(row, tokens, kept, now) for row, tokens, kept in told]
+
+
+def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
+    """The round's news of a row; a row that ended knows all its text only then, so the sample comes before the text."""
+    sample = finish(row, now) if row.finish_reason else None
+    return Commit(row, tokens, accepted, visible_text(row), sample)
+
+
+def _reached(rows: Sequence[Row], accepted: Sequence[int], faults: Faults) -> dict[int, Fault]:
+    """The faults that rows have come to, by their places in the batch."""
+    return {b: faults[row] for b, row in enumerate(rows) if row in faults and faults[row].position <= accepted[b]}
+
+
+def _append(row: Row, block: Sequence[int]) -> int:
+    """Commits tokens until the row ends; returns how many."""
+    for count, token in enumerate(block, start=1):
+        row.tokens.append(token)
+        row.finish_reason = _end(row, token)
+        if row.finish_reason:
+            return count
+    return len(block)
+
+
+def _end(row: Row, token: int) -> str | None:
+    """Why the row ends with this token, if it does."""
+    if row.watched:
+        row.detokenizer.push(token)
+    if row.watched and row.detokenizer.stopped:
+        return "stop"  # even if the token is an EOS as well: it is cut off with its text
+    if token in row.eos:
+        return "eos"
+    if row.constraint is not None and not row.eos and row.constraint.complete(row):
+        return "stop"
+    if row.request.criteria and _criteria_met(row):
+        return "stop"
+    return "length" if row.remaining <= 0 else None
+
+
+def _criteria_met(row: Row) -> bool:
+    ids = torch.tensor([row.tokens])
+    return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in row.request.criteria)
+
+
+def _logprobs(scores: Scores, blocks: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Natural-log probabilities of the blocks' tokens, before and after processing."""
+    width = max(len(block) for block in blocks)
+    padded = [[*block, *[0] * (width - len(block))] for block in blocks]
+    index = torch.tensor(padded, dtype=torch.long, device=scores.p.device)[..., None]
+    logits = scores.logits[:, :width].gather(-1, index).squeeze(-1)
+    raw = logits.to(scores.normaliser.dtype) - scores.normaliser[:, :width]
+    processed = scores.p[:, :width].gather(-1, index).squeeze(-1).log()
+    return raw.tolist(), processed.tolist()
+
+
+def _top(scores: Scores, row: int, taken: int, n: int) -> list[TopLogprobs]:
+    """The n most probable tokens at each committed position; fewer after processing if fewer are possible."""
+    raw = scores.logits[row, :taken].to(scores.normaliser.dtype) - scores.normaliser[row, :taken, None]
+    tops = [_pairs(raw, n), _pairs(scores.p[row, :taken].log(), n)]
+    return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
+
+
+def _pairs(logprobs: Tensor, n: int) -> list[tuple[tuple[int, float], ...]]:
+    top = logprobs.topk(n)
+    return [
+        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]

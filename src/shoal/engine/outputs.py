@@ -1,0 +1,182 @@
+"""Token ids -> text, in increments that never split a character, and rows -> samples."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.types.requests import Row, Sample
+
+CONTEXT = 8
+"""Prompt tokens decoded along, so that the first new token gets the space its neighbours give it."""
+
+
+class Detokenizer:
+    """Text of one row, grown token by token.
+
+    `text` is the new text so far, without a character still in pieces. With `stops`, `stopped` becomes true at the first token
+    whose text completes a stop string, and `text` is cut before it; `kept` is then the number of tokens that cover the cut text.
+    `ends`: how long the text was after each token pushed.
+
+    Text is decoded without special tokens. Stop strings that contain one are looked for in the *marked* text, where special tokens
+    stand as they are written; what is cut, and what is held back, is counted in the text without them.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        special = special_tokens(tokenizer) if stops else {}
+        self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
+        self._special = special if any(is_marked for _, is_marked in self._stops) else {}
+        self._marked = ""
+        self._names: list[tuple[int, int]] = []  # where special tokens stand in it, and their lengths
+        self._ids = list(prompt[-CONTEXT:])
+        self._prefix, self._read = 0, len(self._ids)
+        self.ends: list[int] = []
+        self.text = ""
+        self.shown = 0
+        self.stopped = False
+        self.kept: int | None = None
+
+    def push(self, token: int) -> None:
+        """Adds one token."""
+        before = len(self.text)
+        self._ids.append(token)
+        held_back = self._extend(final=False)
+        self.ends.append(len(self.text))
+        if self._stops and not self.stopped:
+            marked = len(self._marked)
+            if self._special:
+                self._mark(self.text[before:], token)
+            self._look_for_stop(before, marked, held_back)
+
+    def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
+        """The row is over: its text, and how many of its `count` tokens cover it.
+
+        Args:
+            tokens: those not pushed one by one, decoded at once. A character still in pieces is shown as the tokenizer does.
+        """
+        if not self.stopped:
+            self._ids += tokens
+            self._extend(final=True)
+        return self.text, count if self.kept is None else self.kept
+
+    def _extend(self, *, final: bool) -> str:
+        """Decodes the ids not yet read, in the context of those just before them; returns what must wait for its last character."""
+        known = self._decode(self._ids[self._prefix : self._read])
+        grown = self._decode(self._ids[self._prefix :])
+        if not final and grown.endswith("\ufffd"):
+            return grown[len(known) :]
+        if len(grown) > len(known):
+            self.text += grown[len(known) :]
+            self._prefix, self._read = self._read, len(self._ids)
+        return ""
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _mark(self, text: str, token: int) -> None:
+        """Adds what a token added to the text to the marked text, and the token itself if it is special."""
+        self._marked += text
+        name = self._special.get(token, "")
+        if name:
+            self._names.append((len(self._marked), len(name)))
+            self._marked += name
+
+    def _unmarked(self, place: int) -> int:
+        """Characters of the text before a place in the marked one."""
+        return place - sum(min(place - start, length) for start, length in self._names if start < place)
+
+    def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
+        """Cuts the text if the last token completed a stop string; before, marked: lengths of the two texts before it."""
+        found: list[int] = []
+        text = self.text + held_back
+        for stop, is_marked in self._stops:
+            within, start = (self._marked + held_back, marked) if is_marked else (text, before)
+            at = within.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                found.append(self._unmarked(at) if is_marked else at)
+        if found:
+            cut = min(found)
+            self.text, self.ends[-1] = text[:cut], len(text)
+            self.kept = self.covering(cut)
+            self.stopped = True
+
+    def covering(self, characters: int) -> int:
+        """How many of the tokens pushed it takes to write the first `characters` of the text."""
+        return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
+
+    def piece(self, index: int) -> str:
+        """What a token that was pushed adds to the text; all pieces together are the text, once the row is over."""
+        start = self.ends[index - 1] if index else 0
+        return self.text[start:] if index == len(self.ends) - 1 else self.text[start : self.ends[index]]
+
+    def take(self, *, final: bool) -> str:
+        """Text not taken before; what may yet become a stop string is held back until it cannot."""
+        safe = len(self.text)
+        if not final and self._stops:
+            safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
+        taken = self.text[self.shown : safe]
+        self.shown = max(self.shown, safe)
+        return taken
+
+    def _safe(self, stop: str, is_marked: bool) -> int:
+        """Characters of the text that cannot be part of this stop string any more."""
+        if not is_marked:
+            return len(self.text) - _overlap(self.text, stop)
+        return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
+
+
+_special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The ids that decoding leaves out, and how they are written; found once per tokenizer."""
+    if tokenizer not in _special:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        always = set(getattr(tokenizer, "all_special_ids", ()))
+        _special[tokenizer] = {i: token.content for i, token in added.items() if token.special or i in always}
+    return _special[tokenizer]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def visible_text(row: Row) -> str:
+    """New text of a watched row that may be shown now; "" for others."""
+    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.watched else ""
+
+
+def finish(row: Row, now: float) -> Sample:
+    """The sample of a row that has ended, cut where its stop string begins.
+
+    Args:
+        now: seconds at the end of the round, by the clock that its deadline is set by.
+    """
+    row.finished_at = now - row.request.submitted_at
+    text, kept = "", row.new_tokens
+    if row.detokenizer is not None:
+        text, kept = row.detokenizer.finished([] if row.watched else row.tokens[row.prompt_length :], kept)
+    logprobs = row.logprobs[:kept]
+    return Sample(
+        text=text,
+        token_ids=tuple(row.tokens[row.prompt_length :][:kept]),
+        logprobs=tuple(logprobs),
+        processed_logprobs=tuple(row.processed_logprobs[:kept]),
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
+        finish_reason=row.finish_reason or "cancelled",
+        finished_at=row.finished_at,
+        rounds=row.rounds,
+        drafted=row.drafted,
+        accepted=row.accepted,
+        target_passes=row.target_passes,
+        from_draft=tuple(row.from_draft[:kept]),
+        top_logprobs=tuple(row.top_logprobs[:kept]),
+        error=None if row.error is None else str(row.error),
+        in_time=row.deadline is None or now <= row.deadline,
+    )

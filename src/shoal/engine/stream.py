@@ -1,0 +1,130 @@
+"""A run in progress: what `generate` and `stream` drive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Executor
+
+from shoal.engine.engine import Engine
+from shoal.errors import RequestError
+from shoal.types.requests import Increment, Output, Request, Result, Sample
+from shoal.types.rounds import Commit
+
+
+class Stream(Iterator[Increment], AsyncIterator[Increment]):
+    """A run in progress: iterate it to drive it, by `for` or by `async for`.
+
+    Under `async for` the rounds are computed in a thread; when the task that waits is cancelled, the round in progress is finished
+    and all rows are cancelled. Dropping a stream leaves nothing behind; `result()` is complete once it is exhausted or cancelled.
+
+    Attributes:
+        rows: the rows of each prompt.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], *, text: bool = True, executor: Executor | None = None
+    ) -> None:
+        """executor: of one thread, which computes the rounds of `async for`; None = the event loop's own."""
+        self._engine: Engine | None = engine
+        self._requests, self._executor, self._stats = list(requests), executor, engine.stats
+        self._started = time.perf_counter()
+        self.rows = engine.submit_all(self._requests, stream=text)
+        self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
+        self._samples: dict[int, Sample] = {}
+        self._queue: deque[Increment] = deque()
+
+    def __next__(self) -> Increment:
+        while not self._queue:
+            if not self._advance():
+                raise StopIteration
+        return self._queue.popleft()
+
+    async def __anext__(self) -> Increment:
+        while not self._queue:
+            if not await self._advance_aside():
+                raise StopAsyncIteration
+        return self._queue.popleft()
+
+    def _advance(self) -> bool:
+        """One round; False when all is done."""
+        commits = [] if self._engine is None else self._engine.step()
+        self._take(commits)
+        return bool(commits)
+
+    async def _advance_aside(self) -> bool:
+        """One round in the thread."""
+        if self._engine is None:
+            return False
+        round_ = asyncio.get_running_loop().run_in_executor(self._executor, self._advance)
+        try:
+            return await asyncio.shield(round_)
+        except asyncio.CancelledError:
+            await asyncio.wait([round_])  # a round cannot be interrupted, and its caches are in use until it ends
+            round_.exception()  # looked at, or asyncio would report it
+            self.cancel()
+            raise
+
+    def run(self, progress: bool = False) -> Result:
+        """Everything at once.
+
+        Args:
+            progress: shows a bar in a terminal or a notebook.
+
+        Raises:
+            ShoalError: that of the first row that failed, after all others are done; its `result` has them.
+        """
+        if progress:
+            from shoal.engine.progress import follow
+
+            follow(self, sum(map(len, self.rows)), max(request.limits.max_new_tokens for request in self._requests))
+        for _ in self:
+            pass
+        result = self.result()
+        failed = next((row.error for rows in self.rows for row in rows if row.error is not None), None)
+        if failed is not None:
+            failed.result = result
+            raise failed
+        return result
+
+    def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
+        """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""
+        chosen = [
+            row
+            for i, rows in enumerate(self.rows) if prompt in (None, i)
+            for row in rows if sample in (None, row.index)
+        ]  # fmt: skip
+        self._take([] if self._engine is None else self._engine.cancel(chosen))
+
+    def close(self) -> None:
+        """Cancels what still runs and lets go of the caches; `result()` stays."""
+        self.cancel()
+        self._engine = None
+
+    def result(self) -> Result:
+        """All samples, prompt by prompt, and what the run took.
+
+        Raises:
+            RequestError: while rows are still running.
+        """
+        running = sum(map(len, self.rows)) - len(self._samples)
+        if running:
+            raise RequestError(f"{running} rows are still running: exhaust the stream or cancel it first")
+        outputs = tuple(
+            Output(request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows))
+            for request, rows in zip(self._requests, self.rows, strict=True)
+        )
+        return Result(outputs, self._stats)
+
+    def _take(self, commits: Sequence[Commit]) -> None:
+        if commits:
+            self._stats.seconds = time.perf_counter() - self._started
+        for c in commits:
+            if c.sample is not None:
+                self._samples[id(c.row)] = c.sample
+            ended = c.row.finish_reason
+            self._queue.append(
+                Increment(self._prompt[id(c.row)], c.row.index, c.text, tuple(c.tokens), c.accepted, ended, c.sample)
+            )

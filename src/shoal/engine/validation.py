@@ -1,0 +1,95 @@
+"""Requests -> rows. What cannot be served is refused here, before anything is computed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.constraints.grammar import Constraint, grammars_of
+from shoal.engine.memory import Memory
+from shoal.engine.outputs import Detokenizer
+from shoal.errors import RequestError
+from shoal.models.runner import Runner
+from shoal.sampling.penalties import require_ids
+from shoal.sampling.purity import require_pure
+from shoal.sampling.uniforms import group_seed, row_seed
+from shoal.types.requests import Request, Row
+
+
+class Intake:
+    """Makes rows of requests, for one engine.
+
+    Args:
+        models: target first. It alone decides which prompts fit and where rows end. memory: what their caches may take.
+        tokenizer: for text, stop strings and grammars, or None. eos: the model's own EOS ids, for requests that name none.
+    """
+
+    def __init__(self, models: Sequence[Runner], memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
+        self._target, self._memory = models[0], memory
+        self.tokenizer, self._eos = tokenizer, tuple(eos)
+        self.vocab_size, self._device = self._target.vocab_size, self._target.device
+        self._groups = 0
+
+    def rows(self, request: Request, watched: bool) -> list[Row]:
+        """The request's n rows: a group.
+
+        Args:
+            watched: their text is needed as it grows.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        self._check(request)
+        constraint = self._constraint(request)
+        limits, prompt = request.limits, request.prompt_ids
+        asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        seed = group_seed(asked, prompt, request.occurrence)
+        deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
+        eos, draft_context = self._ends(request), self._memory.draft_context(request)
+        group, self._groups = self._groups, self._groups + 1
+        return [
+            Row(
+                request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
+                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop) if self.tokenizer else None,
+                watched=self.tokenizer is not None and (watched or bool(limits.stop)),
+                constraint=constraint and constraint.fork(), draft_context=draft_context,
+            )
+            for i in range(request.n)
+        ]  # fmt: skip
+
+    def _ends(self, request: Request) -> frozenset[int]:
+        return frozenset(self._eos if request.limits.eos is None else request.limits.eos)
+
+    def _check(self, request: Request) -> None:
+        if not isinstance(request.n, int) or request.n < 1:
+            raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
+        self._check_prompt(request.prompt_ids)
+        if request.limits.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        self._memory.check(request)
+        require_ids(request.sampling, self.vocab_size)
+        require_pure(request.sampling.processors, request.prompt_ids, self._ends(request), self.vocab_size, self._device)
+        top, most = request.top_logprobs, request.max_draft
+        if not isinstance(top, int) or not 0 <= top <= self.vocab_size:
+            raise RequestError(f"top_logprobs must be an integer in 0..{self.vocab_size}, got {top!r}")
+        if most is not None and (not isinstance(most, int) or most < 0):
+            raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        if not all(0 <= token < self.vocab_size for token in ids):
+            raise RequestError(f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+        if len(ids) >= self._target.context:
+            name, most = self._target.name, self._target.context
+            raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """Raises RequestError: a grammar that cannot be compiled, or not here."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("a grammar needs a tokenizer, and this engine has none")
+        return grammars_of(self.tokenizer, self.vocab_size).begin(grammar)

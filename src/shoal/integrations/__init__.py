@@ -1,0 +1,4 @@
+"""Shoal inside other libraries.
+
+An edge like the others: nothing in the package imports it.
+"""

@@ -1,0 +1,83 @@
+"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`: the repository form of the door.
+
+`generate` passes every argument to the function of a repository, also those that it keeps from a callable: `streamer`,
+`assistant_model`, `tokenizer`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from shoal.errors import RequestError
+from shoal.integrations.transformers import decode
+
+
+def custom_generate_dir() -> str:
+    """The directory that holds `custom_generate/generate.py`. The file may also be copied into a model's own repository."""
+    return str(Path(str(resources.files("shoal"))) / "data" / "repository")
+
+
+def generate(
+    inputs: Tensor | None = None, generation_config: Any = None, *, model: Any, stopping_criteria: Any = None,
+    streamer: Any = None, assistant_model: Any = None, draft_model: Any = None, tokenizer: Any = None,
+    assistant_tokenizer: Any = None, synced_gpus: bool | None = None, lookahead: Any = None, attention: str = "auto",
+    max_batch: int = 64, **options: Any,
+) -> Any:  # fmt: skip
+    """`generate` with shoal as its decoding method.
+
+    Args:
+        streamer: gets the prompt [1, length] and then every token [1], as `generate` does it; for one row only. Its `end` is called
+            also if the call fails, so that nobody waits for more.
+        assistant_model: the drafter, with `num_return_sequences` of any size; `draft_model` is the same.
+        tokenizer: for `stop_strings`.
+        lookahead, attention, max_batch: see `shoal.custom_generate`, as for what is returned.
+
+    Raises:
+        RequestError: several rows and a streamer; what shoal does not do, see `shoal.custom_generate`.
+    """
+    try:
+        _refuse(assistant_model, draft_model, assistant_tokenizer, synced_gpus)
+        criteria, rest = _stop_strings(model, generation_config, stopping_criteria, tokenizer, options)
+        drafter = draft_model if assistant_model is None else assistant_model
+
+        def decoding(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
+            return decode(
+                model, input_ids, draft_model=drafter, lookahead=lookahead, attention=attention, max_batch=max_batch,
+                streamer=streamer, **prepared,
+            )  # fmt: skip
+
+        # Not `model.generate`: it may have been replaced by this very function, where a model's repository holds it.
+        return type(model).generate(
+            model, inputs, generation_config, stopping_criteria=criteria, custom_generate=decoding, **rest
+        )
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def _refuse(assistant: Any, drafter: Any, assistant_tokenizer: Any, synced_gpus: bool | None) -> None:
+    if assistant is not None and drafter is not None:
+        raise RequestError("assistant_model and draft_model are the same thing: give one of them")
+    if assistant_tokenizer is not None:
+        raise RequestError("a drafter must share the target's tokenizer: assistant_tokenizer is not supported")
+    if synced_gpus:
+        raise RequestError("shoal decodes with one process per model: synced_gpus is not supported")
+
+
+def _stop_strings(
+    model: Any, config: Any, criteria: Any, tokenizer: Any, options: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The criteria with one for the stop strings, and the other options; `generate` would want the tokenizer, which it keeps from
+    a callable."""
+    owners = (getattr(config, "stop_strings", None), getattr(model.generation_config, "stop_strings", None))
+    strings = options.get("stop_strings") or next(filter(None, owners), None)
+    if not strings:
+        return list(criteria or []), options
+    if tokenizer is None:
+        raise RequestError("stop_strings need the model's tokenizer: give tokenizer=...")
+    return [*(criteria or []), StopStringCriteria(tokenizer, strings)], {**options, "stop_strings": None}

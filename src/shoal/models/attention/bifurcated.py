@@ -1,0 +1,67 @@
+"""Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and values are read once per pass, by
+the queries of all rows of its group together, and never repeated.
+
+Each query attends to its group's prompt and to its own row's tail apart; the two results, each a mean over its keys, are weighted
+by the softmax denominators they come with (log-sum-exp). That is exact, for any number of queries per row, windows and sinks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.models.attention.problem import Problem
+from shoal.models.cache.plan import Shared
+
+Part = tuple[Tensor, Tensor]
+"""Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [..., q] float32 at least."""
+
+
+def bifurcated(problem: Problem) -> Tensor:
+    """One call for all tails, one for each prompt; returns [rows, q, heads, value dim]."""
+    rows, heads, q, dim = problem.query.shape
+    kv_heads, fold = problem.key.shape[1], problem.group
+    query = problem.query.reshape(rows, kv_heads, fold * q, dim)
+    out, log = _part(query, problem.key, problem.value, problem.plan.bias(query.dtype, problem.window, fold), problem)
+    for shared in problem.plan.groups(problem.window):
+        prompt = _prompt(query[shared.rows], shared, problem)
+        out[shared.rows], log[shared.rows] = _merged((out[shared.rows], log[shared.rows]), prompt)
+    if problem.sinks is not None:
+        sinks = problem.sinks.to(log.dtype).view(1, kv_heads, fold).repeat_interleave(q, dim=2)
+        out = out * torch.sigmoid(log - sinks)[..., None].to(out.dtype)
+    return out.reshape(rows, heads, q, -1).transpose(1, 2)
+
+
+def _prompt(query: Tensor, shared: Shared, problem: Problem) -> Part:
+    """What the rows of one group take from their prompt; query [rows, kv heads, fold * q, dim]."""
+    assert problem.shared_key is not None
+    assert problem.shared_value is not None
+    rows, kv_heads, folded, dim = query.shape
+    key, value = (t[shared.first : shared.end].transpose(0, 1)[None] for t in (problem.shared_key, problem.shared_value))
+    bias = problem.plan.prompt_bias(shared, query.dtype, problem.window, problem.group)
+    together = query.transpose(0, 1).reshape(1, kv_heads, rows * folded, dim)
+    out, log = _part(together, key, value, bias, problem)
+    return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(kv_heads, rows, folded).transpose(0, 1)
+
+
+def _merged(one: Part, other: Part) -> Part:
+    (out, log), (other_out, other_log) = one, other
+    weight = torch.sigmoid(other_log - log)[..., None].to(out.dtype)
+    return torch.lerp(out, other_out, weight), torch.logaddexp(log, other_log)
+
+
+def _part(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem) -> Part:
+    """query [b, kv heads, q, dim], key and value [b, kv heads, kv, dim], bias [b, 1, q, kv] or None."""
+    if query.device.type == "cpu" and problem.softcap is None and key.shape[-1] == value.shape[-1]:
+        # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the denominator to itself.
+        part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=bias, scale=problem.scale
+        )
+        return part
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if bias is not None:
+        scores = scores + bias
+    log = scores.logsumexp(dim=-1)
+    return (scores - log[..., None]).exp().to(value.dtype) @ value, log

@@ -1,0 +1,177 @@
+"""One Triton kernel for a whole ragged pass: every row at its exact length, its group's shared prompt as a second range of keys.
+
+`attend` works on plain tensors and asks nothing of the host, so that it may be captured in a CUDA graph; `fused` is the method of
+`shoal.models.attention` on top of it. The kernels are in `kernels.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.models.attention.problem import Problem
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernel computes in; sums and softmax are float32 always."""
+
+STEP_BYTES = 32 * 1024
+"""Keys and values of one step of a program; two or three steps in flight and the queries fit into 99 KiB, the shared memory
+that a program may have on the smaller of today's GPUs."""
+SHARE = 256
+"""Fewest keys worth a program of their own."""
+MOST_SPLITS = 64
+"""One program joins the shares of a query."""
+PROGRAMS = 2
+"""Programs wanted per multiprocessor before keys are no longer shared out."""
+EVERYTHING = 1 << 30
+"""A window that hides nothing."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut; decided from shapes only.
+
+    Attributes:
+        queries: folded queries per program. keys: keys per step. Powers of two, 16 at least.
+        splits: programs that share the keys of one tile of queries.
+        warps, stages: Triton's `num_warps` and `num_stages`.
+    """
+
+    queries: int
+    keys: int
+    splits: int
+    warps: int = 4
+    stages: int = 2
+
+    def tiles(self, query: Tensor, key: Tensor) -> int:
+        """Programs over the queries of one KV head."""
+        folded = query.shape[1] // key.shape[1] * query.shape[2]
+        return -(-folded // self.queries)
+
+
+def available(query: Tensor) -> bool:
+    """Whether the kernel can run where the query is, in its dtype."""
+    return query.dtype in DTYPES and _has_triton() and (query.is_cuda or _interpreted())
+
+
+def fused(problem: Problem) -> Tensor:
+    """The kernel; returns [rows, q, heads, value dim]; unused query columns come back zero.
+
+    Raises:
+        RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a dtype it does not have.
+    """
+    query = problem.query
+    if not available(query):
+        raise RequestError(
+            "attention='fused' needs Triton, a CUDA device (or TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; "
+            f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
+        )
+    shared = None
+    if problem.shared_key is not None and problem.shared_value is not None:
+        shared = problem.shared_key, problem.shared_value
+    return attend(
+        query, problem.key, problem.value, problem.plan.bounds, problem.scale, shared=shared,
+        window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
+    )  # fmt: skip
+
+
+def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
+    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU.
+
+    Args:
+        query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim].
+        span: most keys a row may have.
+        processors: multiprocessors of the GPU.
+    """
+    rows, heads, q, dim = query.shape
+    folded = heads // key.shape[1] * q
+    queries = min(64, _block(folded))
+    keys = STEP_BYTES // ((_block(dim) + _block(value_dim)) * query.element_size())
+    keys = max(16, min(128, 1 << (keys.bit_length() - 1)))
+    cut = Tiling(queries, keys, splits=1, stages=3 if queries <= 32 else 2)
+    programs = rows * key.shape[1] * cut.tiles(query, key)
+    return replace(cut, splits=max(1, min(-(-PROGRAMS * processors // programs), span // SHARE, MOST_SPLITS)))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, *, shared: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, cut: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """Ragged attention over a slot cache. Launches depend on shapes alone; lengths are read on the device.
+
+    Column j < counts[b] of row b stands at position starts[b] + j and sees the positions up to its own. Position p of row b is cell
+    bases[b] + p of the shared store if p < offsets[b], else key p - offsets[b] of row b.
+
+    Args:
+        query: [rows, heads, q, dim] float32, bfloat16 or float16.
+        key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim]. Views of a larger store are fine.
+        bounds: starts, counts, offsets, bases; [4, rows] int32, contiguous, on the device.
+        scale: multiplies the scores.
+        shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared prompts; None = every offset is 0.
+        window: most recent keys that a query sees, itself included; None = all.
+        softcap: scores become softcap * tanh(scores / softcap); None = as they are.
+        sinks: [heads], a logit each that takes probability and gives nothing; None = none.
+        cut: how to cut the work; None = by `tiling`.
+
+    Returns:
+        [rows, q, heads, value dim] in the query's dtype; unused columns are zero.
+    """
+    from shoal.models.attention import kernels
+
+    query, key, value = _dense(query), _dense(key), _dense(value)
+    prompts = [] if shared is None else [_dense(tensor) for tensor in shared]
+    shared_key, shared_value = prompts or (None, None)
+    shared_strides = [stride for tensor in prompts for stride in tensor.stride()[:2]] or [0] * 4
+    (rows, heads, q, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[-1]
+    if cut is None:
+        span = key.shape[2] + (0 if shared is None else shared[0].shape[0])
+        cut = tiling(query, key, value_dim, span, _processors(query.device))
+    out = query.new_empty(rows, q, heads, value_dim)
+    parts = out if cut.splits == 1 else out.new_empty(cut.splits, *out.shape, dtype=torch.float32)
+    logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
+            query, key, value, shared_key, shared_value, sinks, bounds, parts, logs, q, heads, scale,
+            EVERYTHING if window is None else window, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *shared_strides, SOFTCAP=softcap, GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=_block(dim),
+            BLOCK_V=_block(value_dim), BLOCK_Q=cut.queries, BLOCK_K=cut.keys, SPLITS=cut.splits,
+            num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        if cut.splits > 1:
+            places = rows * q * heads
+            kernels.combine[(places,)](
+                parts, logs, out, places, VALUE_DIM=value_dim, BLOCK_V=_block(value_dim), SPLITS=cut.splits,
+                BLOCK_S=1 << (cut.splits - 1).bit_length(), num_warps=1,
+            )  # fmt: skip
+    return out
+
+
+def _block(size: int) -> int:
+    """The smallest power of two that holds `size`, 16 at least: what the tensor cores take."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The kernels take any strides but the last."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter is one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

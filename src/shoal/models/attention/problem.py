@@ -1,0 +1,52 @@
+"""What every attention method gets: the tensors of one layer and the plan of the pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shoal.models.cache.plan import Plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's ragged attention.
+
+    Attributes:
+        query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim].
+            Index i of row b's keys is the token at position plan.offsets[b] + i.
+        plan: which keys each query sees.
+        scale: multiplies the scores.
+        window: sliding window in tokens, or None.
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma 2), or None.
+        sinks: one extra logit per head that takes probability and gives nothing (GPT-OSS), [heads], or None.
+        shared_key, shared_value: the shared store, [cells, kv heads, dim] and [cells, kv heads, value dim]; the keys of row b
+            before plan.offsets[b] lie in the cells of plan.prefixes[b]. None when no row has a prefix.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: Plan
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    shared_key: Tensor | None = None
+    shared_value: Tensor | None = None
+
+    def repeated(self) -> Problem:
+        """The same without a shared store: every row with all its keys."""
+        if self.shared_key is None or self.shared_value is None:
+            return self
+        plan = self.plan
+        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed)
+        pairs = (self.key, self.shared_key), (self.value, self.shared_value)
+        key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
+        return replace(self, key=key, value=value, plan=whole, shared_key=None, shared_value=None)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head: 1 = MHA, heads = MQA."""
+        return self.query.shape[1] // self.key.shape[1]

@@ -1,0 +1,47 @@
+"""Attention whose bits depend on nothing but the query's own row: for `strict=True`, on a CPU.
+
+A kernel's rounding follows the shapes it is given. So every call here has the same ones: queries come in tiles of `TILE` positions
+moved to the batch axis, and keys in whole blocks of `KV_BLOCK`, the unit in which the library's kernel walks over them. A block
+that is masked as a whole changes no bit of its running softmax, so neither do longer neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as zeros_around
+
+from shoal.errors import InternalError, UnsupportedModel
+from shoal.models.attention.pad import attend_folded
+from shoal.models.attention.problem import Problem
+
+TILE = 4
+"""Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a little."""
+KV_BLOCK = 512
+"""Keys per block of torch's CPU kernel; cache views are a multiple of it long (`Plan`)."""
+
+
+def strict(problem: Problem) -> Tensor:
+    """Tiles of each row, all rows or all tiles per call, whichever needs fewer calls; returns [rows, q, heads, value dim]."""
+    query, key, value, plan = problem.query, problem.key, problem.value, problem.plan
+    if problem.softcap is not None or problem.sinks is not None or key.shape[-1] != value.shape[-1]:
+        raise UnsupportedModel("strict needs plain attention: no soft-capped scores, no sinks, values as wide as keys")
+    if plan.kv % KV_BLOCK or plan.shares:
+        raise InternalError(f"strict attention got {plan.kv} keys, or a shared prompt")
+    tiles = -(-plan.q // TILE)
+    fill = tiles * TILE - plan.q
+    bias = plan.bias(query.dtype, problem.window)
+    if bias is None:  # the kernel rounds differently without a mask
+        bias = plan.zero_bias(query.dtype)
+    bias = zeros_around(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
+    bias = bias.repeat(1, 1, 1, problem.group, 1)
+    query = (
+        zeros_around(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
+    )  # [rows, tiles, heads, TILE, dim]
+    if plan.rows <= tiles:
+        spread = (tiles, -1, -1, -1)
+        own = zip(query, key[:, None], value[:, None], bias, strict=True)  # of each row: [tiles, ...], and keys [1, ...]
+        out = torch.stack([attend_folded(q, k.expand(spread), v.expand(spread), mask, problem) for q, k, v, mask in own])
+    else:
+        out = torch.stack([attend_folded(query[:, t], key, value, bias[:, t], problem) for t in range(tiles)], dim=1)
+    return out.flatten(1, 2)[:, : plan.q]

@@ -1,0 +1,234 @@
+"""Slot-based ragged KV cache behind Transformers' Cache API; the only file that touches its cache classes.
+
+Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending writes its new columns in
+place at the row's own length, rolling back is setting that length, and nothing ever moves except when a finished row's slot
+is filled from the end (compaction) or a group's prompt is copied to a sibling.
+
+Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A group's prompt may lie there once
+(`Prefix`); the slots of its rows then hold their tails only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from shoal.errors import InternalError
+from shoal.models.cache.plan import Plan
+from shoal.types.prefix import Prefix
+
+
+@dataclass
+class _Layer:
+    """Keys and values of one layer, [slots, capacity, heads, dim] and shared [cells, heads, dim]; value dims may differ from key
+    dims (MLA)."""
+
+    keys: Tensor
+    values: Tensor
+    shared_keys: Tensor
+    shared_values: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The slots'."""
+        return self.keys, self.values
+
+    def resize(self, slots: int, capacity: int, cells: int) -> None:
+        """Makes room, or takes it back, keeping what fits."""
+        self.keys, self.values = (_resized(tensor, slots, capacity) for tensor in (self.keys, self.values))
+        self.shared_keys, self.shared_values = (_resized(tensor, cells) for tensor in (self.shared_keys, self.shared_values))
+
+
+class SlotCache(Cache):
+    """KV of up to `slots` rows of unequal lengths for one model.
+
+    Attributes:
+        slots, capacity, cells: rows, tokens per row and tokens in the shared store that there is room for.
+        lengths: valid tokens per row, those in the shared store included; everything beyond is garbage that the masks hide.
+        prefixes: where the row in each slot has its first tokens, if not there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._layers: list[_Layer] = []
+        self._layer: _Layer | None = None
+        self.slots = self.capacity = self.cells = 0
+        self.lengths: list[int] = []
+        self.prefixes: list[Prefix | None] = []
+        self.plan: Plan | None = None
+        self._written: Tensor | None = None
+
+    # ── what the engine does with it ────────────────────────────────────────────────────────────────────────────────
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Makes room for `slots` rows of `capacity` tokens in their slots and `cells` in the shared store, keeping what is there;
+        never shrinks."""
+        self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives back what is beyond that; nothing there is needed any more."""
+        self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
+
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        try:
+            for layer in self._layers:
+                layer.resize(slots, capacity, cells)
+        except BaseException:  # out of memory, most likely: all layers must stay of one size
+            for layer in self._layers:
+                layer.resize(self.slots, self.capacity, self.cells)
+            raise
+        self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
+        self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
+        self.slots, self.capacity, self.cells = slots, capacity, cells
+
+    def enter(self, slot: int, prefix: Prefix | None = None) -> None:
+        """A new row takes the slot, with the tokens of its prefix or none."""
+        self.prefixes[slot], self.lengths[slot] = prefix, 0 if prefix is None else prefix.length
+
+    def clear(self) -> None:
+        """No slot has a row."""
+        for slot in range(self.slots):
+            self.enter(slot)
+
+    def begin(self, plan: Plan) -> None:
+        """Announces a forward pass; `update` then writes where the plan says."""
+        if plan.into is not None:
+            if plan.into.base + plan.kv > self.cells:
+                raise InternalError(f"shared store of {self.cells} cells got {plan.kv} tokens at {plan.into.base}")
+        elif plan.kv > self.capacity or max(plan.slots) >= self.slots:
+            raise InternalError(f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length {plan.kv}")
+        self.plan, self._written = plan, plan.cells(self.capacity)
+
+    def end(self) -> None:
+        """The pass is over: its real tokens (not the unused columns) now count."""
+        assert self.plan is not None
+        self.wrote(self.plan)
+        self.plan = self._written = self._layer = None
+
+    def wrote(self, plan: Plan) -> None:
+        """The plan's tokens are in the cells."""
+        if plan.into is None:
+            for slot, length in zip(plan.slots, plan.lengths, strict=True):
+                self.lengths[slot] = length
+
+    def stores(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Keys and values of each layer, the slots' and the shared ones, for passes that write and read them themselves."""
+        return [(layer.keys, layer.values, layer.shared_keys, layer.shared_values) for layer in self._layers]
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Forgets everything from `length` on. O(1): nothing moves."""
+        if not self._offset(slot) <= length <= self.lengths[slot]:
+            shared = f", {self._offset(slot)} of them shared" if self.prefixes[slot] else ""
+            raise InternalError(f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}")
+        self.lengths[slot] = length
+
+    @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Makes the first `length` tokens of `target` those of `source`; what is shared stays where it is."""
+        tail = length - self._offset(source)
+        if source != target:
+            for layer in self._layers:
+                for tensor in layer.tensors():
+                    tensor[target, :tail] = tensor[source, :tail]
+        self.prefixes[target], self.lengths[target] = self.prefixes[source], length
+
+    @torch.inference_mode()
+    def scrub(self, slot: int, length: int) -> None:
+        """Makes zeros of what the slot holds from position `length` on."""
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor[slot, max(0, length - self._offset(slot)) :] = 0
+
+    @torch.inference_mode()
+    def zero_non_finite(self, slot: int) -> None:
+        """Makes zeros of all NaN and infinite values that the slot and its prefix hold, at any position."""
+        prefix = self.prefixes[slot]
+        for layer in self._layers:
+            held = [tensor[slot] for tensor in layer.tensors()]
+            if prefix is not None:
+                cells = slice(prefix.base, prefix.base + prefix.length)
+                held += [layer.shared_keys[cells], layer.shared_values[cells]]
+            for tensor in held:
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _offset(self, slot: int) -> int:
+        """The position of the first token in the slot."""
+        prefix = self.prefixes[slot]
+        return 0 if prefix is None else prefix.length
+
+    def bytes_per_token(self) -> int:
+        """Bytes one token of one row takes over all layers; 0 before the first pass."""
+        return sum(t.element_size() * t.shape[2:].numel() for layer in self._layers for t in layer.tensors())
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return (self.slots * self.capacity + self.cells) * self.bytes_per_token()
+
+    # ── what a Transformers model asks of it ────────────────────────────────────────────────────────────────────────
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells; returns all keys and values of
+        the plan's rows, [rows, heads, kv, dim], as views when the slots are consecutive."""
+        if self.plan is None:
+            raise InternalError("a SlotCache was used outside of a planned forward pass")
+        if layer_idx == len(self._layers):
+            slots, shared = (self.slots, self.capacity), (self.cells,)
+            pair = key_states, value_states
+            self._layers.append(_Layer(*(_allocated(states, *size) for size in (slots, shared) for states in pair)))
+        self._layer = layer = self._layers[layer_idx]
+        keys, values = layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
+        return self._append(keys, key_states, self.plan), self._append(values, value_states, self.plan)
+
+    def _append(self, store: Tensor, states: Tensor, plan: Plan) -> Tensor:
+        assert self._written is not None
+        flat = store.view(-1, store.shape[-2] * store.shape[-1])
+        flat.index_copy_(0, self._written, states.transpose(1, 2).reshape(self._written.numel(), -1))
+        if plan.into is not None:
+            rows = store[None, plan.into.base : plan.into.base + plan.kv]
+        elif plan.first_slot is not None:
+            rows = store[plan.first_slot : plan.first_slot + plan.rows, : plan.kv]
+        else:
+            rows = store[torch.tensor(plan.slots, device=store.device), : plan.kv]
+        return rows.transpose(1, 2)
+
+    def shared(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Keys and values in the shared store of the layer that was updated last, [cells, heads, dim]; (None, None) in a pass
+        without a prefix."""
+        if self._layer is None or self.plan is None or not self.plan.shares:
+            return None, None
+        return self._layer.shared_keys, self._layer.shared_values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Transformers only uses this for default positions and masks, which shoal always passes itself."""
+        return max(self.plan.starts) if self.plan is not None else 0
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return (self.plan.kv if self.plan is not None else 0), 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """The name of `get_max_length` before Transformers 5.15."""
+        return self.capacity
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _allocated(states: Tensor, *size: int) -> Tensor:
+    # Zeros, not empty: a masked key still meets a finite value, and 0 * NaN would be NaN.
+    return states.new_zeros(*size, states.shape[1], states.shape[3])
+
+
+def _resized(tensor: Tensor, *size: int) -> Tensor:
+    """The tensor with its first dimensions enlarged or cut; itself where nothing changes."""
+    if tensor.shape[: len(size)] == size:
+        return tensor
+    resized = tensor.new_zeros(*size, *tensor.shape[len(size) :])
+    kept = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, size, strict=False))
+    resized[kept] = tensor[kept]
+    return resized

@@ -1,0 +1,57 @@
+"""The static buffers of a bucket: everything a pass reads that changes from pass to pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.models.cache import Plan
+from shoal.models.compiled.buckets import Bucket
+
+Array = npt.NDArray[np.int64]
+
+
+class Block:
+    """Buffers of fixed address and shape, refilled before a pass by one copy from the host and one of the tokens.
+
+    Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position, sees valid keys and writes to
+    the scratch cell, which no real row reads.
+
+    Attributes:
+        tokens: [rows, q] int64. positions: [rows, q] int64. cells: flat cells of the cache to write to, [rows * q] int64.
+        bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
+    """
+
+    def __init__(self, bucket: Bucket, scratch: int, device: torch.device) -> None:
+        self.bucket, self._scratch = bucket, scratch
+        block, rows = bucket.rows * bucket.q, bucket.rows
+        self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
+        self._numbers = torch.zeros(2 * block + 4 * rows, dtype=torch.long, device=device)
+        positions, self.cells, bounds = self._numbers.split([block, block, 4 * rows])
+        self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
+        self.cells.fill_(scratch)  # all is padding: a first pass over it harms nobody
+
+    def place(self, plan: Plan, capacity: int) -> None:
+        """Puts the plan's rows where they are. capacity: tokens per slot."""
+        rows, q = self.bucket.rows, self.bucket.q
+        bases = [0 if prefix is None else prefix.base for prefix in plan.prefixes]
+        bounds = np.zeros((4, rows), dtype=np.int64)
+        bounds[:, : plan.rows] = [plan.starts, plan.counts, plan.offsets, bases]
+        starts, counts, offsets = (bound[:, None] for bound in bounds[:3])
+        columns, slots = np.arange(q), np.arange(rows)[:, None]
+        positions = starts + np.minimum(columns, np.maximum(counts - 1, 0))
+        cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
+        self._numbers.copy_(torch.from_numpy(np.concatenate([positions, cells, bounds], axis=None)))
+
+    def fill(self, tokens: Tensor) -> None:
+        """The tokens of the rows, [rows, columns] int64, neither more than the bucket's."""
+        self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
+
+    def advance(self) -> None:
+        """Moves the real rows of a block of one column on by a token; on the device."""
+        counts = self.bounds[1]
+        self.positions += counts[:, None]
+        self.cells += counts
+        self.bounds[0] += counts

@@ -1,0 +1,139 @@
+"""A drafter's step as one static function: pass, distribution, draw, and the next block filled in.
+
+A step feeds itself: it puts the tokens it drew into the block of the next one and moves that on by a position. So the steps of a
+round follow each other on the device, and the host only launches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import bucket_for
+from shoal.models.compiled.passes import Pass, Passes
+from shoal.models.compiled.view import View
+from shoal.sampling.distributions import pure_probabilities
+
+Draw = Callable[[Tensor, Tensor], Tensor]
+"""Weights [rows, vocab], luck [rows, ...] -> tokens [rows] int64."""
+COLDEST = 1e-3
+"""Temperatures below (but not 0) need care that a static step does not take."""
+
+
+class Style(NamedTuple):
+    """What of the rows' sampling is built into a step; their temperatures are not.
+
+    Attributes:
+        greedy: True for all rows, False for none, None for some. cut: top_k, top_p, min_p and typical_p of all rows.
+        vocab_size: of q; the drafter's own is cut or filled up to it.
+    """
+
+    greedy: bool | None
+    cut: tuple[int, float, float, float]
+    vocab_size: int
+    draw: Draw
+
+
+def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Style | None:
+    """None where a step cannot be static: rows that cut differently, or that read more than their position's scores."""
+    kinds = {(s.top_k, s.top_p, s.min_p, s.typical_p) for s in samplings}
+    plain = all(not s.reads_history and not s.logit_bias and (s.greedy or s.temperature >= COLDEST) for s in samplings)
+    if len(kinds) > 1 or not plain:
+        return None
+    greedy = {s.greedy for s in samplings}
+    return Style(greedy.pop() if len(greedy) == 1 else None, kinds.pop(), vocab_size, draw)
+
+
+class Drawn(NamedTuple):
+    """What a step gives: q [rows, vocab], tokens [rows] int64, the drafter's highest probability in each row [rows].
+
+    Where the logits are NaN or infinite the token is -1, and the probability 0. Beside greedy rows the probability is that before
+    processing, as a greedy q says nothing.
+    """
+
+    q: Tensor
+    tokens: Tensor
+    confidence: Tensor
+
+
+class _Step:
+    """The function. Its buffers: luck [rows, ...] float64, temperature [rows]; `then`: the block to fill, by default its own."""
+
+    def __init__(self, passes: Passes, style: Style, rows: int, luck: Tensor, then: Block | None) -> None:
+        self.passes, self.style, self.then = passes, style, then
+        cut = style.cut
+        self.sampling = Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
+        self.luck = luck.new_zeros(rows, *luck.shape[1:])
+        self.temperature = torch.ones(rows, dtype=torch.promote_types(passes.hf.dtype, torch.float32), device=luck.device)
+
+    def __call__(self, view: View) -> Drawn:
+        block, style = view.block, self.style
+        every = self.passes.forward(view)
+        last = (block.bounds[1] - 1).clamp(min=0)
+        logits = every[torch.arange(every.shape[0], device=every.device), last]
+        known = logits.shape[-1]
+        if known < style.vocab_size:
+            logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
+        logits = logits[:, : style.vocab_size]
+        sound = logits.amax(-1).isfinite()
+        logits = torch.where(sound[:, None], logits, 0.0)
+        q = pure_probabilities(logits, self.temperature, self.sampling, style.greedy)
+        confidence = (q if style.greedy is False else logits.to(q.dtype).softmax(-1)).amax(-1)
+        tokens = torch.where(sound, style.draw(q, self.luck), -1)
+        then = block if self.then is None else self.then
+        then.tokens.copy_(tokens.clamp(0, known - 1)[:, None])
+        if then is block:
+            block.advance()
+        return Drawn(q, tokens, confidence * sound)
+
+
+class Steps:
+    """The steps of one round in order; call it with the luck of each position, [rows, ...].
+
+    Args:
+        passes: of the drafter, over `cache`. plan: of the first step, which feeds `pending`, one or two tokens per row.
+        most: steps there may be. temperatures: of the rows, 0 = greedy. luck: of any position, for its shape.
+    """
+
+    def __init__(
+        self, passes: Passes, cache: SlotCache, plan: Plan, pending: Tensor, most: int, style: Style,
+        temperatures: Sequence[float], luck: Tensor,
+    ) -> None:  # fmt: skip
+        self._passes, self._cache, self._plan = passes, cache, plan
+        self._style, self._luck, self._keys = style, luck, max(plan.tails) + most
+        following = Plan(plan.slots, plan.lengths, [1] * plan.rows, plan.device, prefixes=plan.prefixes)
+        self._later = self._prepared(following, None)
+        self._next = self._prepared(plan, self._later[1].block)
+        self._next[1].block.fill(pending)
+        heat = torch.tensor(temperatures)
+        for _, _, step in (self._next, self._later):
+            step.temperature[: plan.rows].copy_(heat)
+
+    def _prepared(self, plan: Plan, then: Block | None) -> tuple[object, Pass, _Step]:
+        """A step with its rows in place."""
+        bucket = bucket_for(plan.rows, plan.q if then is None else 2, self._keys, self._cache.capacity)
+        assert bucket is not None
+        key = (bucket, self._style, self._luck.shape[1:])
+        made = self._passes.prepared(
+            key, bucket, self._cache, lambda: _Step(self._passes, self._style, bucket.rows, self._luck, then)
+        )
+        made.block.place(plan, self._cache.capacity)
+        assert isinstance(made.function, _Step)
+        return key, made, made.function
+
+    def __call__(self, luck: Tensor) -> Drawn:
+        key, made, step = self._next
+        rows = self._plan.rows
+        step.luck[:rows].copy_(luck)
+        drawn: Drawn = self._passes.run(key, made)
+        self._cache.wrote(self._plan)
+        self._plan = Plan(self._plan.slots, self._plan.lengths, [1] * rows, self._plan.device, prefixes=self._plan.prefixes)
+        self._next = self._later
+        # The next step writes its result over this one's.
+        return Drawn(*(tensor[:rows].clone() for tensor in drawn))

@@ -1,0 +1,220 @@
+"""A model's static passes: built at first use, checked against the dynamic path, then run.
+
+What a bucket covers runs statically; everything else (prompts, rows that are not side by side, caches that have no layer yet)
+stays with the dynamic path. Whatever goes wrong while building or running, the dynamic path takes over for good, with one
+warning: a row never ends because a compiler failed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.models.attention import METHODS, Method
+from shoal.models.attention.fused import available
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import Bucket, bucket_for, step_up
+from shoal.models.compiled.executors import EXECUTORS, Run
+from shoal.models.compiled.view import NAME, Stores, View, looking_at
+
+log = logging.getLogger("shoal")
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest difference between a bucket's first pass and the dynamic one, in standard deviations of the logits."""
+
+
+ATTENTION = ("auto", "pad", "fused")
+"""Attention methods that read nothing of a plan but what a static one has."""
+
+
+Function = Callable[[View], Any]
+
+
+class Pass(NamedTuple):
+    """A function of a view, built: fill the block, then run it."""
+
+    function: Function
+    block: Block
+    view: View
+    run: Run
+
+
+@dataclass
+class _Built:
+    """The passes over one cache. They know its tensors by address and end with them."""
+
+    stores: Stores
+    passes: dict[Hashable, Pass] = field(default_factory=dict)
+
+
+class Passes:
+    """The static passes of one model, shared by the runners forked from it.
+
+    Args:
+        hf: the Transformers model. name: for messages. lock: held while the model is switched to shoal's attention.
+        context: most tokens a row may hold.
+        executor: a name in `EXECUTORS`. attention: a name in `ATTENTION`.
+
+    Attributes:
+        knows_prefixes: whether rows whose prompt is shared may take part.
+        built, ran: how often a pass was, by its bucket (and style, see `drafting`).
+        seconds_building: what that took. failure: why the dynamic path took over; None while it has not.
+    """
+
+    def __init__(
+        self, hf: Any, name: str, lock: threading.RLock, context: int, executor: str, attention: str = "auto"
+    ) -> None:
+        self.hf, self.name, self.context = hf, name, context
+        self.executor, self._execute = executor, EXECUTORS[executor]()
+        self._method = _method(attention, hf)
+        self.knows_prefixes = self._method is METHODS["fused"]
+        self._positional = "position_ids" in inspect.signature(hf.forward).parameters
+        self._lock = lock
+        self._of: weakref.WeakKeyDictionary[SlotCache, _Built] = weakref.WeakKeyDictionary()
+        self._idle: list[SlotCache] = []
+        self.built: Counter[Hashable] = Counter()
+        self.ran: Counter[Hashable] = Counter()
+        self.seconds_building = 0.0
+        self.failure: str | None = None
+
+    def cache_for(self, owner: Any) -> SlotCache:
+        """A cache for as long as `owner` lives; then the next owner gets it, with the passes built over its tensors."""
+        cache = self._idle.pop() if self._idle else SlotCache()
+        cache.clear()
+        weakref.finalize(owner, self._idle.append, cache)
+        return cache
+
+    def release(self) -> None:
+        """Lets go of the caches that no runner uses, and of the passes over them."""
+        self._idle.clear()
+        self._of.clear()
+        self._execute = EXECUTORS[self.executor]()  # graphs share a pool of memory
+
+    def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
+        """Whether a pass over these rows, and `ahead` more of one token, can be static: unused rows of a bucket must fall on
+        unused slots."""
+        return (
+            self.failure is None
+            and len(cache) > 0
+            and plan.first_slot == 0
+            and step_up(plan.rows) < cache.slots
+            and max(plan.tails) + ahead <= cache.capacity
+            and (self.knows_prefixes or not plan.shares)
+        )
+
+    def logits(self, plan: Plan, tokens: Tensor, cache: SlotCache, dynamic: Callable[[], Tensor]) -> Tensor:
+        """One pass: appends `tokens` [rows, q] to the cache; returns their logits [rows, q, vocab], good until the next pass.
+
+        Args:
+            dynamic: the same by the dynamic path. It does the work where no bucket fits, and the first time one is used.
+        """
+        bucket = bucket_for(plan.rows, plan.q, max(plan.tails), cache.capacity) if self.covers(plan, cache) else None
+        if bucket is None:
+            return dynamic()
+        with self.guarded():
+            found = self.prepared(bucket, bucket, cache, lambda: self.forward)
+            found.block.place(plan, cache.capacity)
+            found.block.fill(tokens)
+            logits: Tensor = self.run(bucket, found)[: plan.rows, : plan.q]
+            if self.ran[bucket] > 1:
+                cache.wrote(plan)
+                return logits
+            right = dynamic()
+            _compare(logits, right, plan.counts)
+            return right
+        return dynamic()
+
+    def forward(self, view: View) -> Tensor:
+        """The model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
+        view.plan.forget()
+        # Drafts of rows that ride along may stand beyond a learned position table.
+        places = {"position_ids": view.block.positions.clamp(max=self.context - 1)} if self._positional else {}
+        logits: Tensor = self.hf(view.block.tokens, past_key_values=view, use_cache=True, **places).logits
+        view.plan.forget()
+        return logits
+
+    # ── building and running ────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepared(self, key: Hashable, bucket: Bucket, cache: SlotCache, make: Callable[[], Function]) -> Pass:
+        """The pass of that key over a cache; if need be, its function is made and built."""
+        stores = cache.stores()
+        built = self._of.get(cache)
+        if built is None or any(a is not b for a, b in zip(built.stores[0], stores[0], strict=True)):  # new, or grown
+            built = self._of[cache] = _Built(stores)
+        if key not in built.passes:
+            built.passes[key] = self._build(bucket, cache, built.stores, make())
+            self.built[key] += 1
+        return built.passes[key]
+
+    def _build(self, bucket: Bucket, cache: SlotCache, stores: Stores, function: Function) -> Pass:
+        started = time.perf_counter()
+        log.info("%s: building a pass of %s (%s) ...", self.name, bucket, self.executor)
+        block = Block(bucket, scratch=(cache.slots - 1) * cache.capacity, device=self.hf.device)
+        view = View(block, stores, self._method, self.knows_prefixes and cache.cells > 0)
+
+        def run() -> Any:
+            return function(view)
+
+        with self._switched(view):
+            executable = self._execute(run)
+        self.seconds_building += time.perf_counter() - started
+        return Pass(function, block, view, executable)
+
+    def run(self, key: Hashable, prepared: Pass) -> Any:
+        """What the pass returns for what its block holds."""
+        self.ran[key] += 1
+        with self._switched(prepared.view):
+            return prepared.run()
+
+    @contextmanager
+    def _switched(self, view: View) -> Iterator[None]:
+        """The model attends to this view, and is its owner's again after it."""
+        config = self.hf.config
+        with self._lock, looking_at(view):
+            before, config._attn_implementation = config._attn_implementation, NAME
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Swallows whatever fails within, and leaves everything to the dynamic path from then on."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            self.failure = f"{type(error).__name__}: {reason:.300}"
+            self._of.clear()
+            message = f"{self.name}: no more {self.executor} passes, ordinary ones do the work ({self.failure})"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _compare(logits: Tensor, right: Tensor, counts: list[int]) -> None:
+    """Raises ArithmeticError if the real columns of a bucket's first logits are not those of the dynamic path."""
+    real = torch.arange(logits.shape[1]) < torch.tensor(counts)[:, None]
+    ours, theirs = (block[real.to(block.device)].double() for block in (logits, right))
+    numbers = theirs.isfinite()  # a damaged model's NaN is for others to name
+    ours, theirs = ours[numbers], theirs[numbers]
+    error = float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-9)) if theirs.numel() else 0.0
+    if not error <= TOLERANCE[right.dtype]:
+        raise ArithmeticError(f"logits differ by {error:.3g} standard deviations from those of an ordinary pass")
+
+
+def _method(attention: str, hf: Any) -> Method:
+    """What an attention setting means in a static pass: "auto" is the kernel where it runs on CUDA, else the padded call."""
+    kernel = hf.device.type == "cuda" and available(torch.empty(0, dtype=hf.dtype, device=hf.device))
+    return METHODS[attention if attention != "auto" else "fused" if kernel else "pad"]

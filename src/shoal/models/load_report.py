@@ -1,0 +1,47 @@
+"""What was chosen when a pair was loaded: what changes the rounding of logits or the drafts, and so may change a seed's tokens."""
+
+from __future__ import annotations
+
+from shoal.models import attention
+from shoal.models.runner import Runner
+
+
+def load_report(target: Runner, draft: Runner | None) -> dict[str, dict[str, str] | None]:
+    """The choices for each model, ready for JSON; no name or path in it. "draft" is None without a drafter."""
+    return {"target": described(target), "draft": None if draft is None else described(draft)}
+
+
+def described(runner: Runner) -> dict[str, str]:
+    """The choices for one model.
+
+    Returns:
+        dtype and dtype_reason: its number format, and why. device. weights: their order in memory (`shoal.models.linears`).
+        quantize: the
+        8-bit format, or off. attention: the method, "auto" resolved. compile: the executor of static passes, or off. strict: how it
+        was proved, or off.
+    """
+    notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
+    reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
+    return {
+        "dtype": name, "dtype_reason": reason, "device": str(runner.device), "weights": notes.get("weights", "as given"),
+        "quantize": notes.get("quantize", "off"), "attention": _attention(runner),
+        "compile": "off" if runner.static is None else runner.static.executor, "strict": notes.get("strict", "off"),
+    }  # fmt: skip
+
+
+def _attention(runner: Runner) -> str:
+    if runner.door == "mask":
+        return "the model's own"
+    return attention.resolved(runner.attention, runner.device, runner.dtype)
+
+
+def one_line(report: dict[str, dict[str, str] | None]) -> str:
+    """For the log."""
+    return "loaded: " + "; ".join(f"{role} {_words(chosen)}" for role, chosen in report.items())
+
+
+def _words(chosen: dict[str, str] | None) -> str:
+    if chosen is None:
+        return "none"
+    rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "compile", "strict"))
+    return f"{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"

@@ -1,0 +1,236 @@
+"""One model with its ragged cache: tokens in, logits out. The engine sees models only through this.
+
+Two doors lead into an unmodified Transformers model. Most take attention from the AttentionInterface ("interface": shoal's own
+ragged attention, no mask). A few older ones do not ("mask": their own eager attention under a hand-made 4D mask).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.models import attention, compiled
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.drafting import Drawn, Steps, Style
+from shoal.models.out_of_memory import explained
+from shoal.types.prefix import Prefix
+
+
+class Runner:
+    """A causal LM that feeds ragged blocks.
+
+    Attributes:
+        hf: the Transformers model, never modified. name: as the user wrote it.
+        door: "interface" or "mask". attention: name of the attention method.
+        context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
+        cache: the slot cache. passes, seconds: forward calls and time spent in them, see `spent`.
+        static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
+        shares: rows of a group may read one stored prompt.
+        around: entered for the length of each pass (`shoal.models.strict`). notes: what was measured and chosen at load, by
+            subject.
+        self_check_error: what `selfcheck` found; None before it has run.
+    """
+
+    def __init__(self, hf: Any, name: str, door: str, context: int, attention_name: str = "auto") -> None:
+        self.hf, self.name, self.door, self.context = hf, name, door, context
+        self._method = attention.method_named(attention_name)
+        self.attention = attention_name
+        if door == "mask" and attention_name not in ("auto", "pad"):
+            raise RequestError(
+                f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
+            )
+        # Kept, not asked: Transformers looks through the parameters each time, and a round asks a dozen times.
+        self.device: torch.device = hf.device
+        self.dtype: torch.dtype = hf.dtype
+        self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
+        self.cache = SlotCache()
+        self.passes = 0
+        self.seconds = 0.0
+        self.static: compiled.Passes | None = None
+        self._lock = threading.RLock()
+        self.self_check_error: float | None = None
+        self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
+        self._positional = "position_ids" in inspect.signature(hf.forward).parameters
+        self.packs = door == "interface" and self._positional
+        self.shares = self.packs and attention_name in attention.SHARING
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.notes: dict[str, str] = {}
+        self._kv_block = attention.KV_BLOCKS.get(attention_name, 1)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the weights, tied ones counted once."""
+        return sum(p.numel() * p.element_size() for p in self.hf.parameters())
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        """Bytes a cache of that size takes; known once the self-check has run."""
+        if self.static is not None:
+            slots, capacity = compiled.room(slots, capacity)
+        return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
+
+    def use_static_passes(self, executor: str | None) -> None:
+        """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None
+        to stop."""
+        self.static = None
+        if executor is not None and self.door == "interface" and self.attention in compiled.ATTENTION:
+            self.static = compiled.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention)
+
+    @property
+    def seconds_building(self) -> float:
+        """Spent on building static passes so far."""
+        return self.static.seconds_building if self.static is not None else 0.0
+
+    def fork(self) -> Runner:
+        """The same model with a cache and counters of its own: what one engine works with."""
+        other = copy.copy(self)
+        other.device, other.dtype = self.hf.device, self.hf.dtype
+        other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
+        other.passes, other.seconds = 0, 0.0
+        return other
+
+    def spent(self) -> tuple[int, float]:
+        """Passes, and seconds in them, since this was last asked."""
+        spent, self.passes, self.seconds = (self.passes, self.seconds), 0, 0.0
+        return spent
+
+    @contextmanager
+    def noting_windows(self) -> Iterator[set[int | None]]:
+        """The sliding windows that the layers ask for meanwhile; None for full attention."""
+        method = self._method
+        seen: set[int | None] = set()
+
+        def noting(problem: attention.Problem) -> Tensor:
+            seen.add(problem.window)
+            return method(problem)
+
+        self._method = noting
+        try:
+            yield seen
+        finally:
+            self._method = method
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        """The model attends through shoal for the length of one forward pass, and is its owner's again after it."""
+        config = self.hf.config
+        with self._lock:
+            before = config._attn_implementation
+            if self.door == "interface":
+                config._attn_implementation = attention.NAME
+            try:
+                yield
+            finally:
+                if self.door == "interface":
+                    config._attn_implementation = before
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
+        if self.static is not None:
+            slots, capacity = compiled.room(slots, capacity)
+        with explained(self.name):
+            self.cache.reserve(slots, self._whole(capacity), cells)
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives room back that nobody needs; not under static passes, which are built over what there is."""
+        if self.static is None:
+            self.cache.trim(slots, self._whole(capacity), cells)
+
+    def _whole(self, capacity: int) -> int:
+        """`capacity` in whole blocks of keys."""
+        return -(-capacity // self._kv_block) * self._kv_block
+
+    @torch.inference_mode()
+    def feed(self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, want_logits: bool = True) -> Tensor:
+        """Appends counts[b] tokens to each row's slot in one pass.
+
+        Args:
+            slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on.
+            counts: 1..q per row.
+            want_logits: False when only the cache matters (prompts).
+
+        Returns:
+            Logits [rows, q, vocab]; those of padding columns are meaningless. Without `want_logits`, some of them.
+
+        Raises:
+            OutOfMemory.
+        """
+        plan = self._plan(slots, counts, packed=self.packs)
+        # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
+        known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
+        with self._counted():
+            if self.static is not None and want_logits:
+                return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, known, want_logits))
+            return self._dynamic(plan, known, want_logits)
+
+    def static_steps(
+        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
+        temperatures: Sequence[float], luck: Tensor,
+    ) -> Callable[[Tensor], Drawn | None] | None:  # fmt: skip
+        """A drafter's steps of a round as static passes, see `shoal.models.compiled.drafting`; None where they cannot be static.
+
+        A step returns None when it failed; then the rows must go back to where they were.
+        """
+        passes, plan = self.static, self._plan(slots, counts)
+        if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
+            return None
+        with passes.guarded():
+            steps = Steps(passes, self.cache, plan, pending, most, style, temperatures, luck)
+
+            def step(luck: Tensor) -> Drawn | None:
+                with self._counted(), passes.guarded():
+                    return steps(luck)
+                return None
+
+            return step
+        return None
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One pass, timed; building a static one is not part of it."""
+        started = time.perf_counter() - self.seconds_building
+        with explained(self.name):
+            yield
+        self.seconds += time.perf_counter() - self.seconds_building - started
+        self.passes += 1
+
+    @torch.inference_mode()
+    def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
+        """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the shared store.
+
+        Raises:
+            OutOfMemory.
+        """
+        plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
+        with self._counted():
+            self._dynamic(plan, tokens.clamp(max=self.vocab_size - 1), want_logits=False)
+
+    def _plan(self, slots: Sequence[int], counts: Sequence[int], packed: bool = False) -> Plan:
+        """Appending counts[b] tokens to each row."""
+        starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
+        return Plan(slots, starts, counts, self.device, packed=packed, prefixes=prefixes, kv_block=self._kv_block)
+
+    def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
+        """The pass made to measure."""
+        options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
+        if self._positional:
+            # Unused columns near the end of the context would index past a learned position table.
+            positions = plan.pack(plan.positions)
+            beyond = max(plan.starts) + plan.q > self.context
+            options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
+        if self.door == "mask":
+            bias = plan.bias(self.dtype)
+            options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
+        self.cache.begin(plan)
+        with self._switched(), self.around(), attention.planned(self.cache, self._method):
+            logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
+        self.cache.end()
+        return plan.unpack(logits) if want_logits else logits

@@ -1,0 +1,124 @@
+"""One small ragged decode against plain forwards, before the first real token.
+
+A model that ignores shoal's attention, or means something else by its cache, computes garbage in silence; a few milliseconds find
+it, and every such model to come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UnsupportedModel
+from shoal.models.runner import Runner
+from shoal.types.prefix import Prefix
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest difference a ragged forward may show against a plain one, in standard deviations of the logits."""
+
+
+@torch.inference_mode()
+def self_check(runner: Runner) -> float:
+    """One ragged decode against plain forwards of the same tokens, before the first real token.
+
+    Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
+    A model that is only right padded is not fed packed blocks; one that goes wrong with a shared prompt gets copies. A sliding
+    window that the attention never hears of bounds the context, as longer rows would see too much.
+
+    Returns:
+        The largest difference in standard deviations of the logits; kept in `self_check_error`.
+
+    Raises:
+        UnsupportedModel: if it exceeds `TOLERANCE` of the model's dtype.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
+    plain = runner.hf(ids, use_cache=False).logits.double()
+    with runner.noting_windows() as windows:
+        error = _guarded(_error, runner, ids, plain) if runner.packs else math.inf
+        if not error <= TOLERANCE[runner.dtype]:
+            runner.packs, runner.cache = False, type(runner.cache)()
+            error = _error(runner, ids, plain)
+    if runner.shares:
+        runner.shares = _guarded(_sharing_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
+    declared = _declared_window(runner.hf.config.get_text_config())
+    if runner.door == "interface" and declared is not None and declared not in windows:
+        runner.context = min(runner.context, declared)
+    runner.self_check_error = error
+    if not error <= TOLERANCE[runner.dtype]:
+        raise UnsupportedModel(
+            f"{runner.name}: ragged decoding differs from a plain forward by {error:.3g} standard deviations of the logits, "
+            f"more than {runner.dtype} allows ({TOLERANCE[runner.dtype]:.3g}); this architecture cannot be used"
+        )
+    return error
+
+
+def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The error of something that a model may do wrongly, or fail at, and can do without."""
+    try:
+        return error(runner, ids, plain)
+    except RuntimeError:
+        return math.inf
+    finally:
+        runner.cache.clear()
+
+
+def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The largest difference to `plain` logits, in their standard deviations, of two rows with one stored prompt: all of `ids`
+    but the last two tokens of a row."""
+    split = ids.shape[1] - 2
+    if split < 1:
+        return math.inf
+    prefix, tail = Prefix(1, split), ids[:1, split:].expand(2, -1)
+    runner.reserve(2, 4, prefix.base + split)
+    runner.feed_prefix(prefix, 0, ids[:1, :split])
+    for slot in range(2):
+        runner.cache.enter(slot, prefix)
+    logits = runner.feed([1, 0], tail, [2, 1]).double()
+    expected = plain[0, split:]
+    worst = max(float((logits[0] - expected).abs().max()), float((logits[1, 0] - expected[0]).abs().max()))
+    return worst / max(float(plain.std()), 1e-9)
+
+
+def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The largest difference of a ragged decode to `plain` logits, in their standard deviations."""
+    ragged = _ragged_decode(runner, ids)
+    worst = max(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
+    return worst / max(float(plain.std()), 1e-9)
+
+
+def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor]]:
+    """(row, positions, logits [positions, vocab]) of a small ragged decode of `ids` [2, length]."""
+    length = ids.shape[1]
+    runner.reserve(2, length + 4)
+    runner.cache.clear()
+    long, short = max(1, length - 5), max(1, length - 8)
+    pairs: list[tuple[int, slice, Tensor]] = []
+
+    def block(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        rows = [1 - slot for slot in slots]  # row 0 lives in slot 1, row 1 in slot 0
+        q = max(counts)
+        tokens = torch.stack(
+            [torch.nn.functional.pad(ids[r, s : s + c], (0, q - c)) for r, s, c in zip(rows, starts, counts, strict=True)]
+        )
+        logits = runner.feed(slots, tokens, counts).double()
+        pairs.extend(
+            (r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
+        )
+
+    block([1, 0], [0, 0], [long, short])
+    block([0, 1], [short, long], [2, 3])
+    runner.cache.rollback(1, long + 1)
+    block([0, 1], [short + 2, long + 1], [1, 2])
+    runner.cache.clear()
+    return pairs
+
+
+def _declared_window(config: Any) -> int | None:
+    """The sliding window some layers of this model have by its config."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None

@@ -1,0 +1,145 @@
+"""The acceptance rules: pure functions on tensors.
+
+Glossary, used in every module, log line and figure:
+
+    p               the target's declared distribution at a position, after all of the row's sampling controls
+    q               the drafter's distribution the draft token was really drawn from
+    draft           a token proposed for a position
+    accepted        a draft token that is kept
+    replacement     the token drawn from norm(max(p - q, 0)) at the first rejected position
+    bonus           the token drawn from p after all drafts of the row were accepted (with no drafts: plain decoding)
+    committed       part of the row for good: the accepted drafts, then one replacement or bonus
+
+Rejection sampling (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2): accept draft x with
+probability min(1, p(x)/q(x)). The committed tokens then have exactly the law of tokens drawn from p one by one. A greedy row
+is the same rule with one-hot p: its argmax is accepted, and anything else replaced by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.sampling.distributions import draw, race
+from shoal.sampling.uniforms import race_luck, round_luck
+from shoal.types.rounds import Proposal, Verdict
+
+
+def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
+    """Which drafts pass on their own: u < p(x)/q(x), written without the division so that q(x) = 0 is safe.
+
+    Args:
+        p_draft, q_draft: probabilities of the draft tokens, [rows, k] float.
+        uniforms: in [0, 1), [rows, k] float64.
+
+    Returns:
+        [rows, k] bool. A draft with p(x) = 0 never passes, not even at u = 0.
+    """
+    return uniforms * q_draft.double() < p_draft.double()
+
+
+def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
+    """Length of each row's leading run of passing drafts, no longer than its own draft length; [rows] int64."""
+    inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
+    return (passes & inside).long().cumprod(dim=1).sum(dim=1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), [..., vocab]: what is left of p once the drafter's share is taken.
+
+    Where rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in exact arithmetic) the
+    answer is p itself, never 0/0.
+    """
+    rest = (p - q).clamp_(min=0)
+    mass = rest.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, p)
+
+
+def reject_and_replace(
+    drafts: Tensor, draft_lengths: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_next: Tensor
+) -> Verdict:
+    """Speculative rejection sampling for a ragged batch.
+
+    Args:
+        drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
+        draft_lengths: [rows] int64, each 0..k.
+        q: drafter distributions, [rows, k, vocab]; None when k = 0.
+        p: target distributions, [rows, k + 1, vocab].
+        u_accept: [rows, k] float64. u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform
+            for a replacement ([..., 0]) and for a bonus ([..., 1]).
+    """
+    rows = torch.arange(p.shape[0], device=p.device)
+    if q is None or drafts.shape[1] == 0:
+        accepted = torch.zeros_like(draft_lengths)
+        return Verdict(accepted, draw(p[:, 0], u_next[:, 0, 1]))
+    index = drafts[..., None]
+    p_draft, q_draft = p[:, :-1].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
+    accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
+    rejected = accepted < draft_lengths
+    # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
+    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)] * rejected[:, None]
+    weights = residual(p[rows, accepted], q_next)
+    return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
+
+
+class Rule(Protocol):
+    """How drafts are drawn and judged. `luck` is the row's own: [rows, width, ...] float64, one slice per position."""
+
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        """Noise of a round for `width` positions from each row's first open one; `rounds`: see
+        `shoal.sampling.uniforms.round_luck`."""
+        ...
+
+    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
+        """One token per row from weights [rows, vocab] by one position's luck [rows, ...]; [rows] int64."""
+        ...
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        """What is accepted of a proposal; p: target distributions, [rows, k + 1, vocab]; luck: [rows, k + 1, ...]."""
+        ...
+
+
+class Rejection:
+    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2)."""
+
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(round_luck(seeds, firsts, width, rounds))
+
+    @staticmethod
+    def draw(weights: Tensor, luck: Tensor) -> Tensor:
+        return draw(weights, luck[:, 0])
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        u_accept, u_next = luck[:, : proposal.k, 1], luck[..., [2, 0]]
+        return reject_and_replace(proposal.tokens, proposal.lengths, proposal.q, p, u_accept, u_next)
+
+
+class Coupled:
+    """Draws what plain decoding would draw by the same luck, and accepts the drafts that are just that.
+
+    Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
+    price is a lower acceptance than the 1 - d of rejection sampling, d being the total variation of p and q.
+
+    An exponential race over all tokens accepts at least (1 - d) / (1 + d) (Daliri et al. 2024, arXiv 2408.07978), at the cost of a
+    random number per token. Here the race is over buckets of tokens: the buckets agree at least that often for the d of their sums.
+    Inside the bucket the token is drawn by inverse transform, for which there is no bound: distributions in one bucket may never
+    agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/numerics.md).
+    """
+
+    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(race_luck(seeds, firsts, width))
+
+    @staticmethod
+    def draw(weights: Tensor, luck: Tensor) -> Tensor:
+        return race(weights, luck)
+
+    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+        tokens = race(p, luck)
+        accepted = accepted_lengths(tokens[:, : proposal.k] == proposal.tokens, proposal.lengths)
+        return Verdict(accepted, tokens.gather(1, accepted[:, None]).squeeze(1))
+
+
+RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

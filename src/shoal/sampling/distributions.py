@@ -1,0 +1,221 @@
+"""From logits to the declared distribution: one function for target, drafter and plain decoding.
+
+Speculative sampling returns samples of the target's declared distribution p whatever the drafter's q is, provided that p
+at a position depends on nothing but the position's logits and history. So every control is applied here, to both models,
+at each drafted position with the history that the position would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.constraints import grammar as grammars
+from shoal.errors import BadLogits, RequestError, ShoalError
+from shoal.sampling import penalties, truncation
+from shoal.types.requests import Row
+from shoal.types.rounds import Fault, Faults
+
+
+def probabilities(
+    logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0, faults: Faults | None = None
+) -> Tensor:
+    """The declared distribution of each (row, position), by the row's own `Sampling` in the order it documents.
+
+    Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Positions past a row's own draft are
+    padding: finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id on a tie.
+
+    Args:
+        logits: [rows, q, vocab], any float dtype; -inf is allowed. Not modified.
+        rows: one per row of logits.
+        drafts: per row, its drafted tokens so far; may differ in length.
+        first: the draft position that logits[:, 0] belongs to.
+        faults: is told where there is no distribution, instead of raising, at padding too if the logits themselves are at fault;
+            that position is then as good as padding.
+
+    Returns:
+        [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
+
+    Raises:
+        RequestError: if a row's controls leave no token possible, or name ids outside the vocabulary.
+        BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
+    """
+    groups = _groups(rows)
+    allowed = grammars.allowed(rows, drafts, first, logits)
+    if len(groups) == 1:
+        return _of_group(logits, groups[0][0], rows, drafts, first, allowed, faults)
+    probs = torch.empty(logits.shape, dtype=_dtype(logits), device=logits.device)
+    for sampling, members in groups:
+        index = torch.tensor(members, device=logits.device)
+        group_rows, group_drafts = [rows[b] for b in members], [drafts[b] for b in members]
+        mask = None if allowed is None else allowed[index]
+        probs[index] = _of_group(logits[index], sampling, group_rows, group_drafts, first, mask, faults)
+    return probs
+
+
+def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None) -> Tensor:
+    """`probabilities` of one position as a function of tensors that looks at no value: it can be compiled and captured.
+
+    Args:
+        logits: [rows, vocab]; rows without a finite highest logit give nonsense. temperature: [rows], 0 = greedy, else not tiny.
+        cut: its top_k, top_p, min_p and typical_p hold for all rows; nothing else of it is read.
+        greedy: whether all rows are; None = some.
+
+    Returns:
+        [rows, vocab] float32, or float64 for float64 logits.
+    """
+    scores = logits.to(_dtype(logits))
+    one_hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    if greedy:
+        return one_hot
+    heat = torch.where(temperature > 0, temperature, 1.0).to(scores.dtype)
+    scores = scores / heat[:, None]
+    probs = truncation.truncated_softmax(scores, cut, whole=True) if truncation.truncates(cut) else scores.softmax(-1)
+    return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, one_hot)
+
+
+def _dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
+    """Rows that can be computed together: one `Sampling` of theirs, and their places."""
+    common = rows[0].request.sampling
+    if all(row.request.sampling is common for row in rows):
+        return [(common, list(range(len(rows))))]
+    by_key: dict[Any, tuple[Sampling, list[int]]] = {}
+    keys: dict[int, Any] = {}
+    for b, row in enumerate(rows):
+        sampling = row.request.sampling
+        key = keys.get(id(sampling))
+        if key is None:
+            key = keys[id(sampling)] = _key(sampling)
+        by_key.setdefault(key, (sampling, []))[1].append(b)
+    return list(by_key.values())
+
+
+def _key(s: Sampling) -> tuple[Any, ...]:
+    """Equal for settings that are computed alike: all fields but seed and grammar, containers by identity."""
+    return (
+        s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repetition_penalty, s.presence_penalty,
+        s.frequency_penalty, s.min_new_tokens, s.no_repeat_ngram, id(s.logit_bias) if s.logit_bias else 0,
+        id(s.bad_words) if s.bad_words else 0, tuple(map(id, s.processors)),
+    )  # fmt: skip
+
+
+def _of_group(
+    logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
+    allowed: Tensor | None, faults: Faults | None,
+) -> Tensor:  # fmt: skip
+    """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.grammar`."""
+    own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
+    scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
+    if own:
+        penalties.bias_and_penalise(scores, sampling, rows, drafts, first)
+    if sampling.processors:
+        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
+        scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
+        scores = penalties.process(scores, sampling.processors, rows, drafts, first)
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
+    if not sampling.greedy:
+        scores = _at_temperature(scores, sampling.temperature)
+    truncates = truncation.truncates(sampling)
+    if not sampling.greedy and not truncates:
+        probs = scores.softmax(-1)
+        if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
+            return probs
+    scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
+    if sampling.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    if truncates:
+        return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
+    return scores.softmax(-1)
+
+
+def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
+    if temperature == 1:
+        return scores
+    limits = torch.finfo(scores.dtype)
+    if temperature < 1e-6:
+        # Dividing by so little overflows; relative to the highest score, only scores that do not matter can.
+        scores = scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    return scores / min(max(temperature, limits.tiny), limits.max)
+
+
+def _possible(
+    scores: Tensor, logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
+    faults: Faults | None,
+) -> Tensor:  # fmt: skip
+    """`scores`, every position of which has a finite highest score; those that had none are made uniform.
+
+    Raises:
+        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
+    """
+    impossible = ~scores.amax(-1).isfinite()
+    if not bool(impossible.any()):
+        return scores
+    for b, j in impossible.nonzero().tolist():
+        padding = first + j > penalties.last_position(rows[b], drafts[b])
+        if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
+            continue
+        if faults is None:
+            raise _reason(logits[b, j], sampling, rows[b], first + j)
+        if rows[b] not in faults:
+            faults[rows[b]] = Fault(first + j, _reason(logits[b, j], sampling, rows[b], first + j))
+    return scores.masked_fill(impossible[..., None], 0.0)
+
+
+def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> ShoalError:
+    """Why no token is possible at a position with these logits [vocab]."""
+    where = f"row {row.index} of request {row.group}, draft position {position}"
+    if not bool(logits.amax().isfinite()):
+        return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
+    controls = [
+        f"{f.name}={getattr(sampling, f.name)!r:.80}"
+        for f in fields(sampling)
+        if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
+    ]
+    if row.constraint is not None and row.constraint.error:
+        return RequestError(f"{where}: the grammar could not be followed any further: {row.constraint.error}")
+    return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
+
+    Args:
+        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
+        uniforms: in [0, 1), [rows] float64.
+
+    Returns:
+        The first index whose cumulative weight exceeds u times the total; its weight is never zero.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    # Two units below 1 the product cannot round up to the total, so the answer stays on a token that has weight.
+    threshold = uniforms.clamp(max=1 - 2.0**-52)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def race(weights: Tensor, luck: Tensor) -> Tensor:
+    """One token per row such that distributions that differ little mostly give the same token for the same luck; [...] int64.
+
+    Tokens are dealt to lanes; the lane of the earliest clock, each running as fast as its lane is heavy, wins (the exponential
+    race, that is the Gumbel-max trick), and inverse transform picks a token of it. The law is that of the weights.
+
+    Args:
+        weights: non-negative, not all zero, need not sum to one; [..., vocab].
+        luck: [..., 1 + lanes] float64 of `shoal.sampling.uniforms.race_luck`.
+    """
+    lanes = luck.shape[-1] - 1
+    dealt = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % lanes)).unflatten(-1, (-1, lanes))
+    speed = dealt.sum(dim=-2, dtype=torch.float64)
+    lane = (speed / luck[..., 1:]).argmax(dim=-1)
+    index = lane[..., None, None].expand(*dealt.shape[:-1], 1)
+    within = draw(dealt.gather(-1, index).flatten(0, -3).squeeze(-1), luck[..., 0].flatten())
+    return within.view(lane.shape) * lanes + lane

@@ -1,0 +1,237 @@
+"""The steps that read the tokens before a position: bias, penalties, bans, and the caller's own processors.
+
+Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Past a row's own draft the positions are
+padding: they are given the row's full history, and processors are not called there. So are the positions past an EOS in the
+draft: the row ends with it, and a grammar need not know how to go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.errors import RequestError
+from shoal.types.counts import TokenCounts
+from shoal.types.requests import Row
+
+_POSITION_INDEPENDENT = frozenset({
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization",
+    "SuppressTokensLogitsProcessor",
+})  # fmt: skip
+"""Transformers processors that read neither input_ids nor the other rows: one call does the whole block."""
+
+
+def require_ids(sampling: Sampling, vocab: int) -> None:
+    """Checks the token ids the caller named.
+
+    Raises:
+        RequestError: if logit_bias or bad_words name an id that a model of this vocabulary does not have.
+    """
+    for name, ids in (("logit_bias", sampling.logit_bias), ("bad_words", itertools.chain.from_iterable(sampling.bad_words))):
+        wrong = [token for token in ids if not 0 <= token < vocab]
+        if wrong:
+            raise RequestError(f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's vocabulary")
+
+
+def bias_and_penalise(
+    scores: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
+) -> None:
+    """Applies logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens to `scores` in place.
+
+    repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's API reference; they
+    count output tokens only.
+
+    Args:
+        scores: [rows, q, vocab] float32 or float64, contiguous; rows in the order of `rows`.
+
+    Raises:
+        RequestError: from `require_ids`.
+    """
+    q, vocab = scores.shape[1:]
+    require_ids(sampling, vocab)
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
+        scores[..., ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        seen = [row.counts.upto(row.tokens) for row in rows]
+        _replace(scores, seen, drafts, first, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+        output = [row.output_counts.upto(row.tokens) for row in rows]
+        _replace(scores, output, drafts, first, lambda s, count: s - (presence + frequency * count))
+    if sampling.no_repeat_ngram or sampling.bad_words or sampling.min_new_tokens:
+        always, per_position = _bans(sampling, rows, drafts, first, q, vocab)
+        if always:
+            scores.index_fill_(-1, torch.tensor(always, device=scores.device), -torch.inf)
+        if per_position:
+            scores.view(-1).index_fill_(0, _ints(per_position, scores.device), -torch.inf)
+
+
+def _ints(values: list[int], device: torch.device) -> Tensor:
+    """int64 [len(values)]; by way of an array, several times faster than torch.tensor of a list."""
+    return _joined([array("q", values)], device)
+
+
+def _joined(parts: Sequence[array[int]], device: torch.device) -> Tensor:
+    """int64 [total length]. The parts are copied: they may grow while the tensor lives."""
+    buffer = array("q")
+    for part in parts:
+        buffer.extend(part)
+    if not buffer:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.frombuffer(buffer, dtype=torch.int64).to(device)
+
+
+def _replace(
+    scores: Tensor,
+    committed: Sequence[TokenCounts],
+    drafts: Sequence[Sequence[int]],
+    first: int,
+    change: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Puts change(score, count) for the score of every token that occurs before a position, in place.
+
+    Args:
+        scores: [rows, q, vocab], contiguous.
+        committed: per row, how often each token occurs before its draft. Only the draft's own tokens are counted here.
+        change: of scores [m] and counts [m], both of scores' dtype, to scores [m].
+    """
+    flat = scores.view(-1)
+    parts = [_committed_counts(scores, committed), _draft_counts(scores, committed, drafts, first)]
+    before = [flat.index_select(0, index) for index, _ in parts]
+    # The second part repeats entries of the first with the draft counted in, so it must be written after it.
+    for (index, count), score in zip(parts, before, strict=True):
+        flat.index_copy_(0, index, change(score, count))
+
+
+def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple[Tensor, Tensor]:
+    """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at each of its positions."""
+    (n, q, vocab), device = scores.shape, scores.device
+    ids = _joined([counts.ids for counts in committed], device)
+    count = _joined([counts.counts for counts in committed], device)
+    sizes = _ints([len(counts.ids) for counts in committed], device)
+    row = torch.arange(n, device=device).repeat_interleave(sizes, output_size=len(ids))
+    # An embedding may be larger than the output layer: such ids have no score to change.
+    inside = ids < vocab
+    if not bool(inside.all()):
+        ids, count, row = ids[inside], count[inside], row[inside]
+    position = row[:, None] * q + torch.arange(q, device=device)
+    return (position * vocab + ids[:, None]).flatten(), count.to(scores.dtype).repeat_interleave(q)
+
+
+def _draft_counts(
+    scores: Tensor, committed: Sequence[TokenCounts], drafts: Sequence[Sequence[int]], first: int
+) -> tuple[Tensor, Tensor]:
+    """The same for the tokens of the drafts, each position counting the drafted tokens before it and the committed ones."""
+    q, vocab = scores.shape[1:]
+    index: list[int] = []
+    counts: list[int] = []
+    for b, draft in enumerate(drafts):
+        running: dict[int, int] = {}
+        for j in range(q):
+            for token in draft[:first] if j == 0 else draft[first + j - 1 : first + j]:
+                if token < vocab:
+                    running[token] = running.get(token, committed[b].of(token)) + 1
+            index.extend((b * q + j) * vocab + token for token in running)
+            counts.extend(running.values())
+    return _ints(index, scores.device), _ints(counts, scores.device).to(scores.dtype)
+
+
+def _bans(
+    sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, q: int, vocab: int
+) -> tuple[list[int], list[int]]:
+    """Ids impossible everywhere, and flat indices into [rows, q, vocab] of those impossible at one position."""
+    always = [word[0] for word in sampling.bad_words if len(word) == 1]
+    words: dict[int, list[list[int]]] = defaultdict(list)
+    for word in sampling.bad_words:
+        if len(word) > 1:
+            words[word[-2]].append(list(word))
+    flat: list[int] = []
+    for b, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+        history = [*row.tokens, *draft]
+        for j in range(q):
+            end = min(len(row.tokens) + first + j, len(history))
+            banned = _would_repeat(history, end, sampling.no_repeat_ngram) if sampling.no_repeat_ngram else set()
+            for word in words.get(history[end - 1], ()):
+                if end >= len(word) - 1 and history[end - len(word) + 1 : end] == word[:-1]:
+                    banned.add(word[-1])
+            if end - row.prompt_length < sampling.min_new_tokens:
+                banned |= row.eos
+            flat.extend((b * q + j) * vocab + token for token in banned if token < vocab)
+    return always, flat
+
+
+def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
+    """The tokens that would complete, after history[:end], an n-gram of `size` that occurs in it."""
+    if size == 1:
+        return set(history[:end])
+    found: set[int] = set()
+    prefix = history[max(end - size + 1, 0) : end]
+    at = size - 3
+    # Only the places where the prefix's last token occurs are compared: list.index runs at C speed.
+    while len(prefix) == size - 1:
+        try:
+            at = history.index(prefix[-1], at + 1, end - 1)
+        except ValueError:
+            break
+        if history[at - size + 2 : at + 1] == prefix:
+            found.add(history[at + 1])
+    return found
+
+
+def last_position(row: Row, draft: Sequence[int]) -> int:
+    """The last draft position whose distribution can matter: that of a drafted EOS, or the one after the draft."""
+    return next((j for j, token in enumerate(draft) if token in row.eos), len(draft))
+
+
+def process(
+    scores: Tensor, processors: Sequence[Any], rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
+) -> Tensor:
+    """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their order.
+
+    Each is called once per (row, position), rows first, with the exact ids before the position (int64 [1, length]) and
+    scores [1, vocab]; those of `_POSITION_INDEPENDENT` once on the whole block, with empty ids.
+
+    Args:
+        scores: [rows, q, vocab] float32 or float64, contiguous, the caller's to lose.
+
+    Raises:
+        RequestError: if a processor returns something else than scores of the shape it was given.
+    """
+    n, q, vocab = scores.shape
+    for independent, run in itertools.groupby(processors, key=position_independent):
+        steps = list(run)
+        if independent:
+            ids = torch.empty(n * q, 0, dtype=torch.int64, device=scores.device)
+            scores = _chain(steps, ids, scores.view(n * q, vocab)).view(n, q, vocab)
+            continue
+        for b, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            ids = _ints([*row.tokens, *draft], scores.device)[None]
+            for j in range(min(q, last_position(row, draft) - first + 1)):
+                scores[b, j] = _chain(steps, ids[:, : len(row.tokens) + first + j], scores[b, j, None].clone())[0]
+    return scores
+
+
+def position_independent(processor: Any) -> bool:
+    """Whether it is known to read neither ids nor other rows."""
+    kind = type(processor)
+    return kind.__name__ in _POSITION_INDEPENDENT and kind.__module__.startswith("transformers.")
+
+
+def _chain(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
+    shape, dtype = scores.shape, scores.dtype
+    for processor in processors:
+        scores = processor(ids.clone(), scores)  # a copy: it may write into its ids, which others are still to read
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise RequestError(f"processor {type(processor).__name__} must return scores of shape {tuple(shape)}, got {got}")
+    return scores.to(dtype).contiguous()

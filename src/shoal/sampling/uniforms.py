@@ -1,0 +1,113 @@
+"""Counter-based uniforms keyed by (row seed, position, purpose).
+
+A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its luck is a pure function of that seed and of where the
+token stands in the row, so it cannot depend on its neighbours, on the order of the batch, on compaction or on when the row joined.
+Nothing here keeps state.
+
+Why one key per position and not per draw is exact: whatever a round draws at positions beyond its first rejection is
+thrown away without having influenced anything committed, so the next round may use the same numbers again. A controller that
+learns from what was thrown away (`shoal.lookahead.controller.Controller.adaptive`) breaks that argument; its rounds are
+numbered, and every one has numbers of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Purpose(IntEnum):
+    """What a uniform is for; different purposes at one position are independent."""
+
+    TOKEN = 1
+    """Drawing the token at this position: by the drafter from q, or by the target from p as bonus or plain token. A
+    round does one or the other, never both, so a drafter with q = p reproduces plain decoding token for token."""
+    ACCEPT = 2
+    """Accepting or rejecting the draft at this position."""
+    REPLACE = 3
+    """Drawing the replacement from norm(max(p - q, 0))."""
+    LANE = 16
+    """The first of `LANES`: clocks of the race by which the coupled rule draws a token, see `shoal.sampling.distributions.race`."""
+
+
+LANES = 64
+"""Lanes of a race. Two distributions that differ little nearly always send the same token through; more lanes, more often."""
+
+
+_RACE = np.array([Purpose.TOKEN, *range(Purpose.LANE, Purpose.LANE + LANES)])
+_PURPOSES = np.array([Purpose.TOKEN, Purpose.ACCEPT, Purpose.REPLACE])
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUND = np.uint64(0xD1B54A32D192ED03)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that avalanches."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(
+    seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose | npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1) with 53 random bits, one per broadcast element of (seeds, positions, purpose)."""
+    with np.errstate(over="ignore"):  # wrapping multiplication is the point
+        state = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) + _GOLDEN)
+        state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
+        state = _mix(state + np.asarray(purpose, dtype=np.int64).astype(np.uint64) * _GOLDEN)
+    return (state >> np.uint64(11)) * 2.0**-53
+
+
+def round_luck(
+    seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int, rounds: npt.ArrayLike | None = None
+) -> npt.NDArray[np.float64]:
+    """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by purpose (TOKEN, ACCEPT, REPLACE).
+
+    Args:
+        seeds, firsts: of the rows, [rows]. width: positions, the longest draft plus one.
+        rounds: None, or the number of each row's round: then no number is used in two rounds, whatever was thrown away.
+    """
+    keys = np.asarray(seeds, dtype=np.int64)
+    if rounds is not None:
+        with np.errstate(over="ignore"):
+            keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(
+                np.int64
+            )
+    positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
+    return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
+
+
+def race_luck(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.NDArray[np.float64]:
+    """What `shoal.sampling.distributions.race` draws by, [rows, width, 1 + LANES]: a uniform in [0, 1), then exponential
+    clocks > 0.
+
+    Args:
+        seeds, firsts: of the rows, [rows]: seed, first open position. width: positions.
+    """
+    positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
+    luck = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
+    luck[..., 1:] = -np.log1p(-np.maximum(luck[..., 1:], 2.0**-54))
+    return luck
+
+
+def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
+    """The seed of a group of rows, in [0, 2**64): a hash of what was asked, so that nothing else in the call can matter.
+
+    Args:
+        seed: of the request, any integer. prompt_ids: of the prompt, each in int64.
+        occurrence: how often the same prompt stands before it in the call (`shoal.types.requests.occurrences`).
+    """
+    head = f"{seed} {occurrence} ".encode()  # no two pairs give the same bytes
+    ids = np.asarray(prompt_ids, dtype="<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(head + ids, digest_size=8).digest(), "little")
+
+
+def row_seed(group: int, row: int) -> int:
+    """The seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
+    with np.errstate(over="ignore"):
+        mixed = int(_mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0])
+    return mixed >> 1  # non-negative int64

@@ -1,0 +1,31 @@
+"""Plain decoding of one row, without cache, batch or drafter: the definition of correct.
+
+A greedy engine must return these very ids. A sampling engine must return ids of the same law; by the coupled rule, with lookahead
+"off", or with a drafter equal to the target, these very ids again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.sampling.acceptance import Rejection, Rule
+from shoal.sampling.distributions import probabilities
+from shoal.sampling.uniforms import group_seed, row_seed
+from shoal.types.requests import Request, Row
+
+
+@torch.inference_mode()
+def decode(hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), rule: Rule | None = None) -> list[int]:
+    """The new tokens of row `index` of a request whose sampling seed is set; `hf` is a stock Transformers model."""
+    rule = rule or Rejection()
+    seed = row_seed(group_seed(request.sampling.seed or 0, request.prompt_ids, request.occurrence), index)
+    row = Row(request, 0, index, seed, list(request.prompt_ids), frozenset(eos), max_length=1 << 20)
+    while row.remaining > 0 and not (row.new_tokens and row.tokens[-1] in row.eos):
+        logits = hf(torch.tensor([row.tokens], device=hf.device), use_cache=False).logits[:, -1:]
+        p = probabilities(logits, [row], [[]])[:, 0]
+        luck = rule.luck([row.seed], [len(row.tokens)], 1, None)[:, 0].to(p.device)
+        row.tokens.append(int(rule.draw(p, luck)))
+    return row.tokens[row.prompt_length :]

@@ -1,0 +1,93 @@
+"""What a run did and what it took; one dataclass that adds up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of a run, summed over rounds.
+
+    Attributes:
+        rounds: draft -> verify -> accept -> commit cycles of the batch.
+        target_passes, draft_passes: forward passes over the batch, prompts not counted.
+        prefills: prompts computed by the target, one per group; more if a prompt lost its place to others while rows of its group
+            waited (`shoal.engine.scheduler`). prefill_tokens: their tokens.
+        prefill_chunks: pieces they were computed in between rounds; as many as prompts where none was long.
+        row_rounds: rows times rounds: target passes as each row sees them.
+        drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
+        seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
+        seconds_rounds: whole rounds without prefill; what is left after the two models is bookkeeping.
+        seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
+        seconds: wall clock of the run.
+        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`); it changes rounding or drafts,
+            and so may
+            change the tokens of a seed. Empty for an engine made by hand. A sum keeps the first one that is not empty.
+    """
+
+    rounds: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_chunks: int = 0
+    row_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    seconds_target: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_prefill: float = 0.0
+    seconds_rounds: float = 0.0
+    seconds_propose: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_accept: float = 0.0
+    seconds_commit: float = 0.0
+    seconds: float = 0.0
+    loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        speed = f"acceptance_length={self.acceptance_length:.2f}, seconds={self.seconds:.3g}"
+        return f"Stats(rounds={self.rounds}, drafted={self.drafted}, accepted={self.accepted}, committed={self.committed}, {speed})"
+
+    def __add__(self, other: Stats) -> Stats:
+        return self._combined(other, operator.add)
+
+    def __sub__(self, other: Stats) -> Stats:
+        return self._combined(other, operator.sub)
+
+    def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
+        amounts = [f.name for f in fields(self) if f.name != "loaded"]
+        combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
+        return Stats(**combined, loaded=self.loaded or other.loaded)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per row per target pass; plain decoding = 1.00."""
+        return self.committed / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted; falls with the draft length by construction."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def bookkeeping(self) -> float:
+        """Share of a round spent outside the models' forward passes, 0..1."""
+        if not self.seconds_rounds:
+            return 0.0
+        return 1 - (self.seconds_target + self.seconds_draft) / self.seconds_rounds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Committed tokens over wall clock, prompts and drafting included."""
+        return self.committed / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, times and derived figures, ready for JSON."""
+        derived = ("acceptance_length", "acceptance_rate", "bookkeeping", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

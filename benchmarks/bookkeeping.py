@@ -8,17 +8,16 @@ Time is the median over `REPEATS` interleaved calls, on a machine with nothing e
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from shoal.bench.machine import machine
+from shoal.bench.provenance import place_of_results, write_results
 
 PROMPT = "def is_prime(n: int) -> bool:\n"
 REPEATS = 7
@@ -64,13 +63,11 @@ def measured(pair: shoal.Shoal) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the figures there as well")
     options = parser.parse_args()
-    torch.manual_seed(0)
     found = measured(shoal.load(max_batch=32))
-    if options.json:
-        print(json.dumps(found))
-        return
+    if options.json is not None:
+        write_results(options.json, {"machine": machine(torch.device("cpu")), "cases": found})
     for name, figures in found.items():
         print(
             f"{name:20} {figures['us']:8.0f} us per round {figures['operations']:8.1f} operations {figures['rounds']:5} rounds"
@@ -78,5 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):
-        sys.exit(main())
+    main()

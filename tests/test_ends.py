@@ -287,7 +287,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Shoal, Clock]:
     """A pair whose target takes one second per pass, the prompt's pass included."""
     target, drafter = pair(encode("abcdefghijklmnopqrstuvwxyz"), "oracle")
     clock = Clock(target)
-    for module in ("engine", "api"):
+    for module in ("engine.engine", "api"):
         monkeypatch.setattr(f"shoal.{module}.time.perf_counter", lambda: clock.now)
     return Shoal(target, drafter, TOKENIZER, max_batch=2), clock
 

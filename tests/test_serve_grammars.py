@@ -46,7 +46,7 @@ def regex(text: str) -> dict[str, str]:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been read before."""
-    monkeypatch.setattr(grammars, "_known", {})
+    monkeypatch.setattr(reading, "_known", {})
 
 
 @pytest.fixture

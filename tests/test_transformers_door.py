@@ -215,7 +215,7 @@ def test_training_mode_with_dropout_is_refused() -> None:
 def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(6, 1)
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
-    monkeypatch.setattr(transformers.models, "wrap", lambda *a: pytest.fail("checked twice"))
+    monkeypatch.setattr(transformers.loading, "wrap", lambda *a: pytest.fail("checked twice"))
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
     assert issubclass(UnsupportedModel, shoal.ModelError)
 

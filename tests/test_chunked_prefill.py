@@ -1,4 +1,4 @@
-"""Long prompts in pieces between rounds, and rows admitted by the memory they need: the same tokens, nobody stalled."""
+"""Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, nobody stalled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 from shoal.types.prefix import Prefix, cells
 from shoal.types.requests import Request, Row
-from shoal.types.schedule import Piece
+from shoal.types.schedule import PrefillChunk
 
 VOCAB = 12
 LONG = tuple(1 + i * i % 11 for i in range(41))
@@ -57,7 +57,7 @@ def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) 
     return new_tokens(rows)
 
 
-# ── pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("prompts", ["copied", "shared"])
@@ -81,7 +81,7 @@ def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prompts: str) -
     assert engine.stats.prefill_tokens - before == len(LONG) - 1 + len(OTHER) - 1
     tokens = len(LONG) + len(OTHER) - 2
     least = -(-tokens // chunk)
-    assert 1 + max(2, least) <= engine.stats.prefill_chunks <= 1 + least + 1  # a piece of either prompt may share a chunk
+    assert 1 + max(2, least) <= engine.stats.prefill_chunks <= 1 + least + 1  # chunks of both prompts may share a round
     assert (engine.stats.prefill_chunks > engine.stats.prefills) == (chunk < tokens)
     assert engine.stats.accepted > 0
 
@@ -142,7 +142,7 @@ def test_a_full_batch_with_a_hole_waits_one_round_for_the_slot_above(monkeypatch
     places = []
     for _ in range(5):
         engine.step()
-        places.append(([row.slot for row in rounds[-1].rows], rounds[-1].filling and rounds[-1].filling.slot))
+        places.append(([row.slot for row in rounds[-1].rows], rounds[-1].prefilling and rounds[-1].prefilling.slot))
     assert places == [([0, 1, 2], None), ([0, 1], None), ([0, 1], 2), ([0, 1], 2), ([0, 1], 2)]
     finish(engine)
     assert new_tokens(long) == alone(LONG)
@@ -245,7 +245,7 @@ def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     most = 6
     last = scheduler.next_round()
     assert (list(last.rows), list(last.prefixes), rows[2].prefix) == (rows[2:], [Prefix(0, 6)], Prefix(0, 6))
-    assert list(last.pieces) == [Piece(rows[2], 0, 0, 6)]
+    assert list(last.chunks) == [PrefillChunk(rows[2], 0, 0, 6)]
 
 
 def test_the_caches_of_all_models_count() -> None:

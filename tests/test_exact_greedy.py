@@ -197,8 +197,8 @@ def test_bass_lengths() -> None:
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and pass budgets much smaller than the prompts."""
-    monkeypatch.setattr("shoal.engine.prefill.CHUNK", 7)
-    monkeypatch.setattr("shoal.engine.prefill.BUDGET", 20)
+    monkeypatch.setattr("shoal.engine.prefill.MAX_PASS_WIDTH", 7)
+    monkeypatch.setattr("shoal.engine.prefill.MAX_PASS_TOKENS", 20)
     engine, rows = decode(drafter("sometimes", 12), 3, prompts=12, n=2, max_batch=9, new=8)
     assert_stock(rows, 2, 8)
     assert_adds_up(engine, rows, 2)

@@ -22,7 +22,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import cells
 from shoal.types.requests import Request, Row
-from shoal.types.schedule import Admission, Move, Piece, Round
+from shoal.types.schedule import Admission, Move, PrefillChunk, Round
 
 
 def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:
@@ -50,7 +50,7 @@ class Slots:
         self.computed: list[int] = []
 
     def carry_out(self, round_: Round) -> None:
-        """Old copies, then pieces of prompts, then copies of those, then moves: each from a slot that holds what it claims to."""
+        """Old copies, then chunks of prompts, then copies of those, then moves: each from a slot that holds what it claims to."""
         copies = [admission for admission in round_.admissions if admission.source is not None]
         for admission in copies:
             if not admission.fresh:
@@ -59,8 +59,8 @@ class Slots:
             if admission.source is None:
                 self.owner[admission.row.slot] = admission.row
                 self.prompt[admission.row.slot] = admission.row.group if admission.stored else None
-        for piece in round_.pieces:
-            self._fill(piece)
+        for chunk in round_.chunks:
+            self._fill(chunk)
         for admission in copies:
             if admission.fresh:
                 self._copy(admission)
@@ -68,8 +68,8 @@ class Slots:
             assert self.owner[move.source] is move.row
             self.prompt[move.target], self.owner[move.target] = self.prompt[move.source], move.row
         assert [row.slot for row in round_.rows] == list(range(len(round_.rows)))
-        assert all(row.slot < round_.slots for row in round_.seated)
-        assert round_.filling is None or round_.filling.slot >= len(round_.rows)
+        assert all(row.slot < round_.slots for row in round_.in_slots)
+        assert round_.prefilling is None or round_.prefilling.slot >= len(round_.rows)
         for row in round_.rows:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
@@ -81,15 +81,15 @@ class Slots:
         assert self.prompt[admission.source] == admission.row.group
         self.prompt[admission.row.slot], self.owner[admission.row.slot] = admission.row.group, admission.row
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, chunk: PrefillChunk) -> None:
         """A prompt is computed from its start to its end, by one row, in one place."""
-        row = piece.row
-        assert self.owner[piece.slot] is row
-        assert piece.start == self.done.get(row, 0)
-        self.done[row] = piece.stop
-        self.cells.update(dict.fromkeys(cells_of(row)[piece.start : piece.stop], row.group))
-        if piece.stop == row.prompt_length - 1:
-            self.prompt[piece.slot] = row.group
+        row = chunk.row
+        assert self.owner[chunk.slot] is row
+        assert chunk.start == self.done.get(row, 0)
+        self.done[row] = chunk.stop
+        self.cells.update(dict.fromkeys(cells_of(row)[chunk.start : chunk.stop], row.group))
+        if chunk.stop == row.prompt_length - 1:
+            self.prompt[chunk.slot] = row.group
             self.computed.append(row.group)
 
 
@@ -121,7 +121,7 @@ def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequenc
         round_ = scheduler.next_round()
         slots.carry_out(round_)
         entered.extend(admission.row for admission in round_.admissions)
-        computed = sum(piece.stop - piece.start for piece in round_.pieces)
+        computed = sum(chunk.stop - chunk.start for chunk in round_.chunks)
         if busy and computed >= chunk:  # nobody waits longer than that
             assert computed == chunk
         elif not (busy and chunk < CHUNK):  # nobody waits while there is room
@@ -298,7 +298,7 @@ def test_a_prompt_is_completed_where_it_was_begun_and_then_moves() -> None:
     for end in (rows[1:], [], []):
         round_ = scheduler.next_round()
         slots.carry_out(round_)
-        seen += [(piece.slot, piece.start, piece.stop) for piece in round_.pieces]
+        seen += [(chunk.slot, chunk.start, chunk.stop) for chunk in round_.chunks]
         scheduler.remove(end)
     assert seen == [(2, 0, 2), (2, 2, 4), (2, 4, 5)]
     assert said(round_) == ([rows[0], long[0]], [], [Move(long[0], 2, 1)])

@@ -108,7 +108,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
     prompts: str, time_budget: float | None, new: int, room: int
 ) -> None:
     """A free slot may hold the prompt that the next row copies, and is cut with the rest of the cache. Where requests take turns,
-    a prompt is computed in pieces above such a slot."""
+    a prompt is computed in chunks above such a slot."""
     limits = Limits(max_new_tokens=new, time_budget=time_budget)
     asked = [Request((*range(1, length),), n, Sampling(seed=length), limits) for length, n in ((60, 3), (40, 1))]
 
@@ -141,7 +141,7 @@ def test_slots_that_rows_have_left_take_no_memory() -> None:
         row for i in range(8) for row in engine.submit(Request((1, 2, i), 1, Sampling(seed=1), Limits(max_new_tokens=4)))
     ]
     engine.step()
-    assert len(engine.scheduler.seated) == 8
+    assert len(engine.scheduler.in_slots) == 8
     engine.cancel(rows)
     assert engine.set_aside(128)
 
@@ -153,7 +153,7 @@ def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch
 
     def advanced(self: Scoring) -> None:
         scheduler = server.worker.engine.scheduler
-        beside.append((len(scheduler.seated), len(scheduler.waiting)))
+        beside.append((len(scheduler.in_slots), len(scheduler.waiting)))
         advance(self)
 
     monkeypatch.setattr(Scoring, "advance", advanced)

@@ -127,7 +127,7 @@ class Engine:
         """Whether all that is in slots fits beside what is set aside; the caches are then no larger than that."""
         round_ = self.scheduler.vacate()
         self._fill(round_)
-        room = self.memory.fits(round_.seated, round_.slots, round_.prefixes)
+        room = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
         if room:
             self.memory.make_room(round_)
         return room
@@ -197,7 +197,7 @@ class Engine:
         """
         while True:
             round_ = self.scheduler.next_round()
-            if not (round_.admissions or round_.pieces or round_.moves):
+            if not (round_.admissions or round_.chunks or round_.moves):
                 return round_.rows
             try:
                 with explained(self.target.name):
@@ -241,7 +241,7 @@ class Engine:
         for model in self.models:
             model.spent()  # no part of a round
         self.stats.prefills += sum(a.computes for a in round_.admissions)
-        self.stats.prefill_chunks += len(round_.pieces)
+        self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += self._clock() - started
 

@@ -99,7 +99,7 @@ class Memory:
         Raises:
             OutOfMemory.
         """
-        sizes = [(model, self._size(model, round_.seated, round_.slots, round_.prefixes)) for model in self._models]
+        sizes = [(model, self._size(model, round_.in_slots, round_.slots, round_.prefixes)) for model in self._models]
         if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._aside > self._most:
             for model, size in sizes:
                 model.trim(*size)

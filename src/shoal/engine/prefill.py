@@ -11,11 +11,11 @@ import torch
 
 from shoal.engine.prefix_store import check_policy
 from shoal.models.runner import Runner
-from shoal.types.schedule import Admission, Piece, Round
+from shoal.types.schedule import Admission, PrefillChunk, Round
 
-CHUNK = 512
+MAX_PASS_WIDTH = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
-BUDGET = 4096
+MAX_PASS_TOKENS = 4096
 """Tokens per pass over all rows, padding included."""
 
 
@@ -38,13 +38,13 @@ def prefill(runner: Runner, round_: Round, drafting: bool = False) -> int:
         drafting: the model is the drafter. Of prompts that it does not hold (`Row.draft_reach`) nothing is computed: their rows
             are in its cache with no tokens.
     """
-    cache, admissions, pieces = runner.cache, round_.admissions, round_.pieces
+    cache, admissions, chunks = runner.cache, round_.admissions, round_.chunks
     if drafting:
         for admission in admissions:
             if not admission.row.draft_reach:
                 cache.enter(admission.row.slot)
         admissions = [admission for admission in admissions if admission.row.draft_reach]
-        pieces = [piece for piece in pieces if piece.row.draft_reach]
+        chunks = [chunk for chunk in chunks if chunk.row.draft_reach]
     copied = [a for a in admissions if a.row.prefix is None]
     for admission in copied:
         if admission.source is not None and not admission.fresh:
@@ -52,8 +52,8 @@ def prefill(runner: Runner, round_: Round, drafting: bool = False) -> int:
     for admission in admissions:
         if admission.computes or admission.row.prefix is not None:
             cache.enter(admission.row.slot, admission.row.prefix)
-    computed = compute(runner, [piece for piece in pieces if piece.row.prefix is None])
-    computed += sum(store(runner, piece) for piece in pieces if piece.row.prefix is not None)
+    computed = compute(runner, [chunk for chunk in chunks if chunk.row.prefix is None])
+    computed += sum(store(runner, chunk) for chunk in chunks if chunk.row.prefix is not None)
     for admission in copied:
         if admission.fresh:
             _copy(runner, admission)
@@ -67,33 +67,33 @@ def _copy(runner: Runner, admission: Admission) -> None:
     runner.cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
 
 
-def compute(runner: Runner, pieces: Sequence[Piece]) -> int:
-    """Feeds pieces of prompts to their rows' slots, those of similar lengths together; returns the number of tokens."""
-    todo = sorted((piece for piece in pieces if piece.stop > piece.start), key=lambda p: p.start - p.stop)
+def compute(runner: Runner, chunks: Sequence[PrefillChunk]) -> int:
+    """Feeds chunks of prompts to their rows' slots, those of similar lengths together; returns the number of tokens."""
+    todo = sorted((chunk for chunk in chunks if chunk.stop > chunk.start), key=lambda p: p.start - p.stop)
     while todo:
         longest = todo[0].stop - todo[0].start
-        rows = max(1, BUDGET // min(longest, CHUNK))
+        rows = max(1, MAX_PASS_TOKENS // min(longest, MAX_PASS_WIDTH))
         batch, todo = todo[:rows], todo[rows:]
-        for first in range(0, longest, CHUNK):
-            part = [(piece.slot, tokens) for piece in batch if (tokens := _tokens(piece, first))]
+        for first in range(0, longest, MAX_PASS_WIDTH):
+            part = [(chunk.slot, tokens) for chunk in batch if (tokens := _tokens(chunk, first))]
             width = max(len(tokens) for _, tokens in part)
             # Padding is a token of the row's own: what spoils another row's keys must not come in that way.
             block = torch.tensor(
                 [[*tokens, *[tokens[-1]] * (width - len(tokens))] for _, tokens in part], device=runner.device
             )
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
-    return sum(piece.stop - piece.start for piece in pieces)
+    return sum(chunk.stop - chunk.start for chunk in chunks)
 
 
-def store(runner: Runner, piece: Piece) -> int:
-    """Feeds a piece of a prompt into its cells of the shared store; returns the number of tokens."""
-    assert piece.row.prefix is not None
-    for first in range(0, piece.stop - piece.start, CHUNK):
-        block = torch.tensor([_tokens(piece, first)], device=runner.device)
-        runner.feed_prefix(piece.row.prefix, piece.start + first, block)
-    return piece.stop - piece.start
+def store(runner: Runner, chunk: PrefillChunk) -> int:
+    """Feeds a chunk of a prompt into its cells of the shared store; returns the number of tokens."""
+    assert chunk.row.prefix is not None
+    for first in range(0, chunk.stop - chunk.start, MAX_PASS_WIDTH):
+        block = torch.tensor([_tokens(chunk, first)], device=runner.device)
+        runner.feed_prefix(chunk.row.prefix, chunk.start + first, block)
+    return chunk.stop - chunk.start
 
 
-def _tokens(piece: Piece, first: int) -> Sequence[int]:
-    """At most CHUNK tokens of a piece from its `first` on."""
-    return piece.row.request.prompt_ids[piece.start + first : min(piece.start + first + CHUNK, piece.stop)]
+def _tokens(chunk: PrefillChunk, first: int) -> Sequence[int]:
+    """At most MAX_PASS_WIDTH tokens of a chunk from its `first` on."""
+    return chunk.row.request.prompt_ids[chunk.start + first : min(chunk.start + first + MAX_PASS_WIDTH, chunk.stop)]

@@ -11,8 +11,8 @@ copy if the slot is taken, a stored one if there are more prompts than slots, or
 most once per row; rows whose prompts are at hand go first, so that this is rare.
 
 While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
-arXiv 2308.16369). A longer prompt is computed in pieces, in a slot above theirs, and nobody is admitted before it is complete. The
-same holds while nothing runs if any row has a deadline: deadlines are read between the pieces.
+arXiv 2308.16369). A longer prompt is computed in chunks, in a slot above theirs, and nobody is admitted before it is complete. The
+same holds while nothing runs if any row has a deadline: deadlines are read between the chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.engine.waiting import Waiting
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix
 from shoal.types.requests import Row
-from shoal.types.schedule import Admission, Move, Piece, Round
+from shoal.types.schedule import Admission, Move, PrefillChunk, Round
 
 NOBODY = -1
 """The group whose prompt a slot holds, when it holds none."""
@@ -65,18 +65,18 @@ class Scheduler:
         self._store = Store(self.prompts)
         self._deadlines = Deadlines()
         self._groups: Counter[int] = Counter()  # rows of each that are in slots or wait
-        self._filling: Row | None = None
-        self._filled = 0
+        self._prefilling: Row | None = None
+        self._prefilled = 0
 
     @property
-    def seated(self) -> list[Row]:
+    def in_slots(self) -> list[Row]:
         """Rows in slots, in slot order."""
         return [row for row in self._slots if row is not None]
 
     @property
     def running(self) -> list[Row]:
         """Those of them with complete prompts."""
-        return [row for row in self._slots if row is not None and row is not self._filling]
+        return [row for row in self._slots if row is not None and row is not self._prefilling]
 
     @property
     def idle(self) -> bool:
@@ -104,9 +104,9 @@ class Scheduler:
         return 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row
 
     def _leave_group(self, row: Row) -> None:
-        if row is self._filling:
+        if row is self._prefilling:
             self._store.forget(row.group)  # it is not complete
-            self._filling = None
+            self._prefilling = None
         self._groups[row.group] -= 1
         if not self._groups[row.group]:
             del self._groups[row.group]
@@ -117,11 +117,11 @@ class Scheduler:
         self._resident[slot] = NOBODY
 
     def refuse(self, round_: Round) -> list[Row]:
-        """The rows that a round admits, or goes on filling, cannot be served: they leave, with all that they were to bring."""
-        for group in {piece.row.group for piece in round_.pieces}:
+        """The rows that a round admits, or goes on prefilling, cannot be served: they leave, with all that they were to bring."""
+        for group in {chunk.row.group for chunk in round_.chunks}:
             self._store.forget(group)
             self._resident = [NOBODY if held == group else held for held in self._resident]
-        refused = list(dict.fromkeys([*(a.row for a in round_.admissions), *(piece.row for piece in round_.pieces)]))
+        refused = list(dict.fromkeys([*(a.row for a in round_.admissions), *(chunk.row for chunk in round_.chunks)]))
         for row in refused:
             self.forget(row.slot)
         self.remove(refused)
@@ -136,25 +136,25 @@ class Scheduler:
     def next_round(self) -> Round:
         """Goes on with the prompt that is not complete, fills free slots from the queue, then closes what holes remain."""
         admissions: list[Admission] = []
-        pieces: list[Piece] = []
+        chunks: list[PrefillChunk] = []
         left = self.chunk if self.running or self._deadlines else sys.maxsize
-        if self._filling is not None:
-            left -= self._fill(self._filling, left, pieces)
-        while self.waiting and self._filling is None:
-            admission = self._admit(left, {piece.row.group for piece in pieces})
+        if self._prefilling is not None:
+            left -= self._fill(self._prefilling, left, chunks)
+        while self.waiting and self._prefilling is None:
+            admission = self._admit(left, {chunk.row.group for chunk in chunks})
             if admission is None:
                 break
             admissions.append(admission)
             if admission.computes:
-                self._filled = 0
-                left -= self._fill(admission.row, left, pieces)
-        return self.close_up(admissions, pieces)
+                self._prefilled = 0
+                left -= self._fill(admission.row, left, chunks)
+        return self.close_up(admissions, chunks)
 
-    def close_up(self, admissions: Sequence[Admission] = (), pieces: Sequence[Piece] = ()) -> Round:
+    def close_up(self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()) -> Round:
         """The rows that run, side by side: what there is to do, and the moves that close the holes between them."""
         slots = len(self._slots)
         moves = self._compact()
-        return Round(self.running, admissions, pieces, moves, self._filling, slots, self._store.prefixes)
+        return Round(self.running, admissions, chunks, moves, self._prefilling, slots, self._store.prefixes)
 
     def vacate(self) -> Round:
         """As `close_up`, and what free slots hold is given up: the caches may be trimmed to what the rows in slots need."""
@@ -162,17 +162,19 @@ class Scheduler:
             if row is None:
                 self.forget(slot)
         moves = self.close_up().moves
-        return Round(self.running, moves=moves, filling=self._filling, slots=len(self._slots), prefixes=self._store.prefixes)
+        return Round(
+            self.running, moves=moves, prefilling=self._prefilling, slots=len(self._slots), prefixes=self._store.prefixes
+        )
 
-    def _fill(self, row: Row, most: int, pieces: list[Piece]) -> int:
-        """Adds the next piece of the row's prompt; returns its tokens."""
-        start, length = self._filled, row.prompt_length - 1
-        self._filled = min(start + most, length)
-        self._filling = row if self._filled < length else None
-        if self._filling is None:
+    def _fill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
+        """Adds the next chunk of the row's prompt; returns its tokens."""
+        start, length = self._prefilled, row.prompt_length - 1
+        self._prefilled = min(start + most, length)
+        self._prefilling = row if self._prefilled < length else None
+        if self._prefilling is None:
             self._resident[row.slot] = row.group if row.prefix is None else NOBODY
-        pieces.append(Piece(row, row.slot, start, self._filled))
-        return self._filled - start
+        chunks.append(PrefillChunk(row, row.slot, start, self._prefilled))
+        return self._prefilled - start
 
     def _admit(self, left: int, fresh: Collection[int]) -> Admission | None:
         """The next row in the queue takes a slot, if there is one for it.
@@ -181,7 +183,7 @@ class Scheduler:
             left: tokens that may still be computed in this round. fresh: groups whose prompts are completed in it.
         """
         row = self.waiting.first(self._at_hand())
-        if not self.seated and not self._fits(row, 0):
+        if not self.in_slots and not self._fits(row, 0):
             self._store.clear()  # nobody reads it; alone a row always fits
         source = self._resident.index(row.group) if row.group in self._resident else None
         stored = self._store.find(row.group)
@@ -209,7 +211,7 @@ class Scheduler:
 
         Prompts that no row in a slot reads are given up if there is no room, or if there are as many prompts as slots.
         """
-        read = {other.group for other in [*self.seated, row]}
+        read = {other.group for other in [*self.in_slots, row]}
         unread = [group for group in self._store.groups if group not in read]
         excess = max(0, len(self._store.groups) + computes - self.capacity)
         for given_up in (unread[:excess], unread[excess:]):
@@ -222,13 +224,13 @@ class Scheduler:
                 row.prefix = self._store.admit(row.group, rows, length, drafted=row.draft_reach > 0)
             if self._fits(row, slot):
                 return True
-        alone = not (self.seated or self.crowded)
+        alone = not (self.in_slots or self.crowded)
         if computes and not alone:
             self._store.forget(row.group)
         return alone  # then it always fits
 
     def _fits(self, row: Row, slot: int) -> bool:
-        return self.fits is None or self.fits([*self.seated, row], max(len(self._slots), slot + 1), self._store.prefixes)
+        return self.fits is None or self.fits([*self.in_slots, row], max(len(self._slots), slot + 1), self._store.prefixes)
 
     def _free_slot(self, above: bool) -> int | None:
         """above: a slot above all that are taken."""
@@ -240,7 +242,9 @@ class Scheduler:
         moves = []
         while None in self._slots:
             hole = self._slots.index(None)
-            last = max((i for i, row in enumerate(self._slots) if row is not None and row is not self._filling), default=-1)
+            last = max(
+                (i for i, row in enumerate(self._slots) if row is not None and row is not self._prefilling), default=-1
+            )
             if last < hole:
                 break
             row = self._slots[last]

@@ -26,7 +26,7 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PrefillChunk:
     """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or the slot it has before the round's moves."""
 
     row: Row
@@ -46,22 +46,22 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What to do before the round, in this order: admissions (old sources, pieces of prompts, fresh sources), then moves.
+    """What to do before the round, in this order: admissions (old sources, chunks of prompts, fresh sources), then moves.
 
     Attributes:
-        rows: of the round, in slots 0, 1, ... filling: the row whose prompt is not complete; it is in a slot above theirs.
+        rows: of the round, in slots 0, 1, ... prefilling: the row whose prompt is not complete; it is in a slot above theirs.
         slots: that many the cache must have meanwhile. prefixes: the prompts that its shared store must have room for.
     """
 
     rows: Sequence[Row]
     admissions: Sequence[Admission] = ()
-    pieces: Sequence[Piece] = ()
+    chunks: Sequence[PrefillChunk] = ()
     moves: Sequence[Move] = ()
-    filling: Row | None = None
+    prefilling: Row | None = None
     slots: int = 0
     prefixes: Sequence[Prefix] = ()
 
     @property
-    def seated(self) -> list[Row]:
+    def in_slots(self) -> list[Row]:
         """Rows with a slot."""
-        return [*self.rows] if self.filling is None else [*self.rows, self.filling]
+        return [*self.rows] if self.prefilling is None else [*self.rows, self.prefilling]

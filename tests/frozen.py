@@ -61,8 +61,8 @@ CONTROLS: dict[str, Json] = {
     "JSON": {"seed": 1, "grammar": Grammar("json_schema", '{"enum": ["yes", "no", [1, 2]]}'), "max_new_tokens": 30},
 }
 ENGINES: dict[str, Json] = {
-    "shared prompts": {"prompts": "shared"},
-    "copied prompts": {"prompts": "copied"},
+    "shared prompts": {"prefix_sharing": "shared"},
+    "copied prompts": {"prefix_sharing": "copied"},
     "three slots": {"max_batch": 3},
     "one slot": {"max_batch": 1},
     "chunks of four": {"chunk": 4, "max_batch": 4},

@@ -348,13 +348,13 @@ def test_the_same_case_with_the_right_kernel() -> None:
 # ── in the engine ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode(architecture: str, drafter_seed: int, method: str, prompts: str) -> tuple[list[list[int]], dict[str, Any]]:
+def decode(architecture: str, drafter_seed: int, method: str, prefix_sharing: str) -> tuple[list[list[int]], dict[str, Any]]:
     """Ids of three rows of two prompts, sampled and greedy, and the counts. The target itself has seed 0."""
     target, drafter = (
         loading.wrap(tiny_model(architecture, seed=seed).to(DEVICE), "tiny", method, checked=False)
         for seed in (0, drafter_seed)
     )
-    engine = Engine(target, drafter, by_name("fixed:3"), max_batch=4, prompts=prompts)
+    engine = Engine(target, drafter, by_name("fixed:3"), max_batch=4, prefix_sharing=prefix_sharing)
     requests = [
         Request((5, 9, 200, 31, 7, 7, 80, 16, 3, 44, 21), 2, Sampling(temperature=0.9, seed=1), Limits(max_new_tokens=4)),
         Request((77, 12), 1, Sampling(temperature=0), Limits(max_new_tokens=2)),
@@ -367,11 +367,11 @@ def decode(architecture: str, drafter_seed: int, method: str, prompts: str) -> t
 
 
 @pytest.mark.parametrize(
-    ("architecture", "drafter_seed", "prompts"),
+    ("architecture", "drafter_seed", "prefix_sharing"),
     [("llama", 0, "copied"), ("gemma2", 1, "copied"), ("gpt-oss", 0, "shared")],
 )
 def test_the_engine_says_the_same_with_it(
-    architecture: str, drafter_seed: int, prompts: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, drafter_seed: int, prefix_sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GQA; a sliding layer, soft-capped; sinks; shared prompts: ids as with `pad`, by the same rounds, one launch wherever it was
     called."""
@@ -384,12 +384,12 @@ def test_the_engine_says_the_same_with_it(
     monkeypatch.setitem(attention.METHODS, "pad", noted)
     spy = Launches(kernels.attend)
     monkeypatch.setattr(kernels, "attend", spy)
-    padded, counts = decode(architecture, drafter_seed, "pad", prompts)
+    padded, counts = decode(architecture, drafter_seed, "pad", prefix_sharing)
     assert not spy.seen
-    assert decode(architecture, drafter_seed, "fused", prompts) == (padded, counts)
+    assert decode(architecture, drafter_seed, "fused", prefix_sharing) == (padded, counts)
     assert len(spy.seen) == len(called) > 2 * counts["target_passes"]  # two layers
     with_shared_keys = sum(arguments[3] is not None for _, arguments, _ in spy.seen)
-    assert (with_shared_keys > 2 * counts["target_passes"]) is (prompts == "shared")
+    assert (with_shared_keys > 2 * counts["target_passes"]) is (prefix_sharing == "shared")
     assert counts["committed"] == 10
     assert counts["drafted"] > 0
     assert (counts["accepted"] == counts["drafted"]) is (drafter_seed == 0)

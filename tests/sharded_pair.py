@@ -56,7 +56,7 @@ def decode(pair: shoal.Shoal, **options: Any) -> dict[str, Any]:
 
 def everything(pair: shoal.Shoal) -> dict[str, Any]:
     """All cases, and one with prompts stored once."""
-    shared = shoal.Shoal(pair.target, pair.draft_model, pair.tokenizer, max_batch=5, prompts="shared")
+    shared = shoal.Shoal(pair.target, pair.draft_model, pair.tokenizer, max_batch=5, prefix_sharing="shared")
     return {name: decode(pair, **case) for name, case in CASES.items()} | {
         "shared-prompts": decode(shared, **CASES["greedy-speculative"])
     }

@@ -31,9 +31,11 @@ def pair(real: bool) -> tuple[Runner, Runner]:
 
 
 def engine_of(
-    chunk: int = CHUNK, prompts: str = "copied", k: int = 3, max_batch: int = 8, real: bool = False, **more: int
+    chunk: int = CHUNK, prefix_sharing: str = "copied", k: int = 3, max_batch: int = 8, real: bool = False, **more: int
 ) -> Engine:
-    return Engine(*pair(real), Fixed(k), max_batch=max_batch, rule=Coupled(), prompts=prompts, chunk=chunk, **more)
+    return Engine(
+        *pair(real), Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing, chunk=chunk, **more
+    )
 
 
 def ask(engine: Engine, prompt: Sequence[int], n: int = 1, new: int = 12) -> list[Row]:
@@ -60,11 +62,11 @@ def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) 
 # ── chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("chunk", [1, 7, 16, CHUNK])
-def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prompts: str) -> None:
+def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prefix_sharing: str) -> None:
     """Every step commits to the running row and computes at most a chunk; the tokens are those of prompts computed whole."""
-    engine = engine_of(chunk, prompts)
+    engine = engine_of(chunk, prefix_sharing)
     first = ask(engine, (1, 2, 3), new=200)
     engine.step()
     joined = [*ask(engine, LONG, n=3), *ask(engine, OTHER, n=2)]
@@ -86,9 +88,9 @@ def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prompts: str) -
     assert engine.stats.accepted > 0
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
-def test_ids_of_a_real_pair(prompts: str) -> None:
-    engine = engine_of(5, prompts, real=True)
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
+def test_ids_of_a_real_pair(prefix_sharing: str) -> None:
+    engine = engine_of(5, prefix_sharing, real=True)
     rows = [*ask(engine, (9, 8, 7), 2, 20)]
     engine.step()
     rows += [*ask(engine, range(30, 70), 2), *ask(engine, (4, 5), 1), *ask(engine, range(100, 125), 1)]
@@ -108,11 +110,11 @@ def test_with_nobody_waiting_for_a_round_prompts_are_computed_whole() -> None:
     assert new_tokens(rows) == alone(LONG) + alone(OTHER)
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("cancelled", [[0], [0, 1], [1]])
-def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prompts: str) -> None:
+def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prefix_sharing: str) -> None:
     """Its siblings start again, or never; what is incomplete is never taken for a prompt."""
-    engine = engine_of(6, prompts)
+    engine = engine_of(6, prefix_sharing)
     running = ask(engine, (1, 2, 3), new=40)
     engine.step()
     long = ask(engine, LONG, n=2)
@@ -191,8 +193,8 @@ def test_a_shared_prompt_counts_once() -> None:
     """Four rows of one prompt in memory that holds little more than one copy of it."""
     tail = 1 + 12
     memory = bytes_of(tail, 4, len(LONG) - 1)
-    for prompts, together in (("shared", 4), ("copied", 1)):
-        engine = engine_of(prompts=prompts, kv_bytes=memory)
+    for prefix_sharing, together in (("shared", 4), ("copied", 1)):
+        engine = engine_of(prefix_sharing=prefix_sharing, kv_bytes=memory)
         rows = ask(engine, LONG, n=4)
         engine.step()
         assert len(engine.scheduler.running) == together
@@ -232,7 +234,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
 def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
     most = 12
-    scheduler = Scheduler(2, prompts="shared", fits=lambda rows, slots, prefixes: cells(prefixes) <= most)
+    scheduler = Scheduler(2, prefix_sharing="shared", fits=lambda rows, slots, prefixes: cells(prefixes) <= most)
     low, high = Request((1,) * 7), Request((2,) * 7, 2)
     rows = [
         Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)

@@ -139,8 +139,9 @@ def test_the_last_draft_is_the_one_after_all_that_the_drafter_can_read(k: int) -
 
 
 @pytest.mark.parametrize("options", [
-    {"prompts": "shared", "n": 3}, {"prompts": "copied", "n": 3}, {"prompts": "copied", "n": 3, "max_batch": 2},
-    {"prompts": "shared", "n": 3, "max_batch": 2}, {"chunk": 5}, {"chunk": 5, "prompts": "shared", "n": 2, "max_batch": 3},
+    {"prefix_sharing": "shared", "n": 3}, {"prefix_sharing": "copied", "n": 3},
+    {"prefix_sharing": "copied", "n": 3, "max_batch": 2}, {"prefix_sharing": "shared", "n": 3, "max_batch": 2},
+    {"chunk": 5}, {"chunk": 5, "prefix_sharing": "shared", "n": 2, "max_batch": 3},
     {"sampling": {"repetition_penalty": 1.2, "no_repeat_ngram": 3}}, {"max_batch": 1},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("architecture", POSITIONS)
@@ -155,26 +156,26 @@ def test_in_every_arrangement_of_prompts(architecture: str, options: dict[str, A
     assert min(read) > 0
 
 
-@pytest.mark.parametrize("prompts", ["shared", "copied"])
+@pytest.mark.parametrize("prefix_sharing", ["shared", "copied"])
 @pytest.mark.parametrize("architecture", POSITIONS)
-def test_by_static_steps(architecture: str, prompts: str) -> None:
+def test_by_static_steps(architecture: str, prefix_sharing: str) -> None:
     pair = runners(architecture)
     for model in pair:
         model.use_static_passes("eager")
     lengths = [SHORT + 9, SHORT - 4, SHORT, 40]
-    run = Run(pair, Fixed(4), lengths, prompts=prompts)
+    run = Run(pair, Fixed(4), lengths, prefix_sharing=prefix_sharing)
     assert run.said == plain(architecture, lengths).said
     assert run.before > 0
     assert run.after == 0
     assert pair[1].static is not None
     assert pair[1].static.failure is None
-    assert prompts == "shared" or sum(pair[1].static.ran.values()) > 0
+    assert prefix_sharing == "shared" or sum(pair[1].static.ran.values()) > 0
 
 
-@pytest.mark.parametrize("prompts", ["shared", "copied"])
-def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(prompts: str) -> None:
+@pytest.mark.parametrize("prefix_sharing", ["shared", "copied"])
+def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(prefix_sharing: str) -> None:
     pair = runners("llama")
-    run = Run(pair, Fixed(4), [SHORT + 1, 50], n=2, prompts=prompts)
+    run = Run(pair, Fixed(4), [SHORT + 1, 50], n=2, prefix_sharing=prefix_sharing)
     target, drafter = run.engine.models
     assert run.said == plain("llama", [SHORT + 1, 50], n=2).said
     assert (run.engine.stats.draft_passes, run.proposed) == (0, [])
@@ -185,7 +186,7 @@ def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(pr
 
 
 def test_a_drafters_cache_is_no_longer_than_its_context() -> None:
-    run = Run(runners("llama"), Fixed(4), [3, 50], prompts="copied")
+    run = Run(runners("llama"), Fixed(4), [3, 50], prefix_sharing="copied")
     target, drafter = run.engine.models
     assert (target.cache.capacity, drafter.cache.capacity) == (CONTEXT + 5, SHORT + 5)
     assert run.before > 0
@@ -195,23 +196,23 @@ def test_memory_is_planned_by_what_each_model_reads() -> None:
     """Both prompts fit beside each other, as the drafter's cache has no room for what it cannot read."""
     pair = runners("llama")
     need = sum(model.context + 5 for model in pair) * 2
-    free = Run(pair, Fixed(4), [3, 50], prompts="copied")
+    free = Run(pair, Fixed(4), [3, 50], prefix_sharing="copied")
     per_token = free.engine.target.cache.bytes_per_token()
-    tight = Run(pair, Fixed(4), [3, 50], prompts="copied", kv_bytes=need * per_token)
+    tight = Run(pair, Fixed(4), [3, 50], prefix_sharing="copied", kv_bytes=need * per_token)
     assert tight.said == free.said
     assert tight.engine.stats.rounds == free.engine.stats.rounds
     assert tight.engine.memory.used <= need * per_token
 
 
-@pytest.mark.parametrize("prompts", ["shared", "copied"])
+@pytest.mark.parametrize("prefix_sharing", ["shared", "copied"])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_the_target_alone_decides_what_memory_holds(lookahead: str, prompts: str) -> None:
+def test_the_target_alone_decides_what_memory_holds(lookahead: str, prefix_sharing: str) -> None:
     """Memory for one row of the target alone: it is served to its end, whatever is drafted; a byte less, and it is refused."""
     pair = runners("llama")
     per_token = plain("llama", [3]).engine.target.cache.bytes_per_token()
     most = (CONTEXT + 1) * per_token
     for length in (3, 50):
-        run = Run(pair, LOOKAHEADS[lookahead](), [length, length], n=2, prompts=prompts, kv_bytes=most)
+        run = Run(pair, LOOKAHEADS[lookahead](), [length, length], n=2, prefix_sharing=prefix_sharing, kv_bytes=most)
         assert run.said == plain("llama", [length, length], n=2).said
         assert (run.engine.stats.drafted, run.engine.stats.draft_passes) == (0, 0)
         assert run.engine.memory.used <= most
@@ -244,10 +245,10 @@ def test_rows_with_and_without_memory_for_drafts_side_by_side() -> None:
     """Short rows are drafted for, and run beside each other; the one that fills the memory is decoded plainly."""
     pair = runners("llama")
     per_token = plain("llama", [3]).engine.target.cache.bytes_per_token()
-    for prompts in ("shared", "copied"):
+    for prefix_sharing in ("shared", "copied"):
         for most in (CONTEXT + 1, CONTEXT + 20, 2 * (CONTEXT + 5), 200):
             lengths, new = [50, 3, 4, 5, 50, 6], 14
-            run = Run(pair, Fixed(4), lengths, n=2, new=new, prompts=prompts, kv_bytes=most * per_token)
+            run = Run(pair, Fixed(4), lengths, n=2, new=new, prefix_sharing=prefix_sharing, kv_bytes=most * per_token)
             assert run.said == plain("llama", lengths, n=2, new=new).said
             assert run.engine.memory.used <= most * per_token
             assert all((row.drafted > 0) == (row.prompt_length < 50) for row in run.rows)

@@ -168,7 +168,7 @@ POISONED = (5, 6, POISON, 7)
 BIASES = {"as it comes": {}, "often": {"logit_bias": {POISON: 6.0}}, "cut": {"top_k": 8}}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch": 2}, {"prompts": "shared"}, {"chunk": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_batch": 2}, {"prefix_sharing": "shared"}, {"chunk": 3}], ids=str)
 @pytest.mark.parametrize("sampling", BIASES)
 @pytest.mark.parametrize("executor", [None, "eager"], ids=["ordinary", "static"])
 def test_no_poison_stays_and_drafting_goes_on(executor: str | None, sampling: str, options: dict[str, Any]) -> None:

@@ -39,9 +39,9 @@ def faulty(from_length: int, script: History = HEALTHY) -> History:
 
 def run(
     target: Runner, drafter: Runner | None, k: int, prompts: Sequence[tuple[int, ...]], *, n: int = 1, max_batch: int = 8,
-    new: int = 10, prompts_are: str = "auto", temperature: float = 1.0,
+    new: int = 10, prefix_sharing: str = "auto", temperature: float = 1.0,
 ) -> tuple[Engine, list[Row]]:  # fmt: skip
-    engine = Engine(target, drafter, Fixed(k), max_batch=max_batch, rule=Coupled(), prompts=prompts_are)
+    engine = Engine(target, drafter, Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing)
     sampling = Sampling(seed=3, temperature=temperature)
     rows = [row for ids in prompts for row in engine.submit(Request(ids, n, sampling, Limits(max_new_tokens=new)))]
     while engine.step():
@@ -137,13 +137,13 @@ def test_controls_that_leave_nothing_possible_end_their_row() -> None:
     assert new_tokens(rows[1:]) == new_tokens(run(scripted(HEALTHY, VOCAB), None, 0, [(1, 2)])[1])
 
 
-@pytest.mark.parametrize("prompts_are", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("max_batch", [1, 2, 8])
-def test_all_rows_of_a_faulty_prompt_fail(max_batch: int, prompts_are: str) -> None:
+def test_all_rows_of_a_faulty_prompt_fail(max_batch: int, prefix_sharing: str) -> None:
     """Also those that come later to what the first has left."""
     prompts = [(BAD, 5, 6), (1, 2, 3)]
     target, drafter = scripted(faulty(3), VOCAB), scripted(DRAFTER, VOCAB)
-    _, rows = run(target, drafter, 3, prompts, n=3, max_batch=max_batch, prompts_are=prompts_are)
+    _, rows = run(target, drafter, 3, prompts, n=3, max_batch=max_batch, prefix_sharing=prefix_sharing)
     _, alone = run(scripted(HEALTHY, VOCAB), None, 0, prompts[1:], n=3)
     assert [row.finish_reason for row in rows] == ["error"] * 3 + ["length"] * 3
     assert new_tokens(rows[3:]) == new_tokens(alone)
@@ -192,11 +192,11 @@ def test_nothing_is_cleaned_where_nothing_was_spoilt(monkeypatch: pytest.MonkeyP
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("prompts_are", ["copied", "shared"])
-def test_a_prompt_that_was_never_computed_is_not_found(prompts_are: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
+def test_a_prompt_that_was_never_computed_is_not_found(prefix_sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two rows is refused for want of memory; the second computes the prompt anew."""
     target = scripted(HEALTHY, VOCAB)
-    engine = Engine(target, None, Fixed(0), max_batch=1, rule=Coupled(), prompts=prompts_are)
+    engine = Engine(target, None, Fixed(0), max_batch=1, rule=Coupled(), prefix_sharing=prefix_sharing)
     running = engine.submit(Request((4, 4), 1, Sampling(seed=3), Limits(max_new_tokens=2)))
     engine.step()
     refused = engine.submit(Request((1, 2, 3), 2, Sampling(seed=3), Limits(max_new_tokens=10)))

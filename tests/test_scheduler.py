@@ -106,12 +106,12 @@ steps = st.one_of(
 
 
 @pytest.mark.parametrize("chunk", [1, 2, CHUNK])
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @given(st.integers(1, 5), st.lists(steps, max_size=30))
-def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequence[tuple[str, object]]) -> None:
+def test_any_schedule(prefix_sharing: str, chunk: int, capacity: int, schedule: Sequence[tuple[str, object]]) -> None:
     """Rows come, end in any order and are cancelled; every copy and move comes from a slot that holds what it claims to, and every
     shared prompt is where its rows look for it, complete."""
-    scheduler, slots, rows = Scheduler(capacity, prompts=prompts, chunk=chunk), Slots(), []
+    scheduler, slots, rows = Scheduler(capacity, prefix_sharing=prefix_sharing, chunk=chunk), Slots(), []
     entered: list[Row] = []
     gone: set[int] = set()
     groups = 0
@@ -151,23 +151,24 @@ def test_any_schedule(prompts: str, chunk: int, capacity: int, schedule: Sequenc
     ]  # first come, first served
     if chunk == CHUNK:  # else a row may have been cancelled halfway, and its sibling started again
         assert len(slots.computed) == len(set(slots.computed))  # no prompt twice
-    assert all((row.prefix is not None) == (prompts == "shared" and row.prompt_length > 1) for row in entered)
+    assert all((row.prefix is not None) == (prefix_sharing == "shared" and row.prompt_length > 1) for row in entered)
     assert said(scheduler.next_round()) == ([], [], [])
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @given(
     st.integers(1, 5), st.sampled_from([1, 3, CHUNK]), st.integers(4, 40),
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=6), min_size=1, max_size=4), st.randoms(),
 )  # fmt: skip
 def test_prompts_with_deadlines_take_turns(
-    prompts: str, capacity: int, chunk: int, most: int, calls: Sequence[Sequence[int]], random: Any
+    prefix_sharing: str, capacity: int, chunk: int, most: int, calls: Sequence[Sequence[int]], random: Any
 ) -> None:
     """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
     call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
     stored never takes more than it may."""
     fits = lambda rows, slots, prefixes: cells(prefixes) <= most  # noqa: E731
-    scheduler, slots, entered, rows = Scheduler(capacity, prompts=prompts, chunk=chunk, fits=fits), Slots(), [], []
+    scheduler, slots = Scheduler(capacity, prefix_sharing=prefix_sharing, chunk=chunk, fits=fits), Slots()
+    entered, rows = [], []
     for number, sizes in enumerate(calls):
         new = [row for i, n in enumerate(sizes) for row in group(10 * number + i, n, deadline=1e9, length=1 + (3 * i) % 5)]
         scheduler.add(new)
@@ -189,7 +190,7 @@ def test_prompts_with_deadlines_take_turns(
     assert len(slots.computed) <= len(entered)
 
 
-@pytest.mark.parametrize(("prompts", "together"), [("copied", True), ("shared", True), ("shared", False)])
+@pytest.mark.parametrize(("prefix_sharing", "together"), [("copied", True), ("shared", True), ("shared", False)])
 @pytest.mark.parametrize(
     ("groups", "n", "capacity", "computed"),
     [
@@ -203,12 +204,12 @@ def test_prompts_with_deadlines_take_turns(
     ],
 )
 def test_how_often_prompts_are_computed_in_turns(
-    prompts: str, together: bool, groups: int, n: int, capacity: int, computed: int
+    prefix_sharing: str, together: bool, groups: int, n: int, capacity: int, computed: int
 ) -> None:
     """Rows end all together, or one at a time in any order: a prompt is computed again only in a turn that finds it nowhere."""
     for seed in range(1 if together else 8):
         choice, admitted = Random(seed).choice, []
-        scheduler, slots = Scheduler(capacity, prompts=prompts), Slots()
+        scheduler, slots = Scheduler(capacity, prefix_sharing=prefix_sharing), Slots()
         scheduler.add([row for number in range(groups) for row in group(number, n, deadline=1e9, length=4)])
         while not scheduler.idle:
             round_ = scheduler.next_round()
@@ -381,15 +382,15 @@ def work(do: Callable[[], object]) -> int:
     return count + Watched.looks - before
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("deadline", [None, 1e9])
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_round_costs_nothing_for_rows_that_wait(n: int, deadline: float | None, prompts: str) -> None:
+def test_a_round_costs_nothing_for_rows_that_wait(n: int, deadline: float | None, prefix_sharing: str) -> None:
     """Twelve rounds in which rows end, are cancelled while they wait, and are admitted: as much work with 600 waiting as with
     6,000, but for the height of a heap."""
 
     def of(waiting: int) -> int:
-        scheduler = Scheduler(4, prompts=prompts)
+        scheduler = Scheduler(4, prefix_sharing=prefix_sharing)
         rows = [
             Watched(row.request, row.group, row.index, 0, row.tokens, frozenset(), 1 << 20, deadline)
             for number in range(waiting // n) for row in group(number, n, length=3)

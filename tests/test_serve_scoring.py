@@ -97,15 +97,17 @@ def test_caches_that_rows_have_left_make_room() -> None:
     run(2, 280, 0)
 
 
-def real(memory: int | None, prompts: str, max_batch: int = 2, k: int = 3) -> Engine:
+def real(memory: int | None, prefix_sharing: str, max_batch: int = 2, k: int = 3) -> Engine:
     models = [runner(tiny_model("llama"), 128), runner(tiny_model("llama", seed=1, layers=1), 128)]
-    return Engine(*models, Fixed(k), max_batch=max_batch, rule=Coupled(), prompts=prompts, chunk=4, kv_bytes=memory)
+    return Engine(
+        *models, Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing, chunk=4, kv_bytes=memory
+    )
 
 
 @pytest.mark.parametrize(("time_budget", "new", "room"), [(None, 8, 100), (1000.0, 4, 150)], ids=["in order", "in turns"])
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
-    prompts: str, time_budget: float | None, new: int, room: int
+    prefix_sharing: str, time_budget: float | None, new: int, room: int
 ) -> None:
     """A free slot may hold the prompt that the next row copies, and is cut with the rest of the cache. Where requests take turns,
     a prompt is computed in chunks above such a slot."""
@@ -113,7 +115,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
     asked = [Request((*range(1, length),), n, Sampling(seed=length), limits) for length, n in ((60, 3), (40, 1))]
 
     def run(memory: int | None, every: int) -> list[list[int]]:
-        engine = real(memory, prompts)
+        engine = real(memory, prefix_sharing)
         rows = [row for request in asked for row in engine.submit(request)]
         while not engine.scheduler.idle:
             engine.step()
@@ -127,7 +129,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
         return [row.tokens for row in rows]
 
     trimmed: list[int] = []
-    most = sum(model.cache_bytes(1, room) for model in real(2**40, prompts).models)
+    most = sum(model.cache_bytes(1, room) for model in real(2**40, prefix_sharing).models)
     expected = run(None, 0)
     for every in (1, 2):
         assert run(most, every) == expected

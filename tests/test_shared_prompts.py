@@ -112,8 +112,8 @@ def test_auto_keeps_to_static_passes() -> None:
 
 def test_an_unknown_policy() -> None:
     target = scripted(hashed(VOCABULARY), VOCABULARY)
-    with pytest.raises(RequestError, match="prompts must be one of auto, shared, copied, got 'twice'"):
-        Engine(target, None, Fixed(0), prompts="twice")
+    with pytest.raises(RequestError, match="prefix_sharing must be one of auto, shared, copied, got 'twice'"):
+        Engine(target, None, Fixed(0), prefix_sharing="twice")
 
 
 # ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +186,7 @@ def test_a_wrong_base_shows(wrong: int) -> None:
 def test_models_that_cannot_share_get_copies(architecture: str) -> None:
     runner = loading.wrap(hf_of(architecture), architecture)
     assert not runner.shares
-    engine, _, _ = run(runner, None, [(prompt(9), 3, 4)], prompts="shared")
+    engine, _, _ = run(runner, None, [(prompt(9), 3, 4)], prefix_sharing="shared")
     assert engine.target.cache.cells == 0
     assert engine.stats.prefills == 1
 
@@ -231,10 +231,11 @@ Asked = Sequence[tuple[Sequence[int], int, int]]
 
 
 def run(
-    target: Runner, drafter: Runner | None, asked: Asked, *, prompts: str = "shared", max_batch: int = 8, temperature: float = 0.0,
+    target: Runner, drafter: Runner | None, asked: Asked, *, prefix_sharing: str = "shared", max_batch: int = 8,
+    temperature: float = 0.0,
 ) -> tuple[Engine, list[list[int]], list[Row]]:  # fmt: skip
     """The engine afterwards, and all rows' new tokens."""
-    engine = Engine(target, drafter, Fixed(K if drafter else 0), max_batch=max_batch, prompts=prompts)
+    engine = Engine(target, drafter, Fixed(K if drafter else 0), max_batch=max_batch, prefix_sharing=prefix_sharing)
     rows = submitted(engine, asked, temperature)
     while engine.step():
         check(engine)
@@ -275,7 +276,7 @@ def test_ids_are_those_of_copied_prompts(max_batch: int, temperature: float, spe
     """By a model that says something else after any other history, and checks the position of each cell it sees."""
     target, drafter = pair()
     draft = drafter if speculative else None
-    copied, expected, _ = run(target, draft, PAIRS, prompts="copied", max_batch=max_batch, temperature=temperature)
+    copied, expected, _ = run(target, draft, PAIRS, prefix_sharing="copied", max_batch=max_batch, temperature=temperature)
     shared, ids, rows = run(target, draft, PAIRS, max_batch=max_batch, temperature=temperature)
     assert ids == expected
     assert [row.prefix is not None for row in rows] == [len(p) > 1 for p, n, _ in PAIRS for _ in range(n)]
@@ -291,7 +292,7 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
     target = loading.wrap(tiny_model(architecture), architecture)
     drafter = loading.wrap(tiny_model(architecture, seed=0), architecture)
     for temperature in (0.0, 1.0):
-        expected = run(target, drafter, PAIRS, prompts="copied", max_batch=4, temperature=temperature)[1]
+        expected = run(target, drafter, PAIRS, prefix_sharing="copied", max_batch=4, temperature=temperature)[1]
         engine, ids, _ = run(target, drafter, PAIRS, max_batch=4, temperature=temperature)
         assert ids == expected
         assert all(model.cache.cells > 0 for model in engine.models)
@@ -299,7 +300,7 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
 
 def test_static_passes_leave_shared_prompts_to_ordinary_ones() -> None:
     target = loading.wrap(tiny_model("llama"), "llama")
-    expected = run(target, target, PAIRS, prompts="copied", max_batch=4)[1]
+    expected = run(target, target, PAIRS, prefix_sharing="copied", max_batch=4)[1]
     target.use_static_passes("eager")
     engine, ids, _ = run(target, target, PAIRS, max_batch=4)
     assert ids == expected
@@ -316,7 +317,7 @@ def test_a_wrong_base_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, slot, Prefix(prefix.base - 1, prefix.length) if prefix is not None and prefix.base else prefix)
 
     monkeypatch.setattr(SlotCache, "enter", enter)
-    engine = Engine(pair()[0], None, Fixed(0), max_batch=8, prompts="shared")
+    engine = Engine(pair()[0], None, Fixed(0), max_batch=8, prefix_sharing="shared")
     submitted(engine, PAIRS, 0.0)
     with pytest.raises(AssertionError, match="sees in cell 0 what was written at position 18"):
         engine.step()
@@ -335,7 +336,9 @@ def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
     """m_c + n * m_d cells against n * (m_c + m_d)."""
     target = loading.wrap(hf_of("llama"), "llama")
     length, new = 50, 6
-    shared, copied = (run(target, None, [(prompt(length), n, new)], prompts=p)[0].target.cache for p in ("shared", "copied"))
+    shared, copied = (
+        run(target, None, [(prompt(length), n, new)], prefix_sharing=p)[0].target.cache for p in ("shared", "copied")
+    )
     assert tensor_bytes(shared) == shared.nbytes() == (length - 1 + n * (new + 2)) * shared.bytes_per_token()
     assert tensor_bytes(copied) == copied.nbytes() == n * (length + new + 1) * copied.bytes_per_token()
 
@@ -369,7 +372,7 @@ def test_the_store_is_no_larger_than_what_was_needed_at_once() -> None:
 def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     target, drafter = pair()
     now = time.perf_counter()
-    engine = Engine(target, drafter, Fixed(K), max_batch=4, prompts="shared", clock=lambda: now)
+    engine = Engine(target, drafter, Fixed(K), max_batch=4, prefix_sharing="shared", clock=lambda: now)
     first, second = (
         engine.submit(Request(prompt(n), 3, Sampling(temperature=0), Limits(max_new_tokens=20))) for n in (20, 14)
     )
@@ -392,16 +395,16 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     assert again[0].prefix == Prefix(0, 8)
     assert [store.find(group) for group in range(4)] == [None] * 4
     assert engine.scheduler.idle
-    alone = [run(target, None, [(prompt(n), 1, 20)], prompts="copied")[1][0] for n in (14, 9)]
+    alone = [run(target, None, [(prompt(n), 1, 20)], prefix_sharing="copied")[1][0] for n in (14, 9)]
     assert [row.tokens[row.prompt_length :] for row in (*second, *again)] == [alone[0]] * 3 + [alone[1]]
 
 
 def test_a_waiting_row_finds_the_prompt_after_all_others_have_gone() -> None:
-    engine = Engine(pair()[0], None, Fixed(0), max_batch=2, prompts="shared")
+    engine = Engine(pair()[0], None, Fixed(0), max_batch=2, prefix_sharing="shared")
     rows = submitted(engine, [(prompt(10), 3, 4)], 0.0)
     engine.step()
     engine.cancel(rows[:2])
     while engine.step():
         check(engine)
     assert engine.stats.prefills == 1
-    assert rows[2].tokens == [*prompt(10), *run(pair()[0], None, [(prompt(10), 1, 4)], prompts="copied")[1][0]]
+    assert rows[2].tokens == [*prompt(10), *run(pair()[0], None, [(prompt(10), 1, 4)], prefix_sharing="copied")[1][0]]

@@ -429,7 +429,7 @@ def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"temperature": temperature}
     results = []
     for models_ in (made, [runner(hf(), None), runner(hf(seed=1, layers=1), None)]):
-        engine = Engine(models_[0], models_[1], Fixed(K), max_batch=5, prompts="shared")
+        engine = Engine(models_[0], models_[1], Fixed(K), max_batch=5, prefix_sharing="shared")
         requests = [Request(tuple(p), 3, Sampling(seed=4, **options), Limits(max_new_tokens=NEW)) for p in PROMPTS]
         rows = [row for request in requests for row in engine.submit(request)]
         while engine.step():

@@ -211,7 +211,9 @@ def test_sampled_ids_do_not_depend_on_the_batch(dtype: torch.dtype, k: int) -> N
 
 
 def test_load_makes_both_models_strict(tmp_path: Any) -> None:
-    loaded = shoal.load(*save_pair(tmp_path), dtype="bfloat16", strict=True, prompts="shared")  # which strict does not do
+    loaded = shoal.load(
+        *save_pair(tmp_path), dtype="bfloat16", strict=True, prefix_sharing="shared"
+    )  # which strict does not do
     assert loaded.draft_model is not None
     assert "strict" in loaded.target.notes
     assert "strict" in loaded.draft_model.notes

@@ -74,11 +74,11 @@ class Timed:
 # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("budget", [0.5, 8, 20, 99.5])
-def test_after_the_deadline_at_most_a_chunk_of_the_prompt_is_computed(budget: float, prompts: str) -> None:
+def test_after_the_deadline_at_most_a_chunk_of_the_prompt_is_computed(budget: float, prefix_sharing: str) -> None:
     """Alone in the engine: nobody else is waiting for the round."""
-    timed = Timed(prompts=prompts)
+    timed = Timed(prefix_sharing=prefix_sharing)
     rows = timed.ask(100, n=2, budget=budget)
     timed.finish()
     assert timed.now < budget + timed.engine.scheduler.chunk
@@ -177,19 +177,19 @@ def asked(timed: Timed, prompts: int, n: int, budget: float | None, length: int 
     )
 
 
-@pytest.mark.parametrize("prompts", ["copied", "shared"])
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize(("groups", "slots", "computed"), [(4, 2, 8), (3, 4, 3), (3, 1, 7)])
 def test_with_a_budget_every_prompt_gets_its_first_sample_first(
-    groups: int, slots: int, computed: int, prompts: str
+    groups: int, slots: int, computed: int, prefix_sharing: str
 ) -> None:
     """Three samples of each, in the order of their index; the tokens are those of the order without a budget, where every prompt is
     computed once. A prompt that lost its slot between two of its samples is computed again, and counted."""
-    timed = Timed(draft=False, max_batch=slots, prompts=prompts, chunk=512)
+    timed = Timed(draft=False, max_batch=slots, prefix_sharing=prefix_sharing, chunk=512)
     rows = [row for group in asked(timed, groups, 3, 1e6) for row in group]
     timed.finish()
     began = sorted(rows, key=lambda row: (timed.samples[row].finished_at, row.index))
     assert [row.index for row in began] == sorted(row.index for row in rows)
-    free = Timed(draft=False, max_batch=slots, prompts=prompts)
+    free = Timed(draft=False, max_batch=slots, prefix_sharing=prefix_sharing)
     others = [row for group in asked(free, groups, 3, None) for row in group]
     free.finish()
     assert [row.tokens for row in rows] == [row.tokens for row in others]

@@ -47,7 +47,7 @@ def load(
     target: Source | None = None, draft: Source | None = None, *, tokenizer: Any = None, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
-    prompts: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
+    prefix_sharing: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
@@ -69,8 +69,8 @@ def load(
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.
         strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
-        prompts: "shared": a group's prompt is stored, and read by each pass, once; "copied": by each row; "auto": shared where that
-            pays (see `shoal.engine.prefix_store`).
+        prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied": once per row; "auto": shared
+            where that pays (see `shoal.engine.prefix_store`).
         tensor_parallel: the target is shared by all processes that torchrun started (docs/scaling.md). `load` returns in the first
             one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
@@ -100,7 +100,7 @@ def load(
     for model in (runner, draft_runner):
         if model is not None:
             model.use_static_passes(executor_for(compile, model.device))
-    pair = Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prompts=prompts)
+    pair = Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing)
     LOG.info(one_line(pair.loaded))
     return pair
 
@@ -135,20 +135,20 @@ class Shoal:
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
-        max_batch: most rows decoded together. prompts: see `load`.
+        max_batch: most rows decoded together. prefix_sharing: see `load`.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16,
-        prompts: str = "auto",
+        prefix_sharing: str = "auto",
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         self.tokenizer, max_batch = tokenizer, plain(max_batch)
         if not isinstance(max_batch, int) or max_batch < 1:
             raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
-        check_policy(prompts)
-        self.max_batch, self.prompts = max_batch, prompts
+        check_policy(prefix_sharing)
+        self.max_batch, self.prefix_sharing = max_batch, prefix_sharing
         self.rule: Rule | None = None
         self.knowledge = controllers.Knowledge(packed=target.packs)
         self.eos = loading.eos_ids(target.hf, tokenizer)
@@ -257,7 +257,7 @@ class Shoal:
         controller = controllers.by_name(lookahead_name, self.knowledge)
         engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
-            rule=rule, prompts=self.prompts, chunk=chunk, kv_bytes=kv_bytes,
+            rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
         )  # fmt: skip
         engine.stats.loaded = self.loaded
         return engine

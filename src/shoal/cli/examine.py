@@ -143,7 +143,7 @@ def memory(case: Case) -> Finding:
     slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    prefix = Store(policy_for(case.model.prompts, runners)).admit(0, slots, longest - 1)
+    prefix = Store(policy_for(case.model.prefix_sharing, runners)).admit(0, slots, longest - 1)
     shared = 0 if prefix is None else prefix.length
     caches = sum(
         runner.cache_bytes(slots, min(longest + case.max_new_tokens, runner.context) - shared + case.k + 1, shared)

@@ -41,7 +41,7 @@ class Engine:
         lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
-        prompts: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
+        prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
         kv_bytes: what the caches of all models may take; rows wait until there is room, and are decoded plainly where it does not
             hold the drafter's keys as well. None = no limit but the machine's.
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(
         self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
-        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prompts: str = "auto", chunk: int = CHUNK,
+        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prefix_sharing: str = "auto", chunk: int = CHUNK,
         kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
@@ -67,7 +67,9 @@ class Engine:
         self.lookahead, self.rule = controller, rule or Rejection()
         # A pass may write up to `limit` unused columns beyond a row's last token.
         self.memory = Memory(self.models, controller.limit + 1, kv_bytes)
-        self.scheduler = Scheduler(max_batch, prompts=policy_for(prompts, self.models), chunk=chunk, fits=self.memory.fits)
+        self.scheduler = Scheduler(
+            max_batch, prefix_sharing=policy_for(prefix_sharing, self.models), chunk=chunk, fits=self.memory.fits
+        )
         self.intake = Intake(self.models, self.memory, tokenizer, eos)
         self.stats = Stats()
         self._clock = clock or time.perf_counter

@@ -19,16 +19,16 @@ MAX_PASS_TOKENS = 4096
 """Tokens per pass over all rows, padding included."""
 
 
-def policy_for(prompts: str, models: Sequence[Runner]) -> str:
+def policy_for(prefix_sharing: str, models: Sequence[Runner]) -> str:
     """The policy of `shoal.engine.prefix_store` that these models allow: all must know shared prompts, and "auto" keeps to
     static passes.
 
     Raises:
         RequestError: for an unknown name.
     """
-    check_policy(prompts)
-    lost = prompts == "auto" and any(model.static is not None and not model.static.knows_prefixes for model in models)
-    return prompts if all(model.shares for model in models) and not lost else "copied"
+    check_policy(prefix_sharing)
+    lost = prefix_sharing == "auto" and any(model.static is not None and not model.static.knows_prefixes for model in models)
+    return prefix_sharing if all(model.shares for model in models) and not lost else "copied"
 
 
 def prefill(runner: Runner, round_: Round, drafting: bool = False) -> int:

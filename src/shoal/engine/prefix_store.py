@@ -20,7 +20,7 @@ SAVED = 2048
 def check_policy(name: str) -> None:
     """Raises RequestError for a name that is not in `POLICIES`."""
     if name not in POLICIES:
-        raise RequestError(f"prompts must be one of {', '.join(POLICIES)}, got {name!r}")
+        raise RequestError(f"prefix_sharing must be one of {', '.join(POLICIES)}, got {name!r}")
 
 
 class Store:

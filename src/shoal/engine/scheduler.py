@@ -42,7 +42,7 @@ class Scheduler:
 
     Attributes:
         capacity: most rows in slots. waiting: rows without one.
-        prompts: whether groups share theirs, see `shoal.engine.prefix_store`.
+        prefix_sharing: whether groups share theirs, see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
         fits: is there memory for these rows in that many slots, and for these shared prompts? Asked before a row is
             admitted, unless it would be alone.
@@ -51,7 +51,7 @@ class Scheduler:
 
     capacity: int
     waiting: Waiting = field(default_factory=Waiting)
-    prompts: str = "copied"
+    prefix_sharing: str = "copied"
     chunk: int = CHUNK
     fits: Callable[[Sequence[Row], int, Sequence[Prefix]], bool] | None = None
     crowded: bool = False
@@ -62,7 +62,7 @@ class Scheduler:
                 raise RequestError(f"{name} must be >= 1, got {value}")
         self._slots: list[Row | None] = []
         self._resident: list[int] = []
-        self._store = Store(self.prompts)
+        self._store = Store(self.prefix_sharing)
         self._deadlines = Deadlines()
         self._groups: Counter[int] = Counter()  # rows of each that are in slots or wait
         self._prefilling: Row | None = None

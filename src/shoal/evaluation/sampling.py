@@ -58,7 +58,7 @@ class Sampler:
         self.shoals = {
             way: Shoal(
                 pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if way == SINGLE else pair.max_batch,
-                prompts=pair.prompts,
+                prefix_sharing=pair.prefix_sharing,
             )
             for way in plan.ways
         }  # fmt: skip

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import RequestError
+from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import attention, compiled
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
 from shoal.models.out_of_memory import explained
 from shoal.types.prefix import Prefix
@@ -35,6 +36,7 @@ class Runner:
         cache: the slot cache. passes, seconds: forward calls and time spent in them, see `spent`.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
+        takes_trees: a block's tokens may be draft trees; not where the model computes positions itself.
         around: entered for the length of each pass (`shoal.models.strict`). notes: what was measured and chosen at load, by
             subject.
         self_check_error: what `selfcheck` found; None before it has run.
@@ -60,6 +62,7 @@ class Runner:
         self.self_check_error: float | None = None
         self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
+        self.takes_trees = self._positional
         self.packs = door == "interface" and self._positional
         self.shares = self.packs and attention_name in attention.SHARING
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -149,21 +152,29 @@ class Runner:
         return -(-capacity // self._kv_block) * self._kv_block
 
     @torch.inference_mode()
-    def feed(self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, want_logits: bool = True) -> Tensor:
+    def feed(
+        self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, parents: Parents | None = None,
+        want_logits: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Appends counts[b] tokens to each row's slot in one pass.
 
         Args:
             slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on.
             counts: 1..q per row.
+            parents: the draft tree that a row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = chains.
+                Keys are written in the order of the columns: `SlotCache.keep` moves an accepted path together.
             want_logits: False when only the cache matters (prompts).
 
         Returns:
             Logits [rows, q, vocab]; those of padding columns are meaningless. Without `want_logits`, some of them.
 
         Raises:
-            OutOfMemory.
+            OutOfMemory. UnsupportedModel: a tree that branches, for a model that does not take trees (`takes_trees`).
+            RequestError: a tree of more than 63 nodes.
         """
-        plan = self._plan(slots, counts, packed=self.packs)
+        plan = self._plan(slots, counts, packed=self.packs, parents=parents)
+        if plan.parents is not None and not self.takes_trees:
+            raise UnsupportedModel(f"{self.name} cannot verify draft trees: it computes positions itself")
         # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
         known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
         with self._counted():
@@ -213,10 +224,14 @@ class Runner:
         with self._counted():
             self._dynamic(plan, tokens.clamp(max=self.vocab_size - 1), want_logits=False)
 
-    def _plan(self, slots: Sequence[int], counts: Sequence[int], packed: bool = False) -> Plan:
+    def _plan(
+        self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
+    ) -> Plan:
         """Appending counts[b] tokens to each row."""
         starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
-        return Plan(slots, starts, counts, self.device, packed=packed, prefixes=prefixes, kv_block=self._kv_block)
+        return Plan(
+            slots, starts, counts, self.device, packed=packed, prefixes=prefixes, kv_block=self._kv_block, parents=parents
+        )
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         """The pass made to measure."""

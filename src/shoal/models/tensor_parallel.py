@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.errors import ModelError, RequestError
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.tree import Parents
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
@@ -185,6 +186,10 @@ class _LedCache(SlotCache):
         with self._ranks.told("copy", self.key, source, target, length):
             super().copy(source, target, length)
 
+    def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
+        with self._ranks.told("gather", self.key, slot, start, cells):
+            super().gather(slot, start, cells)
+
     def scrub(self, slot: int, length: int) -> None:
         with self._ranks.told("scrub", self.key, slot, length):
             super().scrub(slot, length)
@@ -192,14 +197,14 @@ class _LedCache(SlotCache):
 
 def _told(plan: Plan) -> tuple[Any, ...]:
     """What makes a plan, as `_repeat` takes it."""
-    return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into
+    return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
 
 
 def _repeat(
     runner: Runner, cache: SlotCache, slots: list[int], starts: list[int], counts: list[int], packed: bool,
-    prefixes: list[Prefix | None], into: Prefix | None, tokens: Tensor, want_logits: bool,
+    prefixes: list[Prefix | None], into: Prefix | None, parents: Parents | None, tokens: Tensor, want_logits: bool,
 ) -> None:  # fmt: skip
     """The pass that rank 0 makes, on this rank's heads."""
     runner.cache = cache
-    plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into)
+    plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into, parents=parents)
     runner._dynamic(plan, tokens.to(runner.device), want_logits)

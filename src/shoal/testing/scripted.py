@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 
 History = Callable[[tuple[int, ...]], Tensor]
@@ -73,11 +74,27 @@ class ScriptedModel(torch.nn.Module):
             ids, places = (plan.repeated(tail, shared) for tail, shared in pairs)
         ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
         own = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
+        if plan.parents is not None:
+            logits = self._said_in_trees(ids, places, plan)
+            return SimpleNamespace(logits=logits.masked_fill(~own[..., None], torch.nan))
         _check_places(places, position_ids, own)
         if logits_to_keep:  # a prompt's pass, whose logits nobody reads
             return SimpleNamespace(logits=torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan))
         logits = self._said(ids, position_ids)
         return SimpleNamespace(logits=logits.masked_fill(~own[..., None], torch.nan))
+
+    def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
+        """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each column of a draft tree sees."""
+        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
+        logits = torch.full((plan.rows, plan.q, self.head.out_features), torch.nan, dtype=self.dtype)
+        for row, seen in enumerate(whole.visible(width=ids.shape[1])):
+            for column in range(plan.counts[row]):
+                path, at = ids[row, seen[column]][None], places[row, seen[column]][None]
+                _check_places(at, plan.positions[row : row + 1, column : column + 1], torch.ones(1, 1, dtype=torch.bool))
+                if path.shape[1] != int(plan.positions[row, column]) + 1:
+                    raise AssertionError(f"column {column} of row {row} sees {path.shape[1]} tokens")
+                logits[row, column] = self._said(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
+        return logits
 
     def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids [rows, kv] long, positions [rows, q] -> logits [rows, q, vocab] after the tokens up to each position."""

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.errors import RequestError
+from shoal.errors import InternalError, RequestError
 from shoal.models.attention.problem import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,6 +72,8 @@ def fused(problem: Problem) -> Tensor:
             "attention='fused' needs Triton, a CUDA device (or TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; "
             f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
         )
+    if problem.plan.tree() is not None:
+        raise InternalError("the fused kernel does not know draft trees yet")
     shared = None
     if problem.shared_key is not None and problem.shared_value is not None:
         shared = problem.shared_key, problem.shared_value

@@ -41,7 +41,7 @@ class Problem:
         if self.shared_key is None or self.shared_value is None:
             return self
         plan = self.plan
-        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed)
+        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
         pairs = (self.key, self.shared_key), (self.value, self.shared_value)
         key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
         return replace(self, key=key, value=value, plan=whole, shared_key=None, shared_value=None)

@@ -7,6 +7,9 @@ what they write lies beyond the row's length, is never attended to and is overwr
 
 A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's shared store. Its slot then only
 holds the tail, the tokens from position `offset` on.
+
+The tokens a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still written one column after another, but a
+token's position is the row's start plus its depth, and in the block it sees its ancestors only.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.cache.tree import Array, Parents, branching, layout, seen_by_words, within
 from shoal.types.prefix import Prefix
 
 PACK_FROM = 1 / 8
@@ -44,6 +48,7 @@ class Plan:
         prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row has one.
         into: set when the one row of the pass is a prompt on its way into the shared store; it has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
+        parents: the tree that each row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = all are chains.
 
     Attributes:
         slots: cache slot of each row. first_slot: set when slots are consecutive, so that caches may return views.
@@ -51,11 +56,17 @@ class Plan:
         offsets: length of each row's prefix, 0 without; the position of the first token in its slot.
         tails: lengths - offsets: keys in the slot that the row's last query sees. kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
+        parents: None where no row's tree branches. depths, words: of the columns, [rows, q] int64 on the host; None without
+            parents.
+
+    Raises:
+        RequestError, InternalError: see `shoal.models.cache.tree.layout`.
     """
 
     def __init__(
         self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device, *, packed: bool = False,
         prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None, kv_block: int = 1,
+        parents: Parents | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
@@ -67,15 +78,24 @@ class Plan:
         self.packed = packed and PACK_FROM * self.rows * self.q <= self.rows * self.q - sum(self.counts)
         consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
         self.first_slot = self.slots[0] if consecutive else None
-        self._positions = np.array(self.starts)[:, None] + np.arange(self.q)  # small: NumPy is quicker than tensor calls
-        self._places = self._positions - np.array(self.offsets)[:, None]
+        starts_, offsets = np.array(self.starts)[:, None], np.array(self.offsets)[:, None]
+        written = starts_ + np.arange(self.q)  # small arrays: NumPy costs less than tensor calls
+        self._cells = written - offsets
         # The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
-        kv = max(self.tails) if self.packed else int(self._places[:, -1].max()) + 1
+        kv = max(self.tails) if self.packed else int(self._cells[:, -1].max()) + 1
         self.kv = -(-kv // kv_block) * kv_block
-        self.positions = torch.from_numpy(self._positions).to(device)
+        self.parents = parents if branching(parents) else None
+        self.depths: Array | None = None
+        self.words: Array | None = None
+        if self.parents is not None:
+            self.depths, self.words = layout(self.parents, self.counts)
+        positions = written if self.depths is None else starts_ + self.depths
+        self._places = positions - offsets
+        self.positions = torch.from_numpy(positions).to(device)
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
         self._groups: dict[int | None, list[Shared]] = {}
         self._apart: dict[int, tuple[list[int], int]] = {}
+        self._trees: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     @property
     def rows(self) -> int:
@@ -121,7 +141,7 @@ class Plan:
         """Flat cells that the pass writes, [tokens of the pass] int64: of the slots (slot * capacity + position - offset), or
         of the shared store if `into` is set (base + position)."""
         first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]
-        cells = (np.array(first)[:, None] + self._places).reshape(-1)
+        cells = (np.array(first)[:, None] + self._cells).reshape(-1)
         return torch.from_numpy(cells[self._real_columns] if self.packed else cells).to(self.device)
 
     def repeated(self, tail: Tensor, shared: Tensor) -> Tensor:
@@ -144,7 +164,7 @@ class Plan:
 
     @cached_property
     def places(self) -> Tensor:
-        """positions - offsets: where in its slot each query's own key lies, [rows, q] int64."""
+        """positions - offsets, [rows, q] int64: without trees the index of each query's own key in its slot."""
         return torch.from_numpy(self._places).to(self.device) if self.shares else self.positions
 
     @cached_property
@@ -153,14 +173,31 @@ class Plan:
         bases = [0 if prefix is None else prefix.base for prefix in self.prefixes]
         return torch.tensor([self.starts, self.counts, self.offsets, bases], dtype=torch.int32, device=self.device)
 
+    def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """For kernels: positions, and words restricted to the window, [rows, q] int64 each; None where no row's tree branches."""
+        if self.words is None:
+            return None
+        if window not in self._trees:
+            words = torch.from_numpy(self.words).to(self.device)
+            self._trees[window] = self.positions, within(words, self.positions, window)
+        return self._trees[window]
+
+    @cached_property
+    def _firsts(self) -> Tensor:
+        """Index in its slot of each row's first column, [rows] int64."""
+        return torch.from_numpy(self._cells[:, 0].copy()).to(self.device)
+
     def visible(self, window: int | None = None, width: int | None = None) -> Tensor:
-        """Which keys of its slot each query sees: causal, within the sliding window if any; [rows, q, width] bool.
+        """Which keys of its slot each query sees: causal or by its tree, within the sliding window if any; [rows, q, width] bool.
 
         Args:
-            window: number of most recent keys a query sees, itself included; None = all. width: None = `kv`.
+            window: number of most recent positions a query sees, its own included; None = all. width: None = `kv`.
         """
         keys = torch.arange(self.kv if width is None else width, device=self.device)
-        return seen_keys(keys, self.places[..., None], window)
+        block = self.tree(window)
+        if block is None:
+            return seen_keys(keys, self.places[..., None], window)
+        return seen_by_words(keys, self.places, self._firsts, block[1], window)
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
         """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere; made once per
@@ -192,10 +229,18 @@ class Plan:
             return None
         key = ("row", row, dtype, window, fold)
         if key not in self._masks:
-            keys = torch.arange(length, device=self.device)
-            seen = seen_keys(keys, keys[-count:, None], window)
-            self._masks[key] = additive(seen[None], dtype, fold)
+            self._masks[key] = additive(self._seen_by(row, window), dtype, fold)
         return self._masks[key]
+
+    def _seen_by(self, row: int, window: int | None) -> Tensor:
+        """`visible` of one row without a prefix, over its own tokens and keys: [1, count, length] bool."""
+        count = self.counts[row]
+        keys = torch.arange(self.lengths[row], device=self.device)
+        block = self.tree(window)
+        if block is None:
+            return seen_keys(keys, keys[-count:, None], window)[None]
+        rows = slice(row, row + 1)
+        return seen_by_words(keys, self.places[rows, :count], self._firsts[rows], block[1][rows, :count], window)
 
     def apart(self, call: int) -> tuple[list[int], int]:
         """How to attend most cheaply if a call takes as long as reading `call` keys of a row; decided once per pass.
@@ -204,7 +249,7 @@ class Plan:
             The rows to attend alone, the longest ones, and the width of one padded call that is enough for all others.
         """
         if call not in self._apart:
-            ends = self.tails if self.packed else self._places[:, -1] + 1
+            ends = self.tails if self.packed else self._cells[:, -1] + 1
             longest = np.argsort(-np.array(ends), kind="stable")
             widths = np.array(ends)[longest]
             alone = np.cumsum(np.array(self.tails)[longest] + call)

@@ -1,8 +1,8 @@
 """Slot-based ragged KV cache behind Transformers' Cache API; the only file that touches its cache classes.
 
 Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending writes its new columns in
-place at the row's own length, rolling back is setting that length, and nothing ever moves except when a finished row's slot
-is filled from the end (compaction) or a group's prompt is copied to a sibling.
+place at the row's own length, and rolling back is setting that length. Tokens move in three cases only: a finished row's slot
+is filled from the end (compaction), a group's prompt is copied to a sibling, an accepted path of a draft tree moves together.
 
 Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A group's prompt may lie there once
 (`Prefix`); the slots of its rows then hold their tails only.
@@ -10,7 +10,9 @@ Beside its slots a layer has the *shared store*, two flat tensors [cells, kv hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,7 +127,34 @@ class SlotCache(Cache):
             raise InternalError(f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}")
         self.lengths[slot] = length
 
+    def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
+        """Keeps some columns of the last block and forgets the others: they become the tokens at `length`, `length` + 1, ...
+
+        A path of a draft tree. Columns 0, 1, ... lie there already: nothing moves, and this is `rollback`.
+
+        Args:
+            length: tokens of the row before the block. columns: rising.
+
+        Raises:
+            InternalError: for columns that the row does not have, or that do not rise.
+        """
+        rising = all(a < b for a, b in pairwise([-1, *columns]))
+        if not rising or not self._offset(slot) <= length <= length + max(columns, default=-1) + 1 <= self.lengths[slot]:
+            raise InternalError(f"cannot keep columns {list(columns)} of slot {slot} from {length} to {self.lengths[slot]}")
+        first = next((i for i, column in enumerate(columns) if column != i), len(columns))
+        if first < len(columns):
+            block = length - self._offset(slot)
+            self.gather(slot, block + first, [block + column for column in columns[first:]])
+        self.lengths[slot] = length + len(columns)
+
     @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
+    def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
+        """Moves token slots `cells` of the slot to `start`, `start` + 1, ...; in place, the ranges may overlap."""
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor[slot, start : start + len(cells)] = tensor[slot, torch.tensor(cells, device=tensor.device)]
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of `target` those of `source`; what is shared stays where it is."""
         tail = length - self._offset(source)

@@ -42,6 +42,9 @@ class StaticPlan(Plan):
         """As `Plan.bounds`, [4, rows] int32."""
         return self._block.bounds.to(torch.int32)
 
+    def tree(self, window: int | None = None) -> None:
+        """Static passes have no trees yet."""
+
     def forget(self) -> None:
         """Masks are made anew in every pass, once for all layers."""
         self._masks.clear()

@@ -1,0 +1,90 @@
+"""Draft trees in a verification block: the depth of each column, and which columns of the block it sees.
+
+Column 0 of a row is its last committed token, the root; column 1 + i is node i of its tree. A node's parent comes before it.
+A column sees itself and its ancestors: bit i of its word says whether it sees column i (Miao et al., SpecInfer, ASPLOS 2024,
+arXiv 2305.09781, "tree attention").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.errors import InternalError, RequestError
+
+Parents = Sequence[Sequence[int]]
+"""Of each row, the parent node of each node of its tree; -1 is the root."""
+Array = npt.NDArray[np.int64]
+
+MOST_NODES = 63
+"""A column's word has 64 bits, and the root takes one."""
+
+
+def branching(parents: Parents | None) -> bool:
+    """Whether some row's tree is not a chain."""
+    return parents is not None and any(
+        tree != range(-1, len(tree) - 1) and list(tree) != list(range(-1, len(tree) - 1)) for tree in parents
+    )
+
+
+def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
+    """Depths and words of all columns, [rows, q] int64 each. Unused columns continue the row's last column as a chain.
+
+    Args:
+        parents: [rows][nodes]. counts: columns of each row, 1 + nodes. q = max(counts).
+
+    Raises:
+        RequestError: more than `MOST_NODES` nodes. InternalError: counts that do not fit, or a parent that is not an earlier node.
+    """
+    if [len(tree) + 1 for tree in parents] != list(counts):
+        raise InternalError(f"trees of {[len(tree) for tree in parents]} nodes in blocks of {list(counts)} columns")
+    rows, q = len(counts), max(counts)
+    if q > 1 + MOST_NODES:
+        raise RequestError(f"a draft tree may have at most {MOST_NODES} nodes, got {q - 1}")
+    columns = np.tile(np.arange(-1, q - 1), (rows, 1))  # the parent of each column
+    for row, tree in zip(columns, parents, strict=True):
+        row[1 : len(tree) + 1] = np.asarray(tree, dtype=np.int64) + 1
+    if (columns[:, 1:] < 0).any() or (columns >= np.arange(q)).any():
+        raise InternalError("a draft tree has a node whose parent does not come before it")
+    every, own = np.arange(rows), np.left_shift(np.uint64(1), np.arange(q, dtype=np.uint64))
+    depths, words = np.zeros((rows, q), dtype=np.int64), np.tile(own, (rows, 1))
+    for column in range(1, q):
+        parent = columns[:, column]
+        depths[:, column] = depths[every, parent] + 1
+        words[:, column] |= words[every, parent]
+    return depths, words.view(np.int64)
+
+
+def chain_words(q: int) -> Array:
+    """The words of a chain's columns, [q] int64: the lower triangle."""
+    return layout([range(-1, q - 1)], [q])[1][0]
+
+
+def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """The words without the columns that a sliding window hides, by position; [rows, q] int64.
+
+    Args:
+        words, positions: [rows, q] int64. window: most recent positions that a column sees, its own included; None = all.
+    """
+    if window is None:
+        return words
+    recent = positions[:, None, :] > positions[:, :, None] - window  # [rows, column, seen column]
+    bits = torch.arange(words.shape[1], device=words.device)
+    return words & (recent.long() << bits).sum(-1)
+
+
+def seen_by_words(keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None) -> Tensor:
+    """Which keys of its slot each column sees, [rows, q, kv] bool.
+
+    Args:
+        keys: indices in the slot, [kv]. places: position of each column minus the row's offset, [rows, q].
+        firsts: index of column 0 in its slot, [rows]. words: of each column, restricted by `within`, [rows, q].
+    """
+    column = keys - firsts[:, None, None]  # [rows, 1, kv]
+    inside = (words[..., None] >> column.clamp(0, MOST_NODES)) & 1 > 0
+    committed = column < 0 if window is None else (column < 0) & (keys > places[..., None] - window)
+    return committed | (inside & (column >= 0) & (column <= MOST_NODES))

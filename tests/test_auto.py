@@ -101,7 +101,7 @@ SERIALS = itertools.count()
 
 def row(remaining: int = 100) -> Any:
     """As much of a row as a controller sees."""
-    return SimpleNamespace(remaining=remaining, room=remaining - 1, serial=next(SERIALS))
+    return SimpleNamespace(remaining=remaining, max_draft_length=remaining - 1, serial=next(SERIALS))
 
 
 def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:

@@ -15,7 +15,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, runner, scripted
-from shoal.types.prefix import Prefix, cells
+from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import PrefillChunk
 
@@ -234,7 +234,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
 def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
     most = 12
-    scheduler = Scheduler(2, prefix_sharing="shared", fits=lambda rows, slots, prefixes: cells(prefixes) <= most)
+    scheduler = Scheduler(2, prefix_sharing="shared", fits=lambda rows, slots, prefixes: token_slots(prefixes) <= most)
     low, high = Request((1,) * 7), Request((2,) * 7, 2)
     rows = [
         Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)

@@ -178,7 +178,7 @@ class Listening:
         self.told: list[list[float]] = []
 
     def lengths(self, rows: Any, waiting: int) -> list[int]:
-        return [min(self.limit, row.room) for row in rows]
+        return [min(self.limit, row.max_draft_length) for row in rows]
 
     def shorten(self, position: int, confidence: Any) -> list[int]:
         self.told.append(list(confidence))

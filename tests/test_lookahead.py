@@ -96,7 +96,7 @@ def test_a_draft_that_the_drafter_could_not_finish_counts_as_asked_for() -> None
             heard.append((list(drafted), list(accepted)))
 
     uniform = Uniform(Listening(5))
-    rows: list[Any] = [SimpleNamespace(room=9), SimpleNamespace(room=3)]
+    rows: list[Any] = [SimpleNamespace(max_draft_length=9), SimpleNamespace(max_draft_length=3)]
     assert uniform.lengths(rows, 0) == [5, 3]
     uniform.learn(Outcome([2, 3], [2, 1], 5, 1.0, 0.5))
     uniform.learn(Outcome([0, 0], [0, 0], 0, 1.0, 0.0))

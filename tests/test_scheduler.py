@@ -20,7 +20,7 @@ from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.prefix import cells
+from shoal.types.prefix import token_slots
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Admission, Move, PrefillChunk, Round
 
@@ -38,14 +38,14 @@ def said(round_: Round) -> tuple[list[Row], list[Admission], list[Move]]:
 class Slots:
     """What the slots of a cache hold, moved as the engine moves it.
 
-    A slot holds the name of a prompt (its group) once that is complete, and of the row whose tokens follow it; so does a cell of
-    the shared store.
+    A slot holds the name of a prompt (its group) once that is complete, and of the row whose tokens follow it; so does a token
+    slot of the prefix store.
     """
 
     def __init__(self) -> None:
         self.prompt: dict[int, int | None] = {}
         self.owner: dict[int, Row] = {}
-        self.cells: dict[int, int] = {}
+        self.token_slots: dict[int, int] = {}
         self.done: dict[Row, int] = {}
         self.computed: list[int] = []
 
@@ -73,8 +73,8 @@ class Slots:
         for row in round_.rows:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
-            assert all(self.cells[cell] == row.group for cell in cells_of(row))
-            assert all(cell < cells(round_.prefixes) for cell in cells_of(row))
+            assert all(self.token_slots[token_slot] == row.group for token_slot in token_slots_of(row))
+            assert all(token_slot < token_slots(round_.prefixes) for token_slot in token_slots_of(row))
 
     def _copy(self, admission: Admission) -> None:
         assert admission.source is not None
@@ -87,13 +87,13 @@ class Slots:
         assert self.owner[chunk.slot] is row
         assert chunk.start == self.done.get(row, 0)
         self.done[row] = chunk.stop
-        self.cells.update(dict.fromkeys(cells_of(row)[chunk.start : chunk.stop], row.group))
+        self.token_slots.update(dict.fromkeys(token_slots_of(row)[chunk.start : chunk.stop], row.group))
         if chunk.stop == row.prompt_length - 1:
             self.prompt[chunk.slot] = row.group
             self.computed.append(row.group)
 
 
-def cells_of(row: Row) -> range:
+def token_slots_of(row: Row) -> range:
     """Where the row's prompt lies in the shared store."""
     return range(0) if row.prefix is None else range(row.prefix.base, row.prefix.base + row.prefix.length)
 
@@ -166,7 +166,7 @@ def test_prompts_with_deadlines_take_turns(
     """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
     call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
     stored never takes more than it may."""
-    fits = lambda rows, slots, prefixes: cells(prefixes) <= most  # noqa: E731
+    fits = lambda rows, slots, prefixes: token_slots(prefixes) <= most  # noqa: E731
     scheduler, slots = Scheduler(capacity, prefix_sharing=prefix_sharing, chunk=chunk, fits=fits), Slots()
     entered, rows = [], []
     for number, sizes in enumerate(calls):
@@ -178,7 +178,7 @@ def test_prompts_with_deadlines_take_turns(
         round_ = scheduler.next_round()
         slots.carry_out(round_)
         entered += [admission.row for admission in round_.admissions]
-        assert cells(round_.prefixes) <= most
+        assert token_slots(round_.prefixes) <= most
         assert len(scheduler._store.groups) <= capacity
         ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
         gone |= ended

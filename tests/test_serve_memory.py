@@ -271,11 +271,11 @@ def test_memory_runs_out_while_rows_are_made(monkeypatch: pytest.MonkeyPatch) ->
     with serving.served(failing.shoal, make_engine=failing.engine) as server:
         real, calls = Intake.rows, []
 
-        def rows(self: Intake, request: Request, watched: bool) -> list[Row]:
+        def rows(self: Intake, request: Request, needs_text: bool) -> list[Row]:
             calls.append(request)
             if len(calls) == 2:
                 raise MemoryError
-            return real(self, request, watched)
+            return real(self, request, needs_text)
 
         monkeypatch.setattr(Intake, "rows", rows)
         failed = server.post(prompt=["one", "two"])

@@ -32,14 +32,17 @@ def budget(tokens: int) -> int:
 def at_rest(server: Served) -> bool:
     worker = server.worker
     return (
-        worker.rows == 0 and worker.engine.scheduler.idle and not worker.engine.memory._aside and not worker.scoring.locked()
+        worker.rows == 0
+        and worker.engine.scheduler.idle
+        and not worker.engine.memory._reserved
+        and not worker.scoring.locked()
     )
 
 
 def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2 * budget(300)
     taken: list[int] = []
-    advance, make_room = Scoring.advance, Memory.make_room
+    advance, allocate = Scoring.advance, Memory.allocate
     scoring: list[Scoring] = []
 
     def beside(memory: Memory) -> None:
@@ -53,11 +56,11 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
         beside(server.worker.engine.memory)
 
     def made(self: Memory, round_: Any) -> None:
-        make_room(self, round_)
+        allocate(self, round_)
         beside(self)
 
     monkeypatch.setattr(Scoring, "advance", advanced)
-    monkeypatch.setattr(Memory, "make_room", made)
+    monkeypatch.setattr(Memory, "allocate", made)
     with served(pair(), kv_bytes=most) as server:
         got: list[httpx.Response] = []
         asked: list[dict[str, Any]] = [{"n": 3, "max_tokens": 200}, {"prompt": ["x" * 500, "y" * 40], **SCORE}] * 4
@@ -89,11 +92,11 @@ def test_caches_that_rows_have_left_make_room() -> None:
     run(2, 200, 0)
     scored = engine.target.cache_bytes(1, 500)
     assert engine.memory.used + scored > most
-    assert engine.set_aside(500)
+    assert engine.reserve_tokens(500)
     assert engine.memory.used + scored <= most
     run(1, 145, scored)
     run(3, 100, scored)
-    engine.set_aside(0)
+    engine.reserve_tokens(0)
     run(2, 280, 0)
 
 
@@ -106,7 +109,7 @@ def real(memory: int | None, prefix_sharing: str, max_batch: int = 2, k: int = 3
 
 @pytest.mark.parametrize(("time_budget", "new", "room"), [(None, 8, 100), (1000.0, 4, 150)], ids=["in order", "in turns"])
 @pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
-def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
+def test_rows_keep_their_tokens_whenever_memory_is_reserved(
     prefix_sharing: str, time_budget: float | None, new: int, room: int
 ) -> None:
     """A free slot may hold the prompt that the next row copies, and is cut with the rest of the cache. Where requests take turns,
@@ -121,11 +124,11 @@ def test_rows_keep_their_tokens_whenever_memory_is_set_aside(
             engine.step()
             if every:
                 for _ in range(every):  # until there is room, or the rows have gone on without
-                    if engine.set_aside(60):
+                    if engine.reserve_tokens(60):
                         scored = engine.target.cache_bytes(1, 60)
                         assert engine.memory.used + scored <= most
                         trimmed.append(engine.memory.used)
-                engine.set_aside(0)
+                engine.reserve_tokens(0)
         return [row.tokens for row in rows]
 
     trimmed: list[int] = []
@@ -145,7 +148,7 @@ def test_slots_that_rows_have_left_take_no_memory() -> None:
     engine.step()
     assert len(engine.scheduler.in_slots) == 8
     engine.cancel(rows)
-    assert engine.set_aside(128)
+    assert engine.reserve_tokens(128)
 
 
 def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:

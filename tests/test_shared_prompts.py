@@ -1,4 +1,4 @@
-"""A group's prompt stored once: the same tokens as with copies, m_c + n * m_d cells, and every cell given back."""
+"""A group's prompt stored once: the same tokens as with copies, m_c + n * m_d token slots, and every one given back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.bench import prompts as bench
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.prefill import policy_for
-from shoal.engine.prefix_store import POLICIES, SAVED, Store
+from shoal.engine.prefix_store import MIN_SAVED_TOKENS, POLICIES, PrefixStore
 from shoal.errors import InternalError, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
@@ -26,7 +26,7 @@ from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
-from shoal.types.prefix import Prefix, cells
+from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 
 UNSHARED = {"codegen", "gptj", "falcon", "mpt", "deepseek-v3"}
@@ -40,7 +40,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-# ── which cells ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token slots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 groups = st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30)
 
@@ -48,16 +48,16 @@ groups = st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=30)
 @given(groups)
 def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
     """Groups come and go; nothing is moved, nothing overlaps, and the store is as large as it had to be."""
-    store = Store("shared")
+    store = PrefixStore("shared")
     living: dict[int, Prefix] = {}
     for group, (length, leaves) in enumerate(asked):
-        before = cells(store.prefixes)
+        before = token_slots(store.prefixes)
         prefix = store.admit(group, 1, length)
         assert prefix is not None
         assert prefix.length == length
         taken = sorted((p.base, p.base + p.length) for p in [*living.values(), prefix])
         assert all(end <= base for (_, end), (base, _) in pairwise(taken))
-        assert cells(store.prefixes) == max(before, prefix.base + length)
+        assert token_slots(store.prefixes) == max(before, prefix.base + length)
         living[group] = prefix
         if leaves:
             del living[min(living)]
@@ -67,7 +67,7 @@ def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
 
 
 def test_holes_are_used_again() -> None:
-    store = Store("shared")
+    store = PrefixStore("shared")
     assert [store.admit(group, 1, 10) for group in range(3)] == [Prefix(0, 10), Prefix(10, 10), Prefix(20, 10)]
     store.forget(1)
     assert store.admit(3, 1, 4) == Prefix(10, 4)
@@ -76,24 +76,24 @@ def test_holes_are_used_again() -> None:
     for group in range(6):
         store.forget(group)
     assert store.admit(6, 1, 31) == Prefix(0, 31)
-    assert cells(store.prefixes) == 31
+    assert token_slots(store.prefixes) == 31
 
 
 @pytest.mark.parametrize(
     ("policy", "rows", "length", "shared"),
     [
-        ("auto", 2, SAVED, True),
-        ("auto", 2, SAVED - 1, False),
+        ("auto", 2, MIN_SAVED_TOKENS, True),
+        ("auto", 2, MIN_SAVED_TOKENS - 1, False),
         ("auto", 4, 2047, True),
-        ("auto", 1 + SAVED, 1, True),
-        ("auto", 1, 100 * SAVED, False),
+        ("auto", 1 + MIN_SAVED_TOKENS, 1, True),
+        ("auto", 1, 100 * MIN_SAVED_TOKENS, False),
         ("shared", 1, 1, True),
         ("shared", 1, 0, False),
         ("copied", 64, 9999, False),
     ],
 )
 def test_who_shares(policy: str, rows: int, length: int, shared: bool) -> None:
-    assert (Store(policy).admit(0, rows, length) is not None) is shared
+    assert (PrefixStore(policy).admit(0, rows, length) is not None) is shared
 
 
 def test_auto_keeps_to_static_passes() -> None:
@@ -249,7 +249,7 @@ def submitted(engine: Engine, asked: Asked, temperature: float) -> list[Row]:
 
 
 def check(engine: Engine) -> None:
-    """Every running row finds its prompt where it was put, rows of a group in the same cells, other groups in others."""
+    """Every running row finds its prompt where it was put, rows of a group in the same token slots, other groups in others."""
     found = {row.group: row.prefix for row in engine.scheduler.running}
     for model in engine.models:
         for row in engine.scheduler.running:
@@ -333,7 +333,7 @@ def tensor_bytes(cache: SlotCache) -> int:
 
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
-    """m_c + n * m_d cells against n * (m_c + m_d)."""
+    """m_c + n * m_d token slots against n * (m_c + m_d)."""
     target = loading.wrap(hf_of("llama"), "llama")
     length, new = 50, 6
     shared, copied = (
@@ -359,7 +359,7 @@ def test_the_measured_cases_are_what_they_say() -> None:
 
 
 def test_the_store_is_no_larger_than_what_was_needed_at_once() -> None:
-    """Ten groups, one after the other, in the cells of the longest."""
+    """Ten groups, one after the other, in the token slots of the longest."""
     asked = [(prompt(5 + i % 4), 2, 3) for i in range(10)]
     engine, _, rows = run(pair()[0], None, asked, max_batch=2)
     assert engine.target.cache.cells == 7

@@ -152,7 +152,7 @@ class _Text:
         return self.most - self.done
 
     @property
-    def room(self) -> int:
+    def max_draft_length(self) -> int:
         return self.remaining - 1
 
 

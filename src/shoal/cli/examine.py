@@ -137,13 +137,13 @@ def number_format(runner: Runner) -> Finding:
 def memory(case: Case) -> Finding:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
     from shoal.engine.prefill import policy_for
-    from shoal.engine.prefix_store import Store
+    from shoal.engine.prefix_store import PrefixStore
 
     longest = case.longest
     slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    prefix = Store(policy_for(case.model.prefix_sharing, runners)).admit(0, slots, longest - 1)
+    prefix = PrefixStore(policy_for(case.model.prefix_sharing, runners)).admit(0, slots, longest - 1)
     shared = 0 if prefix is None else prefix.length
     caches = sum(
         runner.cache_bytes(slots, min(longest + case.max_new_tokens, runner.context) - shared + case.k + 1, shared)

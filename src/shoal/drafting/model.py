@@ -4,7 +4,7 @@ Its cache holds a prefix of each row's committed tokens, never more than all but
 (it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
 case is special.
 
-A row that has more tokens than the drafter's context, or memory, holds is not drafted for (`Row.room`). Its cache then keeps the
+A row with more tokens than the context, or memory, of the drafter holds gets no draft (`Row.max_draft_length`). Its cache keeps the
 prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding.
 
 Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain

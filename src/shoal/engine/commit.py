@@ -72,9 +72,9 @@ def _append(row: Row, block: Sequence[int]) -> int:
 
 def _end(row: Row, token: int) -> str | None:
     """Why the row ends with this token, if it does."""
-    if row.watched:
+    if row.needs_text:
         row.detokenizer.push(token)
-    if row.watched and row.detokenizer.stopped:
+    if row.needs_text and row.detokenizer.stopped:
         return "stop"  # even if the token is an EOS as well: it is cut off with its text
     if token in row.eos:
         return "eos"

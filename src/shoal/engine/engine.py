@@ -43,7 +43,7 @@ class Engine:
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
-        kv_bytes: what the caches of all models may take; rows wait until there is room, and are decoded plainly where it does not
+        kv_bytes: what the caches of all models may take; rows wait until there is enough, and are decoded plainly where it does not
             hold the drafter's keys as well. None = no limit but the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
@@ -103,7 +103,7 @@ class Engine:
         Raises:
             RequestError: before anything is computed, if one of them cannot be served.
         """
-        groups = [self.intake.rows(request, watched=stream) for request in requests]
+        groups = [self.intake.rows(request, needs_text=stream) for request in requests]
         self.scheduler.add([row for rows in groups for row in rows])
         return groups
 
@@ -111,28 +111,28 @@ class Engine:
         """Ends rows now; what they have is returned, marked "cancelled"."""
         return self._cut(rows, "cancelled")
 
-    def set_aside(self, tokens: int) -> bool:
-        """Sets memory aside for so many tokens beside the rows, such as a prompt that is only scored; 0 gives it back.
+    def reserve_tokens(self, tokens: int) -> bool:
+        """Reserves memory for so many tokens beside the rows, such as a prompt that is only scored; 0 gives it back.
 
         Returns:
-            Whether there is room yet; rows that would not fit beside it wait in any case.
+            Whether there is enough memory yet; rows that would not fit beside it wait in any case.
 
         Raises:
             RequestError: there never is.
         """
-        self.memory.set_aside(tokens)
-        self.scheduler.crowded = tokens > 0
-        return not tokens or self._make_room()
+        self.memory.reserve_tokens(tokens)
+        self.scheduler.memory_reserved = tokens > 0
+        return not tokens or self._trim_caches()
 
     @torch.inference_mode()
-    def _make_room(self) -> bool:
-        """Whether all that is in slots fits beside what is set aside; the caches are then no larger than that."""
-        round_ = self.scheduler.vacate()
+    def _trim_caches(self) -> bool:
+        """Whether all that is in slots fits beside what is reserved; the caches are then no larger than that."""
+        round_ = self.scheduler.release_free_slots()
         self._fill(round_)
-        room = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
-        if room:
-            self.memory.make_room(round_)
-        return room
+        fits = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
+        if fits:
+            self.memory.allocate(round_)
+        return fits
 
     def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
@@ -238,7 +238,7 @@ class Engine:
 
     def _prefill(self, round_: Round) -> None:
         started = self._clock()
-        self.memory.make_room(round_)
+        self.memory.allocate(round_)
         computed = self._fill(round_)
         for model in self.models:
             model.spent()  # no part of a round

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix, cells
+from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Round
 
@@ -30,7 +30,7 @@ class Memory:
 
     def __init__(self, models: Sequence[Runner], spare: int, most: int | None) -> None:
         self._models, self._context, self._spare, self._most = models, models[0].context, spare, most
-        self._aside = 0
+        self._reserved = 0
         if most is not None:
             for model in models:
                 _meet(model)
@@ -78,9 +78,9 @@ class Memory:
         if self._most is None:
             return True
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
-        return need + self._aside <= self._most
+        return need + self._reserved <= self._most
 
-    def set_aside(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> None:
         """From now on so many tokens in a cache of one row of the target count beside the engine's caches; 0 = none.
 
         Raises:
@@ -91,28 +91,28 @@ class Memory:
             raise RequestError(
                 f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: shorten the prompt"
             )
-        self._aside = need if tokens else 0
+        self._reserved = need if tokens else 0
 
-    def make_room(self, round_: Round) -> None:
+    def allocate(self, round_: Round) -> None:
         """For what a round has in its slots. Caches keep the size they had, unless that would be too much.
 
         Raises:
             OutOfMemory.
         """
         sizes = [(model, self._size(model, round_.in_slots, round_.slots, round_.prefixes)) for model in self._models]
-        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._aside > self._most:
+        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._reserved > self._most:
             for model, size in sizes:
                 model.trim(*size)
         for model, size in sizes:
             model.reserve(*size)
 
     def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> tuple[int, int, int]:
-        """Slots, tokens per slot and cells of the shared store that the model needs."""
+        """Slots, tokens per slot and token slots of the prefix store that the model needs."""
         if model is not self._models[0]:
             rows = [row for row in rows if row.draft_reach]
             prefixes = [prefix for prefix in prefixes if prefix.drafted]
         capacity = max(self._room(model, row) for row in rows) + self._beyond(slots) if rows else 0
-        return slots, capacity, cells(prefixes)
+        return slots, capacity, token_slots(prefixes)
 
     def _room(self, model: Runner, row: Row) -> int:
         """Most tokens that the row's slot will hold in the model's cache."""
@@ -122,10 +122,10 @@ class Memory:
         return most if row.prefix is None else max(most - row.prefix.length, 0)
 
 
-def _grown(model: Runner, slots: int, capacity: int, cells: int) -> int:
+def _grown(model: Runner, slots: int, capacity: int, shared: int) -> int:
     """Bytes of the model's cache once it has room for that, too."""
     cache = model.cache
-    return model.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells))
+    return model.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(shared, cache.cells))
 
 
 def _meet(model: Runner) -> None:

@@ -148,8 +148,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def visible_text(row: Row) -> str:
-    """New text of a watched row that may be shown now; "" for others."""
-    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.watched else ""
+    """New text of a row that may be shown now; "" if nobody needs it (`Row.needs_text`)."""
+    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
 
 
 def finish(row: Row, now: float) -> Sample:
@@ -161,7 +161,7 @@ def finish(row: Row, now: float) -> Sample:
     row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens
     if row.detokenizer is not None:
-        text, kept = row.detokenizer.finished([] if row.watched else row.tokens[row.prompt_length :], kept)
+        text, kept = row.detokenizer.finished([] if row.needs_text else row.tokens[row.prompt_length :], kept)
     logprobs = row.logprobs[:kept]
     return Sample(
         text=text,

@@ -12,7 +12,7 @@ from shoal.errors import RequestError
 from shoal.types.prefix import Prefix
 
 POLICIES = ("auto", "shared", "copied")
-SAVED = 2048
+MIN_SAVED_TOKENS = 2048
 """`auto` shares a prompt if copies would take that many more cells; below, more calls per layer cost what they save
 (docs/shared-prompts.md)."""
 
@@ -23,11 +23,11 @@ def check_policy(name: str) -> None:
         raise RequestError(f"prefix_sharing must be one of {', '.join(POLICIES)}, got {name!r}")
 
 
-class Store:
+class PrefixStore:
     """Which cells belong to which group: first fit, holes are used again.
 
     Args:
-        policy: "auto" (by `SAVED`), "shared" (always) or "copied" (never).
+        policy: "auto" (by `MIN_SAVED_TOKENS`), "shared" (always) or "copied" (never).
     """
 
     def __init__(self, policy: str = "auto") -> None:
@@ -74,4 +74,4 @@ class Store:
         self._held.clear()
 
     def _shares(self, rows: int, length: int) -> bool:
-        return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= SAVED)
+        return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= MIN_SAVED_TOKENS)

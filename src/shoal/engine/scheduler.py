@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.engine.deadlines import Deadlines
-from shoal.engine.prefix_store import Store
+from shoal.engine.prefix_store import PrefixStore
 from shoal.engine.waiting import Waiting
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix
@@ -46,7 +46,7 @@ class Scheduler:
         chunk: most prompt tokens computed before a round that rows are waiting for, or before deadlines are read.
         fits: is there memory for these rows in that many slots, and for these shared prompts? Asked before a row is
             admitted, unless it would be alone.
-        crowded: something beside the rows takes memory, and a row that would be alone may not fit either.
+        memory_reserved: something beside the rows takes memory, and a row that would be alone may not fit either.
     """
 
     capacity: int
@@ -54,7 +54,7 @@ class Scheduler:
     prefix_sharing: str = "copied"
     chunk: int = CHUNK
     fits: Callable[[Sequence[Row], int, Sequence[Prefix]], bool] | None = None
-    crowded: bool = False
+    memory_reserved: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
@@ -62,7 +62,7 @@ class Scheduler:
                 raise RequestError(f"{name} must be >= 1, got {value}")
         self._slots: list[Row | None] = []
         self._resident: list[int] = []
-        self._store = Store(self.prefix_sharing)
+        self._store = PrefixStore(self.prefix_sharing)
         self._deadlines = Deadlines()
         self._groups: Counter[int] = Counter()  # rows of each that are in slots or wait
         self._prefilling: Row | None = None
@@ -156,7 +156,7 @@ class Scheduler:
         moves = self._compact()
         return Round(self.running, admissions, chunks, moves, self._prefilling, slots, self._store.prefixes)
 
-    def vacate(self) -> Round:
+    def release_free_slots(self) -> Round:
         """As `close_up`, and what free slots hold is given up: the caches may be trimmed to what the rows in slots need."""
         for slot, row in enumerate(self._slots):
             if row is None:
@@ -224,7 +224,7 @@ class Scheduler:
                 row.prefix = self._store.admit(row.group, rows, length, drafted=row.draft_reach > 0)
             if self._fits(row, slot):
                 return True
-        alone = not (self.in_slots or self.crowded)
+        alone = not (self.in_slots or self.memory_reserved)
         if computes and not alone:
             self._store.forget(row.group)
         return alone  # then it always fits

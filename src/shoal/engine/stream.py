@@ -44,7 +44,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
 
     async def __anext__(self) -> Increment:
         while not self._queue:
-            if not await self._advance_aside():
+            if not await self._advance_in_thread():
                 raise StopAsyncIteration
         return self._queue.popleft()
 
@@ -54,7 +54,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         self._take(commits)
         return bool(commits)
 
-    async def _advance_aside(self) -> bool:
+    async def _advance_in_thread(self) -> bool:
         """One round in the thread."""
         if self._engine is None:
             return False

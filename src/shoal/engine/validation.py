@@ -31,11 +31,11 @@ class Intake:
         self.vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
 
-    def rows(self, request: Request, watched: bool) -> list[Row]:
+    def rows(self, request: Request, needs_text: bool) -> list[Row]:
         """The request's n rows: a group.
 
         Args:
-            watched: their text is needed as it grows.
+            needs_text: their text is needed as it grows.
 
         Raises:
             RequestError: the request cannot be served.
@@ -52,7 +52,7 @@ class Intake:
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
                 detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop) if self.tokenizer else None,
-                watched=self.tokenizer is not None and (watched or bool(limits.stop)),
+                needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
                 constraint=constraint and constraint.fork(), draft_context=draft_context,
             )
             for i in range(request.n)

@@ -90,7 +90,7 @@ class Auto:
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Longest draft of each row; drafting may stop earlier."""
-        self._begin(rows, np.minimum([row.room for row in rows], self.limit))
+        self._begin(rows, np.minimum([row.max_draft_length for row in rows], self.limit))
         self._room = np.minimum(self._room, self._most(rows, waiting))
         return self._room.tolist()
 

@@ -58,7 +58,7 @@ class Controller(Protocol):
     def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Longest draft of each row in the coming round, 0..row.room; `waiting`: how many rows have no slot yet."""
+        """Longest draft of each row in the coming round, 0..row.max_draft_length; `waiting`: how many rows have no slot yet."""
         ...
 
     def learn(self, outcome: Outcome) -> None:

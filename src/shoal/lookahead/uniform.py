@@ -40,7 +40,7 @@ class Uniform:
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """The next length, but no more than a row has room for."""
         k = min(max(self.lookahead.next_length(), 0), self.limit)
-        self._asked = [min(k, row.room) for row in rows]
+        self._asked = [min(k, row.max_draft_length) for row in rows]
         return self._asked
 
     def learn(self, outcome: Outcome) -> None:

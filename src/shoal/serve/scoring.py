@@ -44,7 +44,7 @@ async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, dea
 async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
     async with worker.scoring:
         try:
-            while not await worker.call(lambda: worker.engine.set_aside(len(ids))):
+            while not await worker.call(lambda: worker.engine.reserve_tokens(len(ids))):
                 await asyncio.sleep(WAIT)
             scoring = await worker.call(lambda: Scoring(worker.engine.target, ids, top))
             while not scoring.done:
@@ -52,7 +52,7 @@ async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
             scoring.release()
             return scoring
         finally:
-            worker.leave(lambda: worker.engine.set_aside(0))
+            worker.leave(lambda: worker.engine.reserve_tokens(0))
 
 
 class Scoring:

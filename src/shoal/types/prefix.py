@@ -1,4 +1,4 @@
-"""Where a prompt lies that is stored once for all rows of its group."""
+"""Where the prefix store keeps a prompt for all rows of its group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt kept once: tokens 0..length-1 lie in cells base, base + 1, ... of the shared store. `drafted`: the drafter keeps it,
-    too."""
+    """A prompt that is stored once: its tokens 0..length-1 lie in token slots base, base + 1, ... of the prefix store.
+
+    Attributes:
+        drafted: the drafter's cache stores it, too.
+    """
 
     base: int
     length: int
     drafted: bool = True
 
 
-def cells(prefixes: Iterable[Prefix]) -> int:
-    """Cells of the shared store up to the end of the last of these prompts."""
+def token_slots(prefixes: Iterable[Prefix]) -> int:
+    """Token slots that a prefix store needs for these prompts: up to the end of the last one."""
     return max((prefix.base + prefix.length for prefix in prefixes), default=0)

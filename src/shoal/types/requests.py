@@ -77,7 +77,7 @@ class Row:
         tokens: prompt + committed; nothing in it is ever taken back.
         seed: of this row's noise. eos: ids that end it. max_length: most tokens it may hold. deadline: perf_counter seconds.
         slot: where its keys and values live while it runs. prefix: where those of its prompt do, if they are shared.
-        detokenizer: None without a tokenizer. watched: its text is needed token by token (stop strings, streaming).
+        detokenizer: None without a tokenizer. needs_text: its text is needed token by token (stop strings, streaming).
         constraint: where it is in its grammar (`shoal.constraints.grammar`), if it has one. error: why it failed, if it did.
         serial: unlike any other row's of the process, also of rows that are gone; what may outlive the row knows it by this.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Brought up to date where penalties
@@ -101,7 +101,7 @@ class Row:
     logits: list[Any] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     detokenizer: Any = None
-    watched: bool = False
+    needs_text: bool = False
     constraint: Any = None
     rounds: int = 0
     drafted: int = 0
@@ -132,7 +132,7 @@ class Row:
         return min(self.request.limits.max_new_tokens - self.new_tokens, self.max_length - len(self.tokens))
 
     @property
-    def room(self) -> int:
+    def max_draft_length(self) -> int:
         """The longest draft that it may be given: one token less than it may still commit, no more than was asked for, and no
         token that the drafter would have to draw after more than it can read."""
         limits = [self.remaining - 1, self.draft_context - len(self.tokens) + 1]

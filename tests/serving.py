@@ -26,12 +26,12 @@ from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
-PATIENCE = 110  # seconds until a wait is a hang
+TIMEOUT_SECONDS = 110  # seconds until a wait is a hang
 
 
 def eventually(what: Callable[[], bool]) -> None:
     """Waits until it holds; a hang is a failure."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -49,7 +49,7 @@ class Gate:
     def __call__(self, ids: tuple[int, ...]) -> torch.Tensor:
         if len(ids) > self.length:
             self.reached.set()
-            assert self.opened.wait(PATIENCE)
+            assert self.opened.wait(TIMEOUT_SECONDS)
         return self.script(ids)
 
 
@@ -79,11 +79,11 @@ class Served:
     @property
     def client(self) -> openai.OpenAI:
         """The official client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """A request of a prompt, if it says nothing else."""
-        return httpx.post(self.url + path, json={"prompt": "hello", **body}, timeout=PATIENCE)
+        return httpx.post(self.url + path, json={"prompt": "hello", **body}, timeout=TIMEOUT_SECONDS)
 
     def metric(self, name: str) -> float:
         """One figure of /metrics, by its name with labels."""
@@ -120,6 +120,6 @@ def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
             yield Served(f"http://127.0.0.1:{port}", app.state.worker, shoal)
         finally:
             server.should_exit = True
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()
             assert not app.state.worker.alive

@@ -13,17 +13,17 @@ from typing import Any
 import openai
 import pytest
 
-from serving import CONTEXT, PATIENCE, Gate, legible, pair
+from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair
 from shoal import cli
 from shoal.api import Shoal
 from shoal.cli.tally import Tally, tell
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
-from shoal.serve.ledger import SYNC_LINES, Ledger
-from shoal.serve.lines import read_lines
+from shoal.serve.batch_lines import read_lines
 from shoal.serve.offline import Offline
-from shoal.serve.recipe import Recipe
+from shoal.serve.output_file import SYNC_LINES, OutputFile
+from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 
 LINES: list[Any] = [
@@ -50,8 +50,8 @@ def read(path: Path) -> dict[Any, Any]:
     return found
 
 
-def recipe(shoal: Shoal, **settings: Any) -> Recipe:
-    return Recipe(lambda: shoal, Settings("tiny", **settings), lookahead=4)
+def recipe(shoal: Shoal, **settings: Any) -> ServeConfig:
+    return ServeConfig(lambda: shoal, Settings("tiny", **settings), lookahead=4)
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ def test_a_batch_goes_on_where_it_was_killed(tmp_path: Path, batch: Callable[...
 
 
 def test_the_rule_is_coupled_where_a_line_has_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: Any) -> None:
-    rules, offline = [], Recipe.offline
-    monkeypatch.setattr(Recipe, "offline", lambda self: (rules.append(self.rule), offline(self))[1])
+    rules, offline = [], ServeConfig.offline
+    monkeypatch.setattr(ServeConfig, "offline", lambda self: (rules.append(self.rule), offline(self))[1])
     batch(write(tmp_path / "a", [{"prompt": "x"}, {"prompt": "y", "seed": None}]), tmp_path / "a.out")
     batch(write(tmp_path / "b", [{"prompt": "x"}, {"prompt": "y", "seed": 0}]), tmp_path / "b.out")
     assert rules == ["rejection", "coupled"]
@@ -210,14 +210,14 @@ def test_the_output_is_another_file(tmp_path: Path, batch: Any) -> None:
 def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     asked = list(read_lines(write(tmp_path / "in", [{"id": 1}, {"id": "1"}])))
-    with Ledger(tmp_path / "out", asked, {}) as ledger, pytest.raises(RequestError, match="another process is writing"):
-        Ledger(tmp_path / "out", asked, {})
+    with OutputFile(tmp_path / "out", asked, {}) as ledger, pytest.raises(RequestError, match="another process is writing"):
+        OutputFile(tmp_path / "out", asked, {})
     assert ledger.ids == set()
-    with Ledger(tmp_path / "out", asked, {}) as again:
+    with OutputFile(tmp_path / "out", asked, {}) as again:
         assert again.write({"id": 1, "choices": []}) is True
         assert again.write({"id": 1, "error": {"code": None}}) is False
         assert again.write({"id": "1", "error": {"code": None}}) is True
-    with Ledger(tmp_path / "out", asked, {}) as ledger:
+    with OutputFile(tmp_path / "out", asked, {}) as ledger:
         assert (ledger.ids, ledger.failed) == ({1, "1"}, {"1"})
     written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     made = [{"line": line.digest} for line in asked]
@@ -228,15 +228,15 @@ def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: 
     source = write(tmp_path / "in", [{"id": i, "prompt": "hello", "seed": i} for i in range(40)])
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=2))
     written: list[Any] = []
-    keep = Ledger.write
+    keep = OutputFile.write
 
-    def interrupted(self: Ledger, entry: Any) -> bool:
+    def interrupted(self: OutputFile, entry: Any) -> bool:
         written.append(entry["id"])
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return keep(self, entry)
 
-    monkeypatch.setattr(Ledger, "write", interrupted)
+    monkeypatch.setattr(OutputFile, "write", interrupted)
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 130
     assert list(read(tmp_path / "out")) == written
     assert 3 <= len(written) < 40
@@ -362,7 +362,7 @@ def test_answers_are_on_the_disk_while_the_run_goes_on(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "fsync", fsync)
     out = tmp_path / "out"
-    with Ledger(out, asked, {}, clock=lambda: now[0]) as ledger:
+    with OutputFile(out, asked, {}, clock=lambda: now[0]) as ledger:
         assert seen == [0, "folder"], "a new file has a name on the disk"
         seen.clear()
         for line in asked[: SYNC_LINES - 1]:
@@ -408,10 +408,10 @@ def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
     gate, spoken = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
 
     def told(tally: Tally, wait: Callable[[float], bool]) -> None:
-        gate.reached.wait(PATIENCE)
+        gate.reached.wait(TIMEOUT_SECONDS)
         spoken.append((wait(0.001), str(tally)))
         gate.opened.set()
-        spoken.append((wait(PATIENCE), str(tally)))
+        spoken.append((wait(TIMEOUT_SECONDS), str(tally)))
 
     monkeypatch.setattr("shoal.cli.tally.tell", told)
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(gate, max_batch=4))

@@ -11,9 +11,9 @@ import pytest
 
 from serving import legible, pair, served
 from shoal import cli
-from shoal.serve.ledger import Ledger
-from shoal.serve.lines import read_lines
-from shoal.serve.recipe import Recipe
+from shoal.serve.batch_lines import read_lines
+from shoal.serve.output_file import OutputFile
+from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,7 +38,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 def results(tmp_path: Path, lines: list[Any]) -> dict[str, dict[str, Any]]:
     """What comes back, by custom id."""
     found: list[Any] = []
-    recipe = Recipe(lambda: pair(max_batch=4), Settings("tiny", chat_template=TEMPLATE, max_tokens=64), lookahead=4)
+    recipe = ServeConfig(lambda: pair(max_batch=4), Settings("tiny", chat_template=TEMPLATE, max_tokens=64), lookahead=4)
     recipe.offline().answer(read_lines(write(tmp_path / "in", lines)), found.append)
     assert len(found) == len(lines)
     return {entry["custom_id"]: entry for entry in found}
@@ -158,8 +158,8 @@ def test_both_kinds_of_lines_in_one_file(tmp_path: Path, command: Any) -> None:
 
 
 def test_a_seed_within_a_body_brings_the_coupled_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
-    rules, offline = [], Recipe.offline
-    monkeypatch.setattr(Recipe, "offline", lambda self: (rules.append(self.rule), offline(self))[1])
+    rules, offline = [], ServeConfig.offline
+    monkeypatch.setattr(ServeConfig, "offline", lambda self: (rules.append(self.rule), offline(self))[1])
     command(write(tmp_path / "a", [asked("a", COMPLETIONS, prompt="x")]), tmp_path / "a.out")
     command(write(tmp_path / "b", [asked("a", COMPLETIONS, prompt="x", seed=0)]), tmp_path / "b.out")
     assert rules == ["rejection", "coupled"]
@@ -182,5 +182,5 @@ def test_failures_are_counted(tmp_path: Path, command: Any) -> None:
         for name, value in json.loads((tmp_path / "out").read_text().splitlines()[0])["shoal"].items()
         if name != "line"
     }
-    with Ledger(tmp_path / "out", list(read_lines(source)), settings) as ledger:
+    with OutputFile(tmp_path / "out", list(read_lines(source)), settings) as ledger:
         assert ledger.failed == ledger.ids == {"a", "b"}

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import shoal
-from serving import PATIENCE, Gate, Served, legible, pair, served
+from serving import TIMEOUT_SECONDS, Gate, Served, legible, pair, served
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[dev]'")
 expect: Any = playwright.expect
@@ -50,7 +50,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def make(url: str, **options: Any) -> Any:
         context = browser.new_context(**options)
-        context.set_default_timeout(PATIENCE * 1000)
+        context.set_default_timeout(TIMEOUT_SECONDS * 1000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", complain)
@@ -58,7 +58,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.goto(url)
         return page
 
-    expect.set_options(timeout=PATIENCE * 1000)
+    expect.set_options(timeout=TIMEOUT_SECONDS * 1000)
     yield make
     for context in contexts:
         context.close()
@@ -79,7 +79,7 @@ def asked(page: Any, answer: str = "data: [DONE]\n\n") -> list[dict[str, Any]]:
 
 def eventually(what: Callable[[], bool]) -> None:
     """Waits until it holds; a hang is a failure."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -422,7 +422,7 @@ def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> N
         stop = page.get_by_role("button", name="Stop")
         assert stop.is_disabled()
         page.get_by_role("button", name="Run").click()
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         expect(page.locator("article").nth(2).locator(".token").first).to_be_attached()
         assert server.worker.rows == 3
         if way == "button":

@@ -22,9 +22,9 @@ import pytest
 from shoal import load
 from shoal.api import Shoal
 from shoal.errors import ModelError, RequestError
-from shoal.serve.lines import Line
-from shoal.serve.recipe import Recipe
+from shoal.serve.batch_lines import BatchLine
 from shoal.serve.run import bind
+from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import save_pair
 
@@ -34,7 +34,7 @@ from ray import serve as ray_serve  # noqa: E402
 
 from shoal.serve import cluster, pool  # noqa: E402
 
-PATIENCE = 300
+TIMEOUT_SECONDS = 300
 pytestmark = [
     pytest.mark.limit(600),  # many processes that each import torch
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -90,8 +90,8 @@ def processes(told: Path) -> int:
     return len({file.name for file in told.iterdir()} - {str(os.getpid()), "victim"})
 
 
-def recipe(load: Any, pair: tuple[Path, Path], told: Path) -> Recipe:
-    return Recipe(partial(load, pair, told), Settings("tiny"), lookahead=3)
+def recipe(load: Any, pair: tuple[Path, Path], told: Path) -> ServeConfig:
+    return ServeConfig(partial(load, pair, told), Settings("tiny"), lookahead=3)
 
 
 def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
 def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
     bodies = [{"id": i, "prompt": f"line {i}", "seed": i, "n": 2, "max_tokens": 24} for i in range(48)]
     bodies[5] |= {"prompt": None}
-    lines = [Line(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
+    lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
     alone: list[Any] = []
     recipe(load_and_tell, pair, tmp_path).offline().answer(lines, alone.append)
     together: list[Any] = []
@@ -139,7 +139,7 @@ def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(
     two_cpus: None, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     bodies = [{"id": i, "prompt": "poison" if i == 5 else f"line {i}", "seed": i, "max_tokens": 4} for i in range(16)]
-    lines = [Line(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
+    lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
     got: list[Any] = []
     pool.answer(lines, recipe(load_with_poison, pair, tmp_path), got.append, 1, THIN)
     assert sorted(entry["id"] for entry in got) == list(range(16))
@@ -161,7 +161,7 @@ def test_workers_that_die_while_they_load_are_no_lines_fault(
 ) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match="3 workers in succession died while they loaded"):
-        pool.answer([Line(1, "{}", 1)], recipe(load_and_die, pair, tmp_path), done.append, 1, THIN)
+        pool.answer([BatchLine(1, "{}", 1)], recipe(load_and_die, pair, tmp_path), done.append, 1, THIN)
     assert (done, processes(tmp_path)) == ([], 3)
 
 
@@ -188,20 +188,22 @@ def test_applications_of_others_stay_and_their_proxy_is_respected(
             cluster.run(served, "127.0.0.1", port + 1, cluster.Replicas(), THIN, lambda port: None)
         with pytest.raises(RequestError, match="has an application already"):
             cluster.run(served, "127.0.0.1", port, cluster.Replicas(), THIN, lambda port: None)
-        assert httpx.get(url, timeout=PATIENCE).text == "mine"
+        assert httpx.get(url, timeout=TIMEOUT_SECONDS).text == "mine"
         ray_serve.delete("shoal")
         ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/other")
         told: list[Any] = []
 
         def use(port: int) -> None:
-            told.append((port, httpx.get(f"{url}/health", timeout=PATIENCE).status_code))
+            told.append((port, httpx.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code))
             told.append(len(ray_serve.status().applications))
             os.kill(os.getpid(), signal.SIGTERM)
 
         cluster.run(served, "127.0.0.1", 0, cluster.Replicas(drain=1), THIN, use)
         assert told == [(port, 200), 2]
         assert list(ray_serve.status().applications) == ["shoal"]
-        assert httpx.get(f"{url}/other", timeout=PATIENCE).text == "mine", "neither replaced nor deleted nor shut down"
+        assert httpx.get(f"{url}/other", timeout=TIMEOUT_SECONDS).text == "mine", (
+            "neither replaced nor deleted nor shut down"
+        )
     finally:
         ray_serve.shutdown()
 
@@ -252,7 +254,9 @@ with connected():
 def test_a_cluster_of_our_own_listens_on_loopback_and_asks_for_a_token(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**clean, "HOME": str(tmp_path), "RAY_ADDRESS": "local"}
-    done = subprocess.run([sys.executable, "-c", LOCAL], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     places, many, token = json.loads(done.stdout.splitlines()[-1])
     assert many > 5
@@ -268,11 +272,13 @@ def test_replicas_answer_as_one_server(two_cpus: None, pair: tuple[Path, Path], 
     body = {"prompt": "hello", "n": 2, "seed": 3, "max_tokens": 24}
 
     def use() -> None:
-        assert ready.wait(PATIENCE)
+        assert ready.wait(TIMEOUT_SECONDS)
         try:
-            got.extend(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json() for _ in range(16))
-            got.append(httpx.post(f"{url}/v1/completions", json={**body, "nn": 1}, timeout=PATIENCE).json())
-            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=PATIENCE) as stream:
+            got.extend(httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS).json() for _ in range(16))
+            got.append(httpx.post(f"{url}/v1/completions", json={**body, "nn": 1}, timeout=TIMEOUT_SECONDS).json())
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=TIMEOUT_SECONDS
+            ) as stream:
                 got.append("".join(stream.iter_lines()))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -301,7 +307,7 @@ def load_nothing() -> Shoal:
 def test_an_error_of_a_worker_is_raised_here(two_cpus: None) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match=r"^no such pair$"):
-        pool.answer([Line(1, "{}", 1)], Recipe(load_nothing, Settings("tiny")), done.append, 1, THIN)
+        pool.answer([BatchLine(1, "{}", 1)], ServeConfig(load_nothing, Settings("tiny")), done.append, 1, THIN)
     assert not done
 
 

@@ -23,8 +23,8 @@ from shoal.evaluation.tasks import Task
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.sampling.uniforms import group_seed, row_seed
-from shoal.serve.lines import read_lines
-from shoal.serve.recipe import Recipe
+from shoal.serve.batch_lines import read_lines
+from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
 from shoal.testing.law import chain_rule, chi_square, independence
@@ -204,7 +204,9 @@ def test_batch_lines_give_what_the_library_gives(shoal: Shoal, tmp_path: Path) -
     asked = [{"prompt": "world"}, {"prompt": "hello"}, {"prompt": "hello"}, {"prompt": ["hello", "hello"]}]
     (tmp_path / "in").write_text("".join(json.dumps({**line, **body}) + "\n" for line in asked))
     found: list[Any] = []
-    Recipe(lambda: shoal, Settings("tiny"), lookahead=3).offline().answer(list(read_lines(tmp_path / "in")), found.append)
+    ServeConfig(lambda: shoal, Settings("tiny"), lookahead=3).offline().answer(
+        list(read_lines(tmp_path / "in")), found.append
+    )
     by_line = {entry["id"]: [choice["text"] for choice in entry["choices"]] for entry in found}
     (world,), (first, second) = texts(shoal, "world", 2, 7), texts(shoal, ["hello"] * 2, 2, 7)
     assert by_line == {"line-1": world, "line-2": first, "line-3": first, "line-4": first + second}

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, legible, pair, served
 from shoal.config import Grammar
 from shoal.engine import outputs
-from shoal.serve.spelling import spelled
+from shoal.serve.token_names import name_and_bytes
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
 from shoal.types.requests import Output, Row, Sample
@@ -307,7 +307,7 @@ def test_without_details_there_are_none(server: Served) -> None:
 def test_log_probabilities(server: Served) -> None:
     (choice,) = server.post(seed=7, logprobs=3, max_tokens=12).json()["choices"]
     (sample,) = offline(server, seed=7, top_logprobs=3, max_new_tokens=12).samples
-    name = partial(spelled, server.shoal.tokenizer)
+    name = partial(name_and_bytes, server.shoal.tokenizer)
     told = choice["logprobs"]
     assert told["token_logprobs"] == list(sample.logprobs)
     assert told["tokens"] == [name(token)[0] for token in sample.token_ids]
@@ -351,7 +351,7 @@ def test_tokens_are_spelled_as_their_tokenizer_writes_them() -> None:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
     assert tokenizer.decode([1]) == "the"
-    names = [spelled(tokenizer, token) for token in range(1, 8)]
+    names = [name_and_bytes(tokenizer, token) for token in range(1, 8)]
     assert names[:2] == [(" the", b" the"), ("the", b"the")]
     assert names[2:5] == [("bytes:\\xe2", b"\xe2"), ("bytes:\\x82", b"\x82"), ("bytes:\\xac", b"\xac")]
     assert names[5:] == [(" ", b" "), ("€", "€".encode())]

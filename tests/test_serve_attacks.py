@@ -18,11 +18,11 @@ import httpx
 import pytest
 import torch
 
-from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
+from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
 from shoal import cli
 from shoal.cli.serve import serve, served_name
 from shoal.serve import app, bodies, protocol, run
-from shoal.serve.faults import public
+from shoal.serve.api_errors import public
 from shoal.serve.hosts import hosts_of
 
 JSON = {"content-type": "application/json"}
@@ -37,7 +37,7 @@ def server() -> Iterator[Served]:
 
 
 def sent(server: Served, body: bytes, path: str = "/v1/completions", **headers: str) -> httpx.Response:
-    return httpx.post(server.url + path, content=body, headers=JSON | headers, timeout=PATIENCE)
+    return httpx.post(server.url + path, content=body, headers=JSON | headers, timeout=TIMEOUT_SECONDS)
 
 
 # ── bodies that are expensive to judge ──────────────────────────────────────────────────────────────────────────────
@@ -103,15 +103,15 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     assert response.status_code == (404 if name == "a long model" else 400), response.text[:200]
     assert len(response.content) < ANSWER
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    assert all(count <= bodies.MOST_FOUND for count in found)
+    assert all(count <= bodies.MAX_VALIDATION_ERRORS for count in found)
     assert server.worker.alive
 
 
 def test_many_errors_are_told_as_ten() -> None:
-    from shoal.serve.faults import fault_of
+    from shoal.serve.api_errors import api_error_of
 
     errors = [{"type": "x", "loc": ("body", "prompt", i), "msg": f"no {i}."} for i in range(100)]
-    fault = fault_of(
+    fault = api_error_of(
         bodies.RequestValidationError([{**errors[0], "loc": ("body", "prompt")}, *errors], body={"prompt": [0] * 100})
     )
     assert fault.detail.count("no ") == 10
@@ -123,17 +123,17 @@ def test_a_body_is_judged_while_others_are_served(server: Served, monkeypatch: p
 
     def parse(*arguments: Any) -> Any:
         judging.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(TIMEOUT_SECONDS)
         return real(*arguments)
 
     monkeypatch.setattr(bodies, "parse", parse)
     got: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: got.append(server.post(max_tokens=2)))
     thread.start()
-    assert judging.wait(PATIENCE)
-    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
+    assert judging.wait(TIMEOUT_SECONDS)
+    assert httpx.get(f"{server.url}/health", timeout=TIMEOUT_SECONDS).status_code == 200
     go_on.set()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT_SECONDS)
     assert got[0].status_code == 200
 
 
@@ -161,12 +161,12 @@ def test_ids_that_no_tokenizer_can_decode(server: Served) -> None:
 
 
 def test_an_unhandled_error_counts_as_500_and_tells_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.serve.translate import Translator
+    from shoal.serve.request_parser import RequestParser
 
     def broken(*_: Any) -> Any:
         raise FileNotFoundError("/home/user/models/secret")
 
-    monkeypatch.setattr(Translator, "completion", broken)
+    monkeypatch.setattr(RequestParser, "completion", broken)
     with served(pair()) as server:
         response = server.post()
         assert response.status_code == 500
@@ -221,7 +221,7 @@ def test_the_key_is_checked_before_the_body_is_read() -> None:
             assert sent(server, body).status_code == 401
             assert sent(server, body, authorization="Bearer sesame").status_code in (400, 413)
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-            connection.settimeout(PATIENCE)
+            connection.settimeout(TIMEOUT_SECONDS)
             head = (
                 "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n"
             )
@@ -247,7 +247,7 @@ def test_a_client_that_goes_before_its_body_is_there() -> None:
 @contextmanager
 def connected(server: Served) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_SECONDS)
         yield connection
 
 
@@ -255,7 +255,7 @@ def until_closed(connection: socket.socket, drop: bytes = b"") -> bytes:
     """What comes until the server closes, while a byte at a time is sent."""
     got = b""
     connection.settimeout(0.05)
-    for _ in range(20 * PATIENCE):
+    for _ in range(20 * TIMEOUT_SECONDS):
         with suppress(TimeoutError, ConnectionError, BrokenPipeError):
             if drop:
                 connection.sendall(drop)
@@ -277,7 +277,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD], ids=["nothing", "a line", "headers"])
 def test_headers_that_trickle(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     with served(pair()) as server:
-        monkeypatch.setitem(protocol.SECONDS, h11.IDLE, 0.5)
+        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
         with connected(server) as connection:
             connection.sendall(begun)
             got = until_closed(connection, drop=b"x" if begun else b"")
@@ -290,13 +290,13 @@ def test_a_later_request_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(pair()) as server, connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-        monkeypatch.setitem(protocol.SECONDS, h11.IDLE, 0.5)
+        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
         connection.sendall(b"GET /health HT")
         assert b"HTTP/1.1 408" in until_closed(connection, drop=b"x")
 
 
 def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "ARRIVAL", 0.5)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 0.5)
     with served(pair()) as server:
         with connected(server) as connection:
             connection.sendall(HEAD + b"content-length: 100000\r\n\r\n")
@@ -309,7 +309,7 @@ def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 def test_a_body_that_trickles_and_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
     with served(pair(), keys=("sesame",)) as server:
-        monkeypatch.setitem(protocol.SECONDS, h11.SEND_BODY, 0.5)
+        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.SEND_BODY, 0.5)
         with connected(server) as connection:
             connection.sendall(HEAD.replace(b"/v1/completions", path) + b"content-length: 100000\r\n\r\n")
             got = until_closed(connection, drop=b"x")
@@ -319,11 +319,11 @@ def test_a_body_that_trickles_and_that_nobody_reads(monkeypatch: pytest.MonkeyPa
 def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(legible(0), length=10)
     with served(pair(gate)) as server, connected(server) as connection:
-        for phase in protocol.SECONDS:
-            monkeypatch.setitem(protocol.SECONDS, phase, 0.2)
+        for phase in protocol.ARRIVAL_TIMEOUT_SECONDS:
+            monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, phase, 0.2)
         body = b'{"prompt": "hello", "max_tokens": 20}'
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         threading.Event().wait(0.5)
         gate.opened.set()
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -331,7 +331,7 @@ def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.Mon
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(run.PROTOCOL, "limit_concurrency", 3)
-    monkeypatch.setitem(protocol.SECONDS, h11.IDLE, PATIENCE)
+    monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)
     with served(pair()) as server, ExitStack() as stack:
         held = [stack.enter_context(connected(server)) for _ in range(3)]
         for _ in range(3):
@@ -381,7 +381,7 @@ def test_names_may_be_allowed() -> None:
 def test_the_command_checks_names_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[tuple[str, ...]] = []
     monkeypatch.setattr(run, "run", lambda app, *_: allowed.append(app))
-    monkeypatch.setattr("shoal.serve.recipe.Recipe.app", lambda recipe: recipe.settings.hosts)
+    monkeypatch.setattr("shoal.serve.serve_config.ServeConfig.app", lambda recipe: recipe.settings.hosts)
     for options in ([], ["--allowed-host", "a.example", "--allowed-host", "b"], ["--host", "0.0.0.0"]):
         assert cli.run(["serve", "--port", "0", *options]) == 0
     assert allowed == [("127.0.0.1",), ("a.example", "b"), ("*",)]
@@ -391,22 +391,22 @@ def test_the_command_checks_names_on_loopback(monkeypatch: pytest.MonkeyPatch) -
 
 
 def status(server: Served, path: str) -> int:
-    return httpx.get(server.url + path, timeout=PATIENCE).status_code
+    return httpx.get(server.url + path, timeout=TIMEOUT_SECONDS).status_code
 
 
 def test_a_pass_that_hangs_makes_ready_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HUNG", 0.2)
+    monkeypatch.setattr(app, "HUNG_PASS_SECONDS", 0.2)
     gate = Gate(legible(0), length=10)
     with served(pair(gate)) as server:
         assert status(server, "/ready") == 200
         thread = threading.Thread(target=server.post)
         thread.start()
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         eventually(lambda: status(server, "/ready") == 503)
         assert "at one pass for" in httpx.get(f"{server.url}/ready").json()["status"]
         assert status(server, "/health") == 200
         gate.opened.set()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT_SECONDS)
         eventually(lambda: status(server, "/ready") == 200)
         threading.Event().wait(0.5)  # an engine without work is not stuck
         assert status(server, "/ready") == 200
@@ -414,7 +414,7 @@ def test_a_pass_that_hangs_makes_ready_red(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ready_is_red_before_a_server_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Balancers look at it: whoever is sent here meanwhile is still served."""
-    monkeypatch.setattr(run, "NOTICE", PATIENCE)
+    monkeypatch.setattr(run, "NOTICE_SECONDS", TIMEOUT_SECONDS)
     application_ = application(pair())
     seen: list[int] = []
 
@@ -423,19 +423,19 @@ def test_ready_is_red_before_a_server_stops(monkeypatch: pytest.MonkeyPatch) -> 
         os.kill(os.getpid(), signal.SIGTERM)
         eventually(lambda: httpx.get(f"{url}/ready").status_code == 503)
         seen.append(httpx.get(f"{url}/health").status_code)
-        seen.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE).status_code)
+        seen.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=TIMEOUT_SECONDS).status_code)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with run.bind("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         thread = threading.Thread(target=client)
         run.run(application_, listening, 5, "critical", ready=thread.start)
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT_SECONDS)
     assert seen == [200, 200, 200]
 
 
 def test_a_server_stops_before_it_is_killed() -> None:
     """Orchestrators kill 30 seconds after SIGTERM."""
     drain = inspect.signature(serve).parameters["drain"].default
-    assert run.NOTICE > 0
-    assert drain + run.NOTICE + run.LAST_WORDS < 30
+    assert run.NOTICE_SECONDS > 0
+    assert drain + run.NOTICE_SECONDS + run.GRACE_SECONDS < 30

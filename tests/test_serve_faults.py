@@ -23,12 +23,12 @@ import torch
 from fastapi.testclient import TestClient
 
 import serving
-from serving import PATIENCE, Gate, Served, application, eventually, legible, pair, served
+from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
 from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import run
-from shoal.serve.keys import opens, read_keys
+from shoal.serve.keys import is_valid_key, read_keys
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
@@ -65,7 +65,7 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head.encode() + body)
-            assert gate.reached.wait(PATIENCE)
+            assert gate.reached.wait(TIMEOUT_SECONDS)
             assert server.worker.rows == 3
             if stream:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -78,7 +78,7 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off those who do not read")
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PATIENCE", 1.0)
+    monkeypatch.setattr(run, "UNREAD_TIMEOUT_SECONDS", 1.0)
 
     def narrow(host: str, port: int) -> socket.socket:
         listening = bind(host, port)
@@ -88,7 +88,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(serving, "bind", narrow)
     with served(pair()) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_SECONDS)
         connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         connection.sendall(asking(prompt="hello", n=4, max_tokens=200, logprobs=20, stream=True))
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -109,7 +109,7 @@ def asking(**body: Any) -> bytes:
 
 def test_headers_without_end_are_not_held(server: Served) -> None:
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_SECONDS)
         sent = 0
         with suppress(ConnectionError):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
@@ -121,7 +121,7 @@ def test_headers_without_end_are_not_held(server: Served) -> None:
 
 def test_one_connection_serves_many_requests(server: Served) -> None:
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_SECONDS)
         connection.sendall(3 * asking(prompt="hello", max_tokens=2, seed=1))
         got = b""
         while got.count(b'"choices"') < 6:  # one in each answer, and one in its usage
@@ -131,7 +131,10 @@ def test_one_connection_serves_many_requests(server: Served) -> None:
 
 def test_three_hundred_clients_at_once() -> None:
     limits = httpx.Limits(max_connections=300)
-    with served(pair(), queue=200) as server, httpx.Client(limits=limits, timeout=PATIENCE, base_url=server.url) as client:
+    with (
+        served(pair(), queue=200) as server,
+        httpx.Client(limits=limits, timeout=TIMEOUT_SECONDS, base_url=server.url) as client,
+    ):
         body = {"prompt": "hello", "max_tokens": 2}
         threads = [in_background(lambda: client.post("/v1/completions", json=body)) for _ in range(300)]
         for thread, _ in threads:
@@ -147,7 +150,7 @@ def test_scoring_lets_rounds_pass() -> None:
     gate = Gate(legible(0), length=10)
     with served(pair(gate), queue=4) as server:
         drawing, _ = in_background(lambda: server.post(max_tokens=40, seed=1))
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         long = {"prompt": ["x" * 300] * 11, "max_tokens": 0, "echo": True, "logprobs": 0}
         scoring, got = in_background(lambda: server.post(**long))
         eventually(lambda: server.worker.rows == 12)
@@ -178,7 +181,7 @@ def test_one_client_goes_and_another_gets_all_of_its_own() -> None:
     with served(pair(gate)) as server:
         thread, got = in_background(lambda: server.post(seed=3, n=2, max_tokens=60))
         with server.client.completions.create(model="tiny", prompt="other", n=2, max_tokens=900, stream=True):
-            assert gate.reached.wait(PATIENCE)
+            assert gate.reached.wait(TIMEOUT_SECONDS)
         gate.opened.set()
         thread.join()
         samples = server.shoal.generate("hello", 2, seed=3, max_new_tokens=60, lookahead=4)[0].samples
@@ -227,7 +230,7 @@ def test_json_that_does_not_say_so(server: Served) -> None:
 def test_a_body_of_ten_megabytes(server: Served, chunked: bool) -> None:
     body = b'{"prompt": "' + b"x" * 10 * 2**20 + b'"}'
     content: Any = iter([body[i : i + 2**16] for i in range(0, len(body), 2**16)]) if chunked else body
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON, timeout=PATIENCE)
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON, timeout=TIMEOUT_SECONDS)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
     assert server.post().status_code == 200
@@ -305,10 +308,10 @@ def test_every_key_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
-    assert opens(("a", "b", "c"), "a")
+    assert is_valid_key(("a", "b", "c"), "a")
     assert len(compared) == 3
     assert {len(side) for pair in compared for side in pair} == {32}
-    assert not opens(("a", "b"), "é\ud800")
+    assert not is_valid_key(("a", "b"), "é\ud800")
 
 
 def test_browsers_are_let_in_only_where_the_server_says_so() -> None:
@@ -329,7 +332,7 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
     gate = Gate(legible(0), length=10)
     with served(pair(gate, max_batch=2), queue=2) as server:
         thread, got = in_background(lambda: server.post(n=3, seed=1))
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         refused = server.post(n=2)
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -351,7 +354,7 @@ def test_a_servers_time_limit_holds_for_those_who_wait() -> None:
     gate = Gate(legible(0), length=10)
     with served(pair(gate, max_batch=1), timeout=0.5) as server:
         first, _ = in_background(lambda: server.post(seed=1))
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         second, got = in_background(lambda: server.post(seed=1, time_budget=100))
         eventually(lambda: server.worker.rows == 2)
         time.sleep(0.6)
@@ -445,11 +448,11 @@ def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
         whole, got = in_background(lambda: server.post(max_tokens=100))
         stream, pieces = in_background(lambda: server.post(max_tokens=100, stream=True))
         eventually(lambda: server.worker.rows == 2)
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         kill(server.worker._thread)
         gate.opened.set()
-        whole.join(PATIENCE)
-        stream.join(PATIENCE)
+        whole.join(TIMEOUT_SECONDS)
+        stream.join(TIMEOUT_SECONDS)
         assert (got[0].status_code, got[0].json()["error"]["code"]) == (503, "engine_stopped")
         assert "engine_stopped" in pieces[0].text
         assert "[DONE]" not in pieces[0].text
@@ -486,8 +489,8 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
 
     def client() -> None:
         body = {"prompt": "hello", "n": 2, "max_tokens": 60, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
-            assert gate.reached.wait(PATIENCE)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS) as response:
+            assert gate.reached.wait(TIMEOUT_SECONDS)
             os.kill(os.getpid(), sent)
             eventually(lambda: refused(url))
             gate.opened.set()
@@ -497,7 +500,7 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         thread = threading.Thread(target=client)
         with pytest.raises(KeyboardInterrupt) if sent == signal.SIGINT else nullcontext():
-            run.run(app, listening, PATIENCE, "critical", ready=thread.start)
+            run.run(app, listening, TIMEOUT_SECONDS, "critical", ready=thread.start)
         thread.join()
     assert lines[-1] == "data: [DONE]"
     ends = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
@@ -505,7 +508,7 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     assert not app.state.worker.alive
 
 
-@pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (PATIENCE, 2)], ids=["too long", "twice"])
+@pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (TIMEOUT_SECONDS, 2)], ids=["too long", "twice"])
 def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None:
     gate = Gate(legible(0), length=20)
     app = application(pair(gate))
@@ -513,8 +516,8 @@ def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None
     got: list[httpx.Response] = []
 
     def client() -> None:
-        thread, answers = in_background(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
-        assert gate.reached.wait(PATIENCE)
+        thread, answers = in_background(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS))
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         eventually(lambda: refused(url))
         if signals == 2:
@@ -553,10 +556,10 @@ def test_the_command_leaves_nothing_behind() -> None:
     try:
         told = json.loads(process.stdout.readline())
         assert told["model"] == "small"
-        answer = httpx.post(f"{told['url']}/completions", json={"prompt": "def add(a, b):\n"}, timeout=PATIENCE)
+        answer = httpx.post(f"{told['url']}/completions", json={"prompt": "def add(a, b):\n"}, timeout=TIMEOUT_SECONDS)
         assert answer.json()["choices"][0]["text"]
         process.terminate()
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT_SECONDS) == 0
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
     finally:

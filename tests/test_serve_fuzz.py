@@ -14,7 +14,7 @@ from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from serving import Served, pair, served
-from shoal.serve.schema import ChatRequest, CompletionRequest
+from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 CASES = [
     ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/v1/models", "GET", 5),

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 import serving
-from serving import PATIENCE, Served, pair
+from serving import TIMEOUT_SECONDS, Served, pair
 from shoal.config import Grammar
 from shoal.constraints import grammar as reading
 from shoal.constraints.grammar import grammars_of
 from shoal.errors import RequestError
-from shoal.serve import grammars, probe
+from shoal.serve import grammar_probe, grammars
 from shoal.serve.grammars import GrammarReader, Probe
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from test_serve_faults import asking, assert_all_given_back, eventually, in_background
@@ -75,7 +75,7 @@ def test_forty_endless_grammars_stop_nobody(server: Served) -> None:
 
 
 def test_an_endless_grammar_is_refused_once_and_for_all(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "SECONDS", 1)
+    monkeypatch.setattr(grammars, "CPU_SECONDS", 1)
     checks = counted(monkeypatch, Probe, "check")
     for _ in range(2):
         refused = server.post(response_format=schema(ENDLESS))
@@ -102,10 +102,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any
 
 PROBING = f"""
 import os, sys, time
-sys.path.insert(0, {str(Path(probe.__file__).parent)!r})
-import probe
-probe.TIMES_SLOWER = 3 if "sleep" in sys.argv[1] else 1000
-print(probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24))
+sys.path.insert(0, {str(Path(grammar_probe.__file__).parent)!r})
+import grammar_probe
+grammar_probe.WALL_SECONDS_PER_CPU_SECOND = 3 if "sleep" in sys.argv[1] else 1000
+print(grammar_probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24))
 """
 
 
@@ -123,7 +123,7 @@ print(probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24))
 def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: str) -> None:
     """By processor time, by the clock if it only waits, by memory, or by itself."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROBING, work], check=True, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", PROBING, work], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert ast.literal_eval(ended.stdout) == {"outcome": outcome, "why": why}
 
@@ -172,7 +172,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     real = GrammarReader._job
 
     def job(self: GrammarReader, grammar: Grammar) -> Any:
-        assert go.wait(PATIENCE)
+        assert go.wait(TIMEOUT_SECONDS)
         return real(self, grammar)
 
     monkeypatch.setattr(GrammarReader, "_job", job)
@@ -188,13 +188,13 @@ def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, f
         refused = server.post(grammar=regex("e+"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         held.set()
-        asking.join(PATIENCE)
+        asking.join(TIMEOUT_SECONDS)
         assert got[0].status_code == 200
         assert_all_given_back(server)
 
 
 def test_too_many_grammars_at_a_time(held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "WAITING", 2)
+    monkeypatch.setattr(grammars, "MAX_WAITING", 2)
     with serving.served(pair(tokenizer=TOKENIZER)) as server:
         asked = [in_background(lambda text=text: server.post(grammar=regex(text), max_tokens=4)) for text in ("f+", "g+")]
         eventually(lambda: server.worker.rows == 2)
@@ -203,7 +203,7 @@ def test_too_many_grammars_at_a_time(held: threading.Event, fresh: None, monkeyp
         assert server.post(max_tokens=4).status_code == 200
         held.set()
         for thread, got in asked:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
             assert got[0].status_code == 200
         assert_all_given_back(server)
 
@@ -240,7 +240,7 @@ def test_requests_at_a_time_have_a_grammar_read_once(
         eventually(lambda: server.worker.rows == 10)
         held.set()
         for thread, got in asked:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
             assert got[0].status_code == 200
         assert server.post(grammar=regex("o+"), max_tokens=4).status_code == 200
         assert (len(read), len(checks)) == (1, 1)
@@ -257,7 +257,7 @@ def test_a_grammar_costs_no_process_of_its_own_to_start(fresh: None, monkeypatch
         for text in ("s+", "t+", "u+", "s+", "t+", "v+"):
             assert server.post(grammar=regex(text), n=2, max_tokens=4).status_code == 200
     assert len(checks) == 4
-    assert 1 <= len(started) <= grammars.THREADS
+    assert 1 <= len(started) <= grammars.READER_THREADS
 
 
 def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import serving
-from serving import PATIENCE, Gate, legible, pair
+from serving import TIMEOUT_SECONDS, Gate, legible, pair
 from shoal import cli
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
@@ -28,9 +28,9 @@ from shoal.models.out_of_memory import explained, is_out_of_memory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.serve import run
-from shoal.serve.recipe import Recipe
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
+from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import runner, scripted
@@ -149,10 +149,10 @@ def test_rows_that_wait_are_told_and_streams_too(monkeypatch: pytest.MonkeyPatch
     failing.shoal = pair(gate, max_batch=1)
     with serving.served(failing.shoal, make_engine=failing.engine) as server:
         stream, got = in_background(lambda: server.post(n=3, max_tokens=100, stream=True))
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         failing.errors = [NO_MEMORY[0]]
         gate.opened.set()
-        stream.join(PATIENCE)
+        stream.join(TIMEOUT_SECONDS)
         assert got[0].text.count("pass_failed") == 1
         assert "[DONE]" not in got[0].text
         eventually(lambda: len(failing.left) == 2)
@@ -183,18 +183,18 @@ def test_figures_while_a_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> 
 
         def hold() -> None:
             made.set()
-            assert go.wait(PATIENCE)
+            assert go.wait(TIMEOUT_SECONDS)
 
         failing.before = hold
         failing.errors = [NO_MEMORY[0]]
         assert server.post().status_code == 503  # told before there is a new engine
-        assert made.wait(PATIENCE)
+        assert made.wait(TIMEOUT_SECONDS)
         assert server.metric("shoal_up") == 1
         assert server.metric("shoal_rows_capacity") > 0
         assert httpx.get(f"{server.url}/health").status_code == 200
         later, got = in_background(server.post)
         go.set()
-        later.join(PATIENCE)
+        later.join(TIMEOUT_SECONDS)
         assert got[0].status_code == 200
 
 
@@ -214,13 +214,13 @@ def ends_with(failing: Failing, client: Callable[[str], None]) -> InternalError:
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=client, args=(f"http://127.0.0.1:{listening.getsockname()[1]}",))
         with pytest.raises(InternalError, match="the engine's thread has ended") as caught:
-            run.run(app, listening, PATIENCE, "critical", ready=thread.start)
-        thread.join(PATIENCE)
+            run.run(app, listening, TIMEOUT_SECONDS, "critical", ready=thread.start)
+        thread.join(TIMEOUT_SECONDS)
     return caught.value
 
 
 def ask(url: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "n": 2}, timeout=PATIENCE)
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "n": 2}, timeout=TIMEOUT_SECONDS)
 
 
 def test_two_failures_in_a_row_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_the_commands_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         raise InternalError("the engine's thread has ended")
 
     monkeypatch.setattr("shoal.serve.run.run", gone)
-    monkeypatch.setattr(Recipe, "app", lambda _: None)
+    monkeypatch.setattr(ServeConfig, "app", lambda _: None)
     assert cli.run(["serve", "--port", "0"]) == 1
 
 
@@ -371,7 +371,7 @@ def test_of_this_machine() -> None:
     assert free is None or 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def budget_of(recipe: Recipe) -> int | None:
+def budget_of(recipe: ServeConfig) -> int | None:
     return recipe.app().state.worker.engine.memory._most
 
 
@@ -379,9 +379,9 @@ def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytes
     """A new engine asks again."""
     free = [3 * GIB]
     monkeypatch.setattr(available, "free_bytes", lambda _: free[0])
-    assert budget_of(Recipe(pair, Settings("tiny"), 4)) == KV_SHARE * 3 * GIB
-    assert budget_of(Recipe(pair, Settings("tiny"), 4, kv_bytes=5000)) == 5000
-    make = Recipe(pair, Settings("tiny"), 4)._engines(pair())
+    assert budget_of(ServeConfig(pair, Settings("tiny"), 4)) == KV_SHARE * 3 * GIB
+    assert budget_of(ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000)) == 5000
+    make = ServeConfig(pair, Settings("tiny"), 4)._engines(pair())
     free[0] = GIB
     assert make().memory._most == KV_SHARE * GIB
 
@@ -389,7 +389,7 @@ def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytes
 def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "free_bytes", lambda _: 12_000)
     shoal = pair()
-    make = Recipe(pair, Settings("tiny"), 4)._engines(shoal)
+    make = ServeConfig(pair, Settings("tiny"), 4)._engines(shoal)
     with serving.served(shoal, make_engine=make) as server:
         refused = server.post(max_tokens=1000)
         assert refused.status_code == 400

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import serving
-from serving import PATIENCE, Gate, Served, legible, pair
-from shoal.serve import protocol, tickets
-from shoal.serve.protocol import LEAST, READING, Limited
+from serving import TIMEOUT_SECONDS, Gate, Served, legible, pair
+from shoal.serve import protocol, submissions
+from shoal.serve.protocol import MIN_READ_BYTES, READ_TIMEOUT_SECONDS, LimitedProtocol
 from shoal.serve.run import bind
-from shoal.serve.tickets import News, Ticket, Token
+from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from test_serve_faults import asking, assert_all_given_back, eventually
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 200, "logprobs": 20, "stream": True}
@@ -42,7 +42,7 @@ def reader(server: Served, **body: Any) -> Iterator[socket.socket]:
     """A client that has asked, and reads what its test reads."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_SECONDS)
         connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         connection.sendall(asking(**{**LONG, **body}))
         assert connection.recv(12).startswith(b"HTTP/1.1 200")
@@ -64,7 +64,7 @@ def test_some_rows_of_a_request_end_before_others() -> None:
     go, script, workers = threading.Event(), legible(0), []
 
     def held(ids: tuple[int, ...]) -> torch.Tensor:
-        assert not (workers and workers[0]._finished) or go.wait(PATIENCE)
+        assert not (workers and workers[0]._finished) or go.wait(TIMEOUT_SECONDS)
         return script(ids)
 
     with serving.served(pair(held, max_batch=1), queue=3) as server:
@@ -78,7 +78,7 @@ def test_some_rows_of_a_request_end_before_others() -> None:
 
 @pytest.mark.parametrize("trickling", [False, True])
 def test_many_who_do_not_read_and_one_who_does(trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "READING", 10 * PATIENCE)
+    monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 10 * TIMEOUT_SECONDS)
     with serving.served(pair(), queue=8) as server, ExitStack() as stack:
         over = threading.Event()
         for _ in range(6):
@@ -101,7 +101,7 @@ def trickle(connection: socket.socket, over: threading.Event) -> None:
 
 def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond, its rows are cancelled, though they could run on."""
-    monkeypatch.setattr(tickets, "UNREAD", 50_000)
+    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 50_000)
     gate = Gate(legible(0), length=10**6)
     with serving.served(pair(gate)) as server, reader(server, n=2, max_tokens=900):
         (ticket,) = server.worker._tickets
@@ -120,20 +120,20 @@ def assert_all_given_back_but_one(server: Served) -> None:
 
 def test_only_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server itself reads for an answer in one piece, and all rows may end in one round."""
-    monkeypatch.setattr(tickets, "UNREAD", 5000)
+    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 5000)
     with serving.served(pair()) as server:
         assert server.post(n=8, max_tokens=64, logprobs=5).status_code == 200
 
 
 def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has read does not count."""
-    monkeypatch.setattr(tickets, "UNREAD", 100_000)
+    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 100_000)
 
     async def read() -> None:
-        ticket = Ticket([], 1, stream=True, detailed=True)
+        ticket = Submission([], 1, stream=True, detailed=True)
         ticket.open = 1
-        token = Token(1, "x", 0.0, False)
-        news = News(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
+        token = TokenUpdate(1, "x", 0.0, False)
+        news = RowUpdate(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
         assert news.size > 20_000
         told = ticket.news()
         for _ in range(50):
@@ -151,7 +151,7 @@ def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("trickling", [False, True])
 def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also who reads a byte a second; its rows end, though they have just begun."""
-    monkeypatch.setattr(protocol, "READING", 1.0)
+    monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 1.0)
     over = threading.Event()
     with serving.served(pair()) as server, reader(server, n=4) as connection:
         if trickling:
@@ -162,7 +162,7 @@ def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.Monke
 
 
 def test_an_answer_in_one_piece_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "READING", 1.0)
+    monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 1.0)
     with serving.served(pair()) as server, reader(server, n=4, stream=False) as connection:
         time.sleep(2.5)
         got = b""
@@ -194,7 +194,7 @@ class Clock:
 
     def pass_deadline(self) -> None:
         ((seconds, what, arguments),) = self.due
-        assert seconds == READING
+        assert seconds == READ_TIMEOUT_SECONDS
         self.due.clear()
         what(*arguments)
 
@@ -213,14 +213,14 @@ class Flow:
     def resume_writing(self) -> None: ...
 
 
-@pytest.mark.parametrize(("read", "cut"), [(0, True), (LEAST - 1, True), (LEAST, False)])
+@pytest.mark.parametrize(("read", "cut"), [(0, True), (MIN_READ_BYTES - 1, True), (MIN_READ_BYTES, False)])
 def test_a_slow_reader_that_reads_is_left_alone(read: int, cut: bool) -> None:
     """A large answer over a slow line takes longer than the deadline, and each of its parts does not."""
-    connection: Any = object.__new__(Limited)
+    connection: Any = object.__new__(LimitedProtocol)
     clock = Clock()
     connection.loop = connection.transport = clock
     connection.flow, connection._unread = Flow(), None
-    clock.unsent = 10 * LEAST
+    clock.unsent = 10 * MIN_READ_BYTES
     connection.pause_writing()
     for _ in range(5):
         clock.unsent -= read

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import PATIENCE, Gate, Served, eventually, legible, pair, served
+from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair, served
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.memory import Memory
@@ -68,7 +68,7 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
         assert [response.status_code for response in got] == [200] * 8
         assert max(taken) <= most
         assert max(taken) > most / 2, "nothing was tight"
@@ -166,13 +166,13 @@ def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch
         got: list[httpx.Response] = []
         scoring = threading.Thread(target=lambda: got.append(server.post(prompt="x" * 400, **SCORE)))
         scoring.start()
-        assert gate.reached.wait(PATIENCE)
+        assert gate.reached.wait(TIMEOUT_SECONDS)
         row = threading.Thread(target=lambda: got.append(server.post(max_tokens=100)))
         row.start()
         eventually(lambda: server.worker.rows == 2)
         gate.opened.set()
         for thread in (scoring, row):
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_SECONDS)
         assert [response.status_code for response in got] == [200, 200]
         assert beside[-1] == (0, 1)
         eventually(lambda: at_rest(server))
@@ -196,7 +196,7 @@ def test_a_client_that_goes_leaves_no_prompt_being_scored() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
             connection.sendall(head % len(body) + body)
-            assert gate.reached.wait(PATIENCE)
+            assert gate.reached.wait(TIMEOUT_SECONDS)
         eventually(lambda: server.worker.rows == 0)
         gate.opened.set()
         eventually(lambda: at_rest(server))

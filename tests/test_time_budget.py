@@ -12,7 +12,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
-from shoal.serve.tickets import Ticket
+from shoal.serve.submissions import Submission
 from shoal.serve.worker import Worker
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import FINISH_REASONS, Request, Row, Sample, ranked
@@ -236,7 +236,7 @@ def test_a_servers_ticket_joins_as_one_call_and_leaves_alone() -> None:
     tickets = []
     for _ in range(2):
         requests = [Request((1 + i, 2), 2, limits=Limits(time_budget=60.0)) for i in range(2)]
-        tickets.append(Ticket(requests, 4, stream=False, detailed=False))
+        tickets.append(Submission(requests, 4, stream=False, detailed=False))
         worker._submit(tickets[-1])
     assert [(row.group, row.index) for row in engine.scheduler.waiting] == [
         (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1),

@@ -49,12 +49,12 @@ from shoal.cli.views import stderr, stdout
 from shoal.errors import InternalError, RequestError
 
 if TYPE_CHECKING:
-    from shoal.serve.ledger import Ledger
-    from shoal.serve.lines import Json, Line
-    from shoal.serve.recipe import Recipe
+    from shoal.serve.batch_lines import BatchLine, Json
+    from shoal.serve.output_file import OutputFile
+    from shoal.serve.serve_config import ServeConfig
     from shoal.serve.settings import Settings
 
-    Answer = Callable[[Sequence[Line], Callable[[Json], None]], None]
+    Answer = Callable[[Sequence[BatchLine], Callable[[Json], None]], None]
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
@@ -125,10 +125,10 @@ def batch(
     controller = parse_lookahead(lookahead)
     source.quieten_transformers()
     try:
-        from shoal.serve import ledger, lines, recipe, settings
+        from shoal.serve import batch_lines, output_file, serve_config, settings
     except ImportError as error:
         raise RequestError(f"shoal batch needs more packages ({error}): pip install '.[serve]'") from error
-    asked = list(lines.read_lines(requests))
+    asked = list(batch_lines.read_lines(requests))
     if answers.exists() and answers.samefile(requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(answers)!r}")
     if rule == "auto":
@@ -137,8 +137,8 @@ def batch(
         model=name or model or "bundled", max_n=max_n, max_tokens=max_tokens, timeout=timeout, seeds=rule == "coupled",
         chat_template=read_template(chat_template),
     )  # fmt: skip
-    served = recipe.Recipe(source.load, allowed, controller, rule, in_bytes(kv_memory))
-    with ledger.Ledger(answers, asked, _made_by(source, allowed, rule)) as book:
+    served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(kv_memory))
+    with output_file.OutputFile(answers, asked, _made_by(source, allowed, rule)) as book:
         _tell_of_cut(book, answers)
         tally = Tally(len(asked), len(book.ids))
         try:
@@ -162,8 +162,8 @@ def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
     """What changes tokens and is known before a model is loaded; a drafter changes neither a seed's tokens nor the law."""
     from shoal import __version__
     from shoal.models.loading import bundled
-    from shoal.serve.identity import identity
-    from shoal.serve.lines import digest
+    from shoal.serve.batch_lines import digest
+    from shoal.serve.model_identity import identity
 
     template = allowed.chat_template
     return {
@@ -173,7 +173,7 @@ def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
     }  # fmt: skip
 
 
-def _tell_of_cut(book: Ledger, answers: Path) -> None:
+def _tell_of_cut(book: OutputFile, answers: Path) -> None:
     if book.cut:
         said = (
             f"{answers}: its last {book.cut} bytes were no whole answers, as a kill or a crash leaves them, and were cut off"
@@ -181,7 +181,7 @@ def _tell_of_cut(book: Ledger, answers: Path) -> None:
         stderr().print(said, markup=False, soft_wrap=True)
 
 
-def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer) -> None:
+def _answer(asked: Sequence[BatchLine], ledger: OutputFile, tally: Tally, answer: Answer) -> None:
     """Answers what has no answer yet."""
     waiting = [line for line in asked if line.id not in ledger.ids]
     with shown(tally) as changed:
@@ -198,17 +198,19 @@ def _answer(asked: Sequence[Line], ledger: Ledger, tally: Tally, answer: Answer)
         raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
 
 
-def _here(recipe: Recipe, tally: Tally, book: Ledger, lines: Sequence[Line], done: Callable[[Json], None]) -> None:
-    offline = recipe.offline()
+def _here(
+    config: ServeConfig, tally: Tally, book: OutputFile, lines: Sequence[BatchLine], done: Callable[[Json], None]
+) -> None:
+    offline = config.offline()
     tally.loaded = offline.shoal.loaded
     book.require(offline.made)
     offline.answer(lines, done)
 
 
 def _over_ray(
-    recipe: Recipe, workers: int, cpus: float, gpus: float, lines: Sequence[Line], done: Callable[[Json], None]
+    config: ServeConfig, workers: int, cpus: float, gpus: float, lines: Sequence[BatchLine], done: Callable[[Json], None]
 ) -> None:
     cluster = ray_cluster()
     from shoal.serve import pool
 
-    pool.answer(lines, recipe, done, workers, cluster.Share(cpus, gpus))
+    pool.answer(lines, config, done, workers, cluster.Share(cpus, gpus))

@@ -174,7 +174,7 @@ def serve(
     controller = parse_lookahead(lookahead)
     source.quieten_transformers()
     try:
-        from shoal.serve import hosts, keys, recipe, run, settings
+        from shoal.serve import hosts, keys, run, serve_config, settings
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     allowed = settings.Settings(
@@ -183,7 +183,9 @@ def serve(
         origins=tuple(cors_origin or ()), hosts=hosts.hosts_of(host, allowed_host or ()),
         chat_template=read_template(chat_template),
     )  # fmt: skip
-    served = recipe.Recipe(source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory))
+    served = serve_config.ServeConfig(
+        source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory)
+    )
     ready = partial(_tell, host, allowed, json_output)
     if ray:
         cluster = ray_cluster()

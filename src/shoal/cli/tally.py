@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from shoal.cli.views import stderr
 
 if TYPE_CHECKING:
-    from shoal.serve.lines import Json
+    from shoal.serve.batch_lines import Json
 
 MINUTE = 60.0
 """Seconds between two lines where stderr is no terminal."""
@@ -39,7 +39,7 @@ class Tally:
 
     def add(self, entry: Json) -> None:
         """Counts an answer."""
-        from shoal.serve.results import choices_taken, has_failed
+        from shoal.serve.batch_results import choices_taken, has_failed
 
         self.answered += 1
         self.failed += has_failed(entry)

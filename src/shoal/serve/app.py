@@ -21,31 +21,34 @@ from shoal import __version__
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
 from shoal.engine.engine import Engine
-from shoal.serve import answers, bodies, faults, forms
-from shoal.serve.bodies import GONE
-from shoal.serve.faults import Fault
+from shoal.serve import api_errors, api_formats, bodies, response_models
+from shoal.serve.api_errors import ApiError
+from shoal.serve.api_formats import ApiFormat
+from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.hosts import HostCheck
-from shoal.serve.keys import opens
+from shoal.serve.keys import is_valid_key
 from shoal.serve.metrics import Metrics
 from shoal.serve.page import page
-from shoal.serve.replies import EventStream, Reply
-from shoal.serve.schema import Asked, ChatRequest, CompletionRequest
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+from shoal.serve.request_parser import ParsedRequest, RequestParser, require_model
+from shoal.serve.responses import ApiResponse, EventStream
 from shoal.serve.settings import Settings
-from shoal.serve.translate import Order, Translator, require_model
 from shoal.serve.worker import Worker
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=BaseRequest)
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
 NOTES: dict[str, dict[str, Any]] = {
     "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": {"type": "string"}},
     "x-shoal-clamped": {"description": "Values that were lowered to this server's limit.", "schema": {"type": "string"}},
 }
 """Headers that say what was not done as it was asked."""
-HUNG = 120.0
+HUNG_PASS_SECONDS = 120.0
 """Seconds; a round that takes longer is taken for stuck. Building static passes for a large model may take one or two minutes."""
-BROKEN: dict[int | str, dict[str, Any]] = {503: {"model": answers.Health, "description": "Not now; the status says why."}}
+BROKEN: dict[int | str, dict[str, Any]] = {
+    503: {"model": response_models.Health, "description": "Not now; the status says why."}
+}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": answers.ErrorAnswer, "description": what}
+    status: {"model": response_models.ErrorAnswer, "description": what}
     for status, what in {
         400: "The request cannot be served; the message says why.",
         401: "The API key is missing or wrong.",
@@ -83,7 +86,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         summary="Many samples at once, by exact batched speculative sampling.",
     )  # fmt: skip
     app.state.worker, app.state.draining = worker, False
-    faults.install(app)
+    api_errors.install(app)
     app.include_router(_api(shoal, worker, settings))
     app.include_router(_house(worker, metrics))
     app.include_router(page())
@@ -101,43 +104,43 @@ def _api(shoal: Shoal, worker: Worker, settings: Settings) -> APIRouter:
     """What clients use, behind the key if there is one."""
 
     async def authorised(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if not opens(settings.keys, given.credentials if given else ""):
+        if not is_valid_key(settings.keys, given.credentials if given else ""):
             message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
-            raise Fault(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     router = APIRouter(prefix="/v1", dependencies=[Depends(authorised)] if settings.keys else [])
-    translator = Translator(
+    translator = RequestParser(
         shoal.tokenizer, shoal.eos, worker.engine.target.vocab_size, worker.engine.context, worker.capacity, settings
     )
     model = _model(shoal, worker, settings)
 
-    async def answer(request: Request, kind: type[T], form: forms.Form, translate: Callable[[T], Order]) -> Response:
+    async def answer(request: Request, kind: type[T], form: ApiFormat, translate: Callable[[T], ParsedRequest]) -> Response:
         asked = await bodies.read(request, kind, settings.max_body)
         require_model(asked.model or settings.model, settings)
         order = await run_in_threadpool(translate, asked)  # long texts take their time
-        reply = Reply(worker, shoal.tokenizer, settings.model, form, order)
+        reply = ApiResponse(worker, shoal.tokenizer, settings.model, form, order)
         if order.stream:
             events = reply.events()
             return EventStream(await anext(events), events, order.notes)
         return await _unless_gone(request, reply.whole(), order.notes)
 
-    @router.post("/completions", response_model=None, **_described(CompletionRequest, answers.Completion))
+    @router.post("/completions", response_model=None, **_described(CompletionRequest, response_models.Completion))
     async def completions(request: Request) -> Response:
         """Continues texts."""
-        return await answer(request, CompletionRequest, forms.Completions(), translator.completion)
+        return await answer(request, CompletionRequest, api_formats.Completions(), translator.completion)
 
-    @router.post("/chat/completions", response_model=None, **_described(ChatRequest, answers.ChatCompletion))
+    @router.post("/chat/completions", response_model=None, **_described(ChatRequest, response_models.ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
-        return await answer(request, ChatRequest, forms.Chat(), translator.chat)
+        return await answer(request, ChatRequest, api_formats.Chat(), translator.chat)
 
     @router.get("/models", responses={401: REFUSALS[401]})
-    async def models() -> answers.ModelList:
+    async def models() -> response_models.ModelList:
         """The model that is served."""
-        return answers.ModelList(object="list", data=[model])
+        return response_models.ModelList(object="list", data=[model])
 
     @router.get("/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
-    async def one_model(name: str) -> answers.Model:
+    async def one_model(name: str) -> response_models.Model:
         """The same by its name."""
         require_model(name, settings)
         return model
@@ -149,12 +152,12 @@ def _house(worker: Worker, metrics: Metrics) -> APIRouter:
     """What those who run the server use."""
     router = APIRouter()
 
-    @router.get("/health", response_model=answers.Health, responses=BROKEN)
+    @router.get("/health", response_model=response_models.Health, responses=BROKEN)
     async def health() -> Response:
         """Whether there is an engine to decode; a supervisor restarts the process if not."""
         return _status(None if worker.alive else "the engine has stopped")
 
-    @router.get("/ready", response_model=answers.Health, responses=BROKEN)
+    @router.get("/ready", response_model=response_models.Health, responses=BROKEN)
     async def ready(request: Request) -> Response:
         """Whether to send requests here: there is an engine, it gets on, and the server is not about to stop."""
         return _status(_unready(worker, request.app.state.draining))
@@ -172,7 +175,7 @@ def _unready(worker: Worker, draining: bool) -> str | None:
     if not worker.alive:
         return "the engine has stopped"
     since = worker.busy_since
-    if since is not None and (age := time.perf_counter() - since) > HUNG:
+    if since is not None and (age := time.perf_counter() - since) > HUNG_PASS_SECONDS:
         return f"the engine has been at one pass for {age:.0f} seconds"
     return "the server is stopping" if draining else None
 
@@ -181,23 +184,23 @@ def _status(trouble: str | None) -> Response:
     return JSONResponse({"status": trouble or "ok"}, 503 if trouble else 200)
 
 
-def _model(shoal: Shoal, worker: Worker, settings: Settings) -> answers.Model:
+def _model(shoal: Shoal, worker: Worker, settings: Settings) -> response_models.Model:
     about = {
         "context": worker.engine.context, "rows": worker.engine.scheduler.capacity, "max_n": settings.max_n,
         "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "loaded": shoal.loaded,
     }  # fmt: skip
-    return answers.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
+    return response_models.Model(id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about)
 
 
-async def _unless_gone(request: Request, answer: Awaitable[forms.Json], headers: Mapping[str, str]) -> Response:
+async def _unless_gone(request: Request, answer: Awaitable[api_formats.Json], headers: Mapping[str, str]) -> Response:
     """The answer, or nothing at all if its client goes before it is there."""
     wanted = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(wanted.result(), headers=headers) if wanted.done() else Response(status_code=GONE)
+        return JSONResponse(wanted.result(), headers=headers) if wanted.done() else Response(status_code=CLIENT_GONE)
     finally:
         gone.cancel()
         wanted.cancel()
@@ -208,7 +211,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _described(asked: type[Asked], answer: type[answers.Answer]) -> dict[str, Any]:
+def _described(asked: type[BaseRequest], answer: type[response_models.Answer]) -> dict[str, Any]:
     """A route's description: its body, and an answer that is one object, or events that each hold a part of one."""
     schema = {"$ref": f"#/components/schemas/{asked.__name__}"}
     return {
@@ -246,7 +249,7 @@ class Counted:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), GONE
+        started, status = time.perf_counter(), CLIENT_GONE
 
         async def noted(message: Message) -> None:
             nonlocal status

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.serve.lines import Line
+from shoal.serve.batch_lines import BatchLine
 
-MOST = 64
+MAX_BLOCK_LINES = 64
 """Lines of a block: so many are asked again when a worker dies, and at a block's end its batch runs empty."""
-TURNS = 4
+BLOCKS_PER_WORKER = 4
 """Blocks for each worker, if there are lines enough: who is quick has more of them."""
-TRIES = 3
+MAX_DEATHS = 3
 """Workers that a line may kill when it is alone with them; machines also go for reasons of their own."""
 
 
@@ -24,15 +24,15 @@ TRIES = 3
 class Block:
     """Lines that one worker answers, all or none. `deaths`: of workers that had this block, if it is of one line."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[BatchLine, ...]
     deaths: int = 0
 
 
 class Blocks:
     """What is still to be answered and at no worker."""
 
-    def __init__(self, lines: Sequence[Line], workers: int) -> None:
-        size = min(max(math.ceil(len(lines) / (TURNS * workers)), 1), MOST)
+    def __init__(self, lines: Sequence[BatchLine], workers: int) -> None:
+        size = min(max(math.ceil(len(lines) / (BLOCKS_PER_WORKER * workers)), 1), MAX_BLOCK_LINES)
         starts = range(0, len(lines), size)
         self._waiting = deque(Block(tuple(lines[start : start + size])) for start in starts)
 
@@ -43,17 +43,17 @@ class Blocks:
         """The next one, if there is any."""
         return self._waiting.popleft() if self._waiting else None
 
-    def died(self, block: Block) -> Line | None:
+    def died(self, block: Block) -> BatchLine | None:
         """To be told of a block whose worker died: it comes again, in halves and after the others.
 
         Returns:
-            The line that is given up, if it was alone with `TRIES` workers that died.
+            The line that is given up, if it was alone with `MAX_DEATHS` workers that died.
         """
         if len(block.lines) > 1:
             half = len(block.lines) // 2
             self._waiting += [Block(block.lines[:half]), Block(block.lines[half:])]
             return None
-        if block.deaths + 1 == TRIES:
+        if block.deaths + 1 == MAX_DEATHS:
             return block.lines[0]
         self._waiting.append(Block(block.lines, block.deaths + 1))
         return None

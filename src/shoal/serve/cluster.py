@@ -25,8 +25,8 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from shoal.errors import ModelError, RequestError
-from shoal.serve.recipe import Recipe
 from shoal.serve.run import bind
+from shoal.serve.serve_config import ServeConfig
 
 LOG = logging.getLogger(__name__)
 DEPLOYMENT = "shoal"
@@ -110,7 +110,7 @@ class Replicas:
     drain: float = 20
 
 
-def deploy(recipe: Recipe, replicas: Replicas, share: Share, name: str) -> None:
+def deploy(recipe: ServeConfig, replicas: Replicas, share: Share, name: str) -> None:
     """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before.
 
     Args:
@@ -147,13 +147,13 @@ class Replica:
     app: FastAPI
 
     def check_health(self) -> None:
-        """Asked by Ray Serve, which starts a replica anew where this raises."""
+        """BaseRequest by Ray Serve, which starts a replica anew where this raises."""
         if not self.app.state.worker.alive:
             raise RuntimeError("the engine has stopped")
 
 
 def run(
-    recipe: Recipe, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
+    recipe: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
 ) -> None:  # fmt: skip
     """Serves until SIGTERM or Ctrl-C; then open requests have the drain to finish.
 

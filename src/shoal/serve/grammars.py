@@ -17,23 +17,23 @@ from pathlib import Path
 from shoal.config import Grammar
 from shoal.constraints.grammar import STACK, Constraint, Grammars, grammars_of, short
 from shoal.errors import RequestError
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
 
-THREADS = 2
+READER_THREADS = 2
 """Grammars that are read at a time."""
-SECONDS = 2
+CPU_SECONDS = 2
 """Processor time that reading one may take: the largest of a service take about one."""
-SIZE = 2**27
+MEMORY_BYTES = 2**27
 """Bytes that it may take."""
 LIMITS = {"max_lexer_states": 50_000}
 """Of llguidance's work, also in rounds, where no process is watched: a state of its lexer takes about a kilobyte."""
-WAITING = 64
+MAX_WAITING = 64
 """Grammars that may wait to be read; beyond, requests are told to come again."""
-REFUSED = 256
+MAX_REMEMBERED_REFUSALS = 256
 """Refused grammars that are remembered: who sends one sends it again."""
 TOO_MUCH = {
-    "slow": f"it takes more than {SECONDS} s of processor time to read; make it smaller",
-    "large": f"it takes more than {SIZE >> 20} MiB to read, or is nested too deeply; make it smaller",
+    "slow": f"it takes more than {CPU_SECONDS} s of processor time to read; make it smaller",
+    "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; make it smaller",
 }
 
 
@@ -54,7 +54,7 @@ class GrammarReader:
 
     def __init__(self, tokenizer: object, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._pool = ThreadPoolExecutor(THREADS, "shoal-grammar-reader")
+        self._pool = ThreadPoolExecutor(READER_THREADS, "shoal-grammar-reader")
         self._readings: dict[Grammar, _Reading] = {}
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._grammars: Grammars | None = None
@@ -68,7 +68,7 @@ class GrammarReader:
             seconds: how long to wait for it; None = as long as it takes.
 
         Raises:
-            RequestError: a grammar that is wrong, or takes too much. Fault: 429, too many wait; 503, not read in time.
+            RequestError: a grammar that is wrong, or takes too much. ApiError: 429, too many wait; 503, not read in time.
         """
         if grammar in self._refused:
             raise RequestError(self._refused[grammar])
@@ -81,10 +81,10 @@ class GrammarReader:
         try:
             return await asyncio.wait_for(asyncio.shield(reading.future), seconds)
         except asyncio.TimeoutError as error:
-            raise Fault(503, f"the grammar was not read within {seconds} s", code="grammar_timeout") from error
+            raise ApiError(503, f"the grammar was not read within {seconds} s", code="grammar_timeout") from error
         except RequestError as error:
             self._refused[grammar] = str(error)
-            while len(self._refused) > REFUSED:
+            while len(self._refused) > MAX_REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
             raise
         finally:
@@ -96,9 +96,9 @@ class GrammarReader:
 
     def _reading(self, grammar: Grammar) -> _Reading:
         if grammar not in self._readings:
-            if len(self._readings) >= WAITING:
-                message = f"{WAITING} grammars wait to be read already; try again in {SECONDS} s"
-                raise Fault(429, message, code="grammar_queue_full", headers={"retry-after": str(SECONDS)})
+            if len(self._readings) >= MAX_WAITING:
+                message = f"{MAX_WAITING} grammars wait to be read already; try again in {CPU_SECONDS} s"
+                raise ApiError(429, message, code="grammar_queue_full", headers={"retry-after": str(CPU_SECONDS)})
             future = asyncio.get_running_loop().run_in_executor(self._pool, self._job, grammar)
             self._readings[grammar] = _Reading(future)
         return self._readings[grammar]
@@ -127,17 +127,17 @@ class GrammarReader:
 
 
 class Probe:
-    """A process that reads grammars first, see `shoal.serve.probe`; started at first use, and again when it has ended."""
+    """A process that reads grammars first, see `shoal.serve.grammar_probe`; started at first use, and again when it has ended."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, grammar: Grammar, written: str) -> None:
-        """Raises RequestError: the grammar takes too much, or is wrong. Fault: 503, the process has ended."""
-        told = self._asked({"grammar": written, "seconds": SECONDS, "size": SIZE, "stack": STACK})
+        """Raises RequestError: the grammar takes too much, or is wrong. ApiError: 503, the process has ended."""
+        told = self._asked({"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK})
         if told is None:
-            raise Fault(503, "the process that reads grammars has ended; try again", code="grammar_failed")
+            raise ApiError(503, "the process that reads grammars has ended; try again", code="grammar_failed")
         why = short(told["why"]) if told["outcome"] == "refused" else TOO_MUCH.get(told["outcome"])
         if why is not None:
             raise RequestError(f"the {grammar.kind} grammar cannot be used: {why}")
@@ -157,7 +157,7 @@ class Probe:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            command = [sys.executable, "-I", str(Path(__file__).with_name("probe.py"))]
+            command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_probe.py"))]
             # One arena: another would reserve address space that counts as taken.
             environment = os.environ | {"MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
             pipe = subprocess.PIPE

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
 
 ANY = "*"
 
@@ -39,7 +39,7 @@ class HostCheck:
             message = (
                 f"this server is not asked under the name {name!r}; start it with --allowed-host {name} if it should be"
             )
-            await Fault(403, message, code="host_not_allowed").response()(scope, receive, send)
+            await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

@@ -32,7 +32,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def opens(keys: Iterable[str], given: str) -> bool:
+def is_valid_key(keys: Iterable[str], given: str) -> bool:
     """Whether `given` is one of the keys. Every key is compared, whole and in constant time."""
     digest = _digest(given)
     matches = [hmac.compare_digest(_digest(key), digest) for key in keys]

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
 from shoal.serve.worker import Worker
 from shoal.types.requests import Sample
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LENGTH_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
+TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096)
 
 COUNTED = {
     "rounds": "Draft, verify, accept, commit cycles of the batch",
@@ -40,15 +40,15 @@ class Metrics:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry, "namespace": "shoal"}
         self._first = Histogram(
-            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
+            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS_BUCKETS, **own
         )
-        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS, **own)
-        self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKENS, **own)
-        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTHS, **own)
+        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS_BUCKETS, **own)
+        self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKEN_BUCKETS, **own)
+        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTH_BUCKETS, **own)
         self._rows = Counter("rows", "Rows ended", ["reason"], **own)
         self._answers = Counter("requests", "Requests answered", ["path", "status"], **own)
         self._duration = Histogram(
-            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS, **own
+            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS_BUCKETS, **own
         )
 
     def watch(self, worker: Worker) -> None:
@@ -94,7 +94,7 @@ class _Engine(Collector):
         yield seconds
         yield GaugeMetricFamily("shoal_acceptance_length", "Tokens per row and target pass so far", stats.acceptance_length)
         yield GaugeMetricFamily("shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity)
-        with suppress(Fault):  # there is no engine while a failed one is replaced
+        with suppress(ApiError):  # there is no engine while a failed one is replaced
             engine = self._worker.engine
             yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
             yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))

@@ -11,16 +11,16 @@ from dataclasses import replace
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
+from shoal.serve.api_errors import ApiError
+from shoal.serve.api_formats import ApiFormat, Chat, Completions
+from shoal.serve.batch_lines import ENVELOPE, BatchLine, Json, is_enveloped, is_id
+from shoal.serve.batch_results import LineError, answered, failed
 from shoal.serve.bodies import validated
-from shoal.serve.faults import Fault
-from shoal.serve.forms import Chat, Completions, Form
-from shoal.serve.lines import ENVELOPE, Json, Line, is_enveloped, is_id
 from shoal.serve.metrics import Metrics
-from shoal.serve.replies import Reply
-from shoal.serve.results import LineFault, answered, failed
-from shoal.serve.schema import ChatRequest, CompletionRequest
+from shoal.serve.request_models import ChatRequest, CompletionRequest
+from shoal.serve.request_parser import ParsedRequest, RequestParser, require_model
+from shoal.serve.responses import ApiResponse
 from shoal.serve.settings import Settings
-from shoal.serve.translate import Order, Translator, require_model
 from shoal.serve.worker import Worker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -42,21 +42,21 @@ class Offline:
         chosen = shoal.loaded["target"] or {}
         self.made = {name: chosen[name] for name in ("dtype", "quantize", "strict")}
 
-    def answer(self, lines: Iterable[Line], done: Callable[[Json], None]) -> None:
+    def answer(self, lines: Iterable[BatchLine], done: Callable[[Json], None]) -> None:
         """Answers all lines; so many are open at a time that all slots of a batch are used.
 
         Args:
-            done: called with each answer as it is there, see `shoal.serve.results`.
+            done: called with each answer as it is there, see `shoal.serve.batch_results`.
 
         Raises:
             InternalError: the engine's thread has ended. Exception: what `done` raised.
         """
         asyncio.run(self._answer_all(lines, done))
 
-    async def _answer_all(self, lines: Iterable[Line], done: Callable[[Json], None]) -> None:
+    async def _answer_all(self, lines: Iterable[BatchLine], done: Callable[[Json], None]) -> None:
         worker = Worker(self._make_engine, self.settings.queue, Metrics())
         slots = worker.engine.scheduler.capacity
-        translator = Translator(
+        translator = RequestParser(
             self.shoal.tokenizer, self.shoal.eos, worker.engine.target.vocab_size, worker.engine.context, worker.capacity,
             self.settings,
         )  # fmt: skip
@@ -72,21 +72,21 @@ class Offline:
         finally:
             worker.stop()
 
-    async def _answer(self, line: Line, worker: Worker, translator: Translator) -> Json:
+    async def _answer(self, line: BatchLine, worker: Worker, translator: RequestParser) -> Json:
         made: Json = {**self.made}
         try:
             form, order = self._order(line, translator)
             made |= {"notes": dict(order.notes)} if order.notes else {}
-            entry = answered(line, await Reply(worker, self.shoal.tokenizer, self.settings.model, form, order).whole())
+            entry = answered(line, await ApiResponse(worker, self.shoal.tokenizer, self.settings.model, form, order).whole())
         except Exception as error:
             if not worker.alive:
                 raise InternalError(f"the engine's thread has ended: {worker.failure!r}") from error
             entry = failed(line, error)
         return {**entry, "shoal": made}
 
-    def _order(self, line: Line, translator: Translator) -> tuple[Form, Order]:
+    def _order(self, line: BatchLine, translator: RequestParser) -> tuple[ApiFormat, ParsedRequest]:
         path, body = _asked(line)
-        form: Form
+        form: ApiFormat
         if path == CHAT:
             conversation = validated(ChatRequest, body)
             require_model(conversation.model or self.settings.model, self.settings)
@@ -96,35 +96,35 @@ class Offline:
             require_model(text.model or self.settings.model, self.settings)
             form, order = Completions(), translator.completion(text)
         if order.stream:
-            raise Fault(400, "an answer in a file cannot be streamed", param="stream")
+            raise ApiError(400, "an answer in a file cannot be streamed", param="stream")
         return form, order
 
 
-def _asked(line: Line) -> tuple[str, Json]:
-    """The API's path and fields of a line. Raises Fault for what is wrong outside of the fields."""
+def _asked(line: BatchLine) -> tuple[str, Json]:
+    """The API's path and fields of a line. Raises ApiError for what is wrong outside of the fields."""
     try:
         fields = json.loads(line.text)
     except (ValueError, RecursionError) as error:
-        raise Fault(400, f"the line is not valid JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the line is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
-        raise Fault(400, "the line must be a JSON object", code="invalid_json")
+        raise ApiError(400, "the line must be a JSON object", code="invalid_json")
     if is_enveloped(fields):
         return _opened(fields)
     if not is_id(fields.pop("id", "")):
-        raise Fault(400, "id must be a text or an integer", param="id", code="invalid_value")
+        raise ApiError(400, "id must be a text or an integer", param="id", code="invalid_value")
     return (CHAT if "messages" in fields else COMPLETIONS), fields
 
 
 def _opened(fields: Json) -> tuple[str, Json]:
     """The same of one of OpenAI's batch lines."""
     if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
-        raise LineFault(400, f"unknown field {unknown[0]!r} beside custom_id, method, url and body", code="unknown_field")
+        raise LineError(400, f"unknown field {unknown[0]!r} beside custom_id, method, url and body", code="unknown_field")
     if not isinstance(fields.get("custom_id"), str):
-        raise LineFault(400, "custom_id must be a text", code="invalid_custom_id")
+        raise LineError(400, "custom_id must be a text", code="invalid_custom_id")
     if fields.get("method") != "POST":
-        raise LineFault(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
+        raise LineError(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
     if fields.get("url") not in (COMPLETIONS, CHAT):
-        raise LineFault(400, f"url must be {COMPLETIONS!r} or {CHAT!r}, got {fields.get('url')!r}", code="invalid_url")
+        raise LineError(400, f"url must be {COMPLETIONS!r} or {CHAT!r}, got {fields.get('url')!r}", code="invalid_url")
     if not isinstance(fields.get("body"), dict):
-        raise LineFault(400, "body must be a JSON object", code="invalid_body")
+        raise LineError(400, "body must be a JSON object", code="invalid_body")
     return fields["url"], fields["body"]

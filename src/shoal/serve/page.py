@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Response
 
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -35,7 +35,7 @@ def page() -> APIRouter:
 
     def _answer(name: str) -> Response:
         if name not in parts:
-            raise Fault(404, f"the playground has no {name!r}")
+            raise ApiError(404, f"the playground has no {name!r}")
         return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
 
     return router

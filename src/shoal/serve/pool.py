@@ -12,17 +12,19 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from shoal.errors import InternalError, ModelError, ShoalError
-from shoal.serve.blocks import TRIES, Block, Blocks
+from shoal.serve.batch_lines import BatchLine, Json
+from shoal.serve.batch_results import LineError, failed
+from shoal.serve.blocks import MAX_DEATHS, Block, Blocks
 from shoal.serve.cluster import Share, connected, look_for_room
-from shoal.serve.lines import Json, Line
 from shoal.serve.offline import Offline
-from shoal.serve.recipe import Recipe
-from shoal.serve.results import LineFault, failed
+from shoal.serve.serve_config import ServeConfig
 
 LOG = logging.getLogger(__name__)
 
 
-def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], workers: int, share: Share) -> None:
+def answer(
+    lines: Sequence[BatchLine], recipe: ServeConfig, done: Callable[[Json], None], workers: int, share: Share
+) -> None:
     """Answers lines as `Offline.answer` does, by so many workers; `done` is called here.
 
     A line that kills its workers has an error for its answer, all others are answered.
@@ -43,7 +45,7 @@ def answer(lines: Sequence[Line], recipe: Recipe, done: Callable[[Json], None], 
 class _Pool:
     """Workers and what each is at: a block, or None while it loads."""
 
-    def __init__(self, blocks: Blocks, recipe: Recipe, share: Share, done: Callable[[Json], None]) -> None:
+    def __init__(self, blocks: Blocks, recipe: ServeConfig, share: Share, done: Callable[[Json], None]) -> None:
         self._blocks, self._recipe, self._done = blocks, recipe, done
         self._make: Any = ray.remote(Answerer).options(max_restarts=0, max_task_retries=0, **share.options)
         self._busy: dict[Any, tuple[Any, Block | None]] = {}
@@ -96,14 +98,14 @@ class _Pool:
         why = str(error).strip().splitlines()[0]
         if block is None:
             self._lost += 1
-            if self._lost == TRIES:
-                raise ModelError(f"{TRIES} workers in succession died while they loaded the models: {why}")
+            if self._lost == MAX_DEATHS:
+                raise ModelError(f"{MAX_DEATHS} workers in succession died while they loaded the models: {why}")
         else:
             LOG.warning("a worker died with %d lines, which are asked again: %s", len(block.lines), why)
             given_up = self._blocks.died(block)
             if given_up is not None:
-                message = f"this line was alone with {TRIES} workers, and each of them died: {why}"
-                self._done(failed(given_up, LineFault(500, message, code="worker_died")))
+                message = f"this line was alone with {MAX_DEATHS} workers, and each of them died: {why}"
+                self._done(failed(given_up, LineError(500, message, code="worker_died")))
         if len(self._blocks):
             self._start()
 
@@ -111,7 +113,7 @@ class _Pool:
 class Answerer:
     """A worker. What it answers and what it raises come back as rows: raised, an error would come in pages of Ray's."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: ServeConfig) -> None:
         self._recipe = recipe
 
     @cached_property

@@ -9,17 +9,17 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shoal.serve.bodies import ARRIVAL
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
+from shoal.serve.bodies import BODY_TIMEOUT_SECONDS
 
-SECONDS: dict[Any, float] = {h11.IDLE: 15.0, h11.SEND_BODY: ARRIVAL + 5}
+ARRIVAL_TIMEOUT_SECONDS: dict[Any, float] = {h11.IDLE: 15.0, h11.SEND_BODY: BODY_TIMEOUT_SECONDS + 5}
 """Seconds that a client may take for its headers and for its body, by h11's name of what it is at. However it trickles, no byte
 starts them anew. Handlers that read a body give up a little sooner, and say so."""
-READING, LEAST = 30.0, 2**14
+READ_TIMEOUT_SECONDS, MIN_READ_BYTES = 30.0, 2**14
 """Seconds in which a client must read so many bytes of what waits for it, or all that does; else it is cut off."""
 
 
-class Limited(H11Protocol):
+class LimitedProtocol(H11Protocol):
     """One connection. Of `limit_concurrency` there may be so many; uvicorn itself would hold more, and refuse their requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -34,7 +34,7 @@ class Limited(H11Protocol):
         transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the system takes no more
         if self._most is not None and len(self.connections) > self._most:
             message = f"this server has {self._most} open connections, and takes no more"
-            self._refuse(Fault(503, message, code="too_many_connections"))
+            self._refuse(ApiError(503, message, code="too_many_connections"))
         else:
             self._watch()
 
@@ -63,11 +63,11 @@ class Limited(H11Protocol):
 
     def _watch_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(READING, self._look_at_reader, unread)
+        self._unread = self.loop.call_later(READ_TIMEOUT_SECONDS, self._look_at_reader, unread)
 
     def _look_at_reader(self, before: int) -> None:
         """Nothing is written while writing pauses: what has gone meanwhile has been read."""
-        if self.transport.get_write_buffer_size() > before - LEAST:
+        if self.transport.get_write_buffer_size() > before - MIN_READ_BYTES:
             self.transport.abort()
         else:
             self._watch_reader()
@@ -83,8 +83,8 @@ class Limited(H11Protocol):
         if phase is self._phase or self.transport.is_closing():
             return
         self._forget()
-        if phase in SECONDS:
-            self._phase, self._timer = phase, self.loop.call_later(SECONDS[phase], self._give_up)
+        if phase in ARRIVAL_TIMEOUT_SECONDS:
+            self._phase, self._timer = phase, self.loop.call_later(ARRIVAL_TIMEOUT_SECONDS[phase], self._give_up)
 
     def _forget(self) -> None:
         if self._timer is not None:
@@ -93,11 +93,11 @@ class Limited(H11Protocol):
 
     def _give_up(self) -> None:
         if self.conn.our_state is h11.IDLE:
-            self._refuse(Fault(408, "the request did not arrive in time", code="request_timeout"))
+            self._refuse(ApiError(408, "the request did not arrive in time", code="request_timeout"))
         else:
             self.transport.close()
 
-    def _refuse(self, fault: Fault) -> None:
+    def _refuse(self, fault: ApiError) -> None:
         """Answers instead of the application, and closes."""
         content = json.dumps(fault.body()).encode()
         length = str(len(content)).encode()

@@ -17,18 +17,18 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from shoal.errors import InternalError, RequestError
-from shoal.serve.protocol import Limited
+from shoal.serve.protocol import LimitedProtocol
 from shoal.serve.worker import Worker
 
-NOTICE = 2.0
+NOTICE_SECONDS = 2.0
 """Seconds between SIGTERM and the end of new connections: /ready is red meanwhile, and balancers send requests elsewhere."""
-LAST_WORDS = 5
+GRACE_SECONDS = 5
 """Seconds that clients have to read what was cut."""
-PATIENCE = 30
+UNREAD_TIMEOUT_SECONDS = 30
 """Seconds after which a client that reads nothing of what it is sent is cut off, where the system can do that (Linux)."""
-CONNECTIONS = 512
+MAX_CONNECTIONS = 512
 """Most open connections, if no more rows may be in the server."""
-PROTOCOL: dict[str, Any] = {"http": Limited, "ws": "none", "lifespan": "on", "limit_concurrency": CONNECTIONS}
+PROTOCOL: dict[str, Any] = {"http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS}
 """uvicorn's faster parser, httptools, holds headers of any size."""
 
 
@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * PATIENCE))
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_TIMEOUT_SECONDS))
     try:
         listening.bind((host, port))
     except OSError as error:
@@ -52,8 +52,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C; then takes no new connections, after SIGTERM `NOTICE` seconds later, and open requests have
-    `drain` seconds to finish. Samples unfinished then, or at a second signal, are returned as they are.
+    """Serves until SIGTERM or Ctrl-C, then drains.
+
+    After Ctrl-C at once, after SIGTERM `NOTICE_SECONDS` later, no new connections are accepted, and open requests have `drain`
+    seconds to finish. Samples that are unfinished then, or at a second signal, are returned as they are.
 
     Args:
         ready: called once requests are answered.
@@ -63,10 +65,10 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
         InternalError: the engine's thread has ended by itself; what was open has been told so. A supervisor should start anew.
     """
     worker: Worker = app.state.worker
-    timeout = math.ceil(drain + LAST_WORDS)
+    timeout = math.ceil(drain + GRACE_SECONDS)
     config = uvicorn.Config(
         app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout,
-        **{**PROTOCOL, "limit_concurrency": max(CONNECTIONS, 2 * worker.capacity)},
+        **{**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)},
     )  # fmt: skip
     # uvicorn raises the signals it caught once more when it is done; by then SIGTERM has been obeyed.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -107,7 +109,7 @@ class _Server(uvicorn.Server):
         """The first SIGTERM counts after the notice, Ctrl-C at once; a second signal cuts what is open."""
         self._state.draining = True
         if self._leaving is None:
-            self._leaving = sig, time.monotonic() + (NOTICE if sig == signal.SIGTERM else 0)
+            self._leaving = sig, time.monotonic() + (NOTICE_SECONDS if sig == signal.SIGTERM else 0)
         elif not self._hurried:
             self._hurried = True
             self._leaving = self._leaving[0], 0.0

@@ -13,14 +13,14 @@ import torch
 from shoal.engine.outputs import Detokenizer
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
-from shoal.serve.faults import Fault
-from shoal.serve.tickets import Token
+from shoal.serve.api_errors import ApiError
+from shoal.serve.submissions import TokenUpdate
 from shoal.serve.worker import Worker
 from shoal.types.requests import TopLogprobs
 
-CHUNK = 128
+CHUNK_TOKENS = 128
 """Tokens per pass; their logits, [chunk, vocab], are all held at once."""
-WAIT = 0.02
+POLL_SECONDS = 0.02
 """Seconds until it is asked again whether there is room."""
 
 
@@ -31,21 +31,21 @@ async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, dea
         top: how many most probable tokens to tell of each position. deadline: by `time.perf_counter`.
 
     Raises:
-        Fault: it takes longer. RequestError, ModelError: see `Scoring`.
+        ApiError: it takes longer. RequestError, ModelError: see `Scoring`.
     """
     try:
         with anyio.fail_after(max(deadline - time.perf_counter(), 0)):
             return [await _scored(worker, ids, top) for ids in prompts]
     except TimeoutError as error:
         message = "the prompts could not be scored within this request's time: send fewer or shorter ones, or allow more"
-        raise Fault(503, message, code="time_limit") from error
+        raise ApiError(503, message, code="time_limit") from error
 
 
 async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
     async with worker.scoring:
         try:
             while not await worker.call(lambda: worker.engine.reserve_tokens(len(ids))):
-                await asyncio.sleep(WAIT)
+                await asyncio.sleep(POLL_SECONDS)
             scoring = await worker.call(lambda: Scoring(worker.engine.target, ids, top))
             while not scoring.done:
                 await worker.call(scoring.advance)
@@ -93,8 +93,8 @@ class Scoring:
         """Computes the log-probabilities of the next chunk and of the most probable tokens in its place, before processing."""
         runner, start = self._runner, len(self._logprobs) - 1
         assert runner is not None
-        block = torch.tensor([self._ids[start : start + CHUNK]], device=runner.device)
-        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK], device=runner.device)
+        block = torch.tensor([self._ids[start : start + CHUNK_TOKENS]], device=runner.device)
+        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK_TOKENS], device=runner.device)
         logits = runner.feed([0], block, [block.shape[1]])[0, : len(following)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         self._logprobs += scores.gather(1, following[:, None]).squeeze(1).tolist()
@@ -102,10 +102,12 @@ class Scoring:
         pairs = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
 
-    def tokens(self, tokenizer: Any) -> tuple[Token, ...]:
+    def tokens(self, tokenizer: Any) -> tuple[TokenUpdate, ...]:
         """The prompt's tokens, once all is computed."""
         text = Detokenizer(tokenizer, ())
         for token in self._ids:
             text.push(token)
         told = zip(self._ids, self._logprobs, self._tops, strict=True)
-        return tuple(Token(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(told))
+        return tuple(
+            TokenUpdate(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(told)
+        )

@@ -18,7 +18,7 @@ class Settings:
         max_grammar: characters of a grammar or schema; what it takes to read one may grow with their square.
         timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
         seeds: a seed's tokens come again, whoever else is served: the engine's rule is the coupled one.
-        keys: any of them opens /v1; none = open to all. origins: of pages that may call from a browser (CORS).
+        keys: any of them is_valid_key /v1; none = open to all. origins: of pages that may call from a browser (CORS).
         hosts: names to be asked under beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
         chat_template: in place of the tokenizer's.
     """

@@ -25,17 +25,17 @@ from shoal.constraints.grammar import Constraint
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, ModelError, RequestError, ShoalError
 from shoal.models.out_of_memory import explained
-from shoal.serve.faults import Fault
+from shoal.serve.api_errors import ApiError
 from shoal.serve.grammars import GrammarReader
-from shoal.serve.tickets import Follower, News, Ticket
+from shoal.serve.submissions import RowStream, RowUpdate, Submission
 from shoal.types.requests import Row, Sample
 from shoal.types.rounds import Commit
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-LONGEST_WAIT = 60
+MAX_RETRY_SECONDS = 60
 """Seconds; the most that a refused client is told to wait."""
-MOST_FAILURES = 2
+MAX_FAILURES = 2
 """Passes that fail one after the other, without a finished round between, before the thread gives up."""
 
 
@@ -76,9 +76,9 @@ class Worker:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[Submission] = set()
         self._calls: set[asyncio.Future[Any]] = set()
-        self._followers: dict[Row, Follower] = {}
+        self._followers: dict[Row, RowStream] = {}
         self._finished = 0
         self._failures = 0
         self._grammars = GrammarReader(self._engine.intake.tokenizer, self._engine.intake.vocab_size)
@@ -88,10 +88,10 @@ class Worker:
         """The thread's. Others may look at its figures, and must not keep it.
 
         Raises:
-            Fault: 503, while a failed one is replaced.
+            ApiError: 503, while a failed one is replaced.
         """
         if self._engine is None:
-            raise Fault(503, "the engine failed, and a new one is being made", code="pass_failed")
+            raise ApiError(503, "the engine failed, and a new one is being made", code="pass_failed")
         return self._engine
 
     # ── on the event loop ───────────────────────────────────────────────────────────────────────────────────────────
@@ -122,11 +122,11 @@ class Worker:
         return self._thread.is_alive() and not self._over
 
     @asynccontextmanager
-    async def serving(self, ticket: Ticket) -> AsyncIterator[None]:
+    async def serving(self, ticket: Submission) -> AsyncIterator[None]:
         """The ticket's rows are in the engine for as long as this lasts; those unfinished at its end are cancelled.
 
         Raises:
-            Fault: too many rows for now (429), or no engine (503). RequestError: what the engine will not take.
+            ApiError: too many rows for now (429), or no engine (503). RequestError: what the engine will not take.
         """
         self._admit(ticket)
         self.rows += ticket.rows
@@ -143,7 +143,7 @@ class Worker:
             if ticket.open:
                 self._jobs.put(lambda: self._cancel(ticket))
 
-    async def _read_grammars(self, ticket: Ticket) -> list[Constraint]:
+    async def _read_grammars(self, ticket: Submission) -> list[Constraint]:
         """Has the ticket's grammars read, so that the engine's thread finds them for as long as they are kept."""
         read: list[Constraint] = []
         for request in ticket.requests:
@@ -154,22 +154,22 @@ class Worker:
                 read.append(await self._grammars.read(grammar, request.limits.time_budget))
             except RequestError as error:
                 param = "grammar" if grammar.kind in ("regex", "lark") else "response_format"
-                raise Fault(400, str(error), param=param, code="invalid_value") from error
+                raise ApiError(400, str(error), param=param, code="invalid_value") from error
         return read
 
-    def _admit(self, ticket: Ticket) -> None:
+    def _admit(self, ticket: Submission) -> None:
         excess = self.rows + ticket.rows - self.capacity
         if excess > 0:
             pace = (self.stats.seconds_rounds + self.stats.seconds_prefill) / max(self._finished, 1)
-            seconds = min(max(math.ceil(excess * pace), 1), LONGEST_WAIT)
+            seconds = min(max(math.ceil(excess * pace), 1), MAX_RETRY_SECONDS)
             message = f"{self.rows} samples run or wait already, and {self.capacity} may; try again in {seconds} s"
-            raise Fault(429, message, code="queue_full", headers={"retry-after": str(seconds)})
+            raise ApiError(429, message, code="queue_full", headers={"retry-after": str(seconds)})
 
     async def call(self, job: Callable[[], T]) -> T:
         """Has the engine's thread do something between two rounds, and waits for the result.
 
         Raises:
-            Fault: 503, if there is no such thread (any more). Exception: what the job raised.
+            ApiError: 503, if there is no such thread (any more). Exception: what the job raised.
         """
         if not self.alive:
             raise self._gone()
@@ -189,24 +189,24 @@ class Worker:
         self._jobs.put(run)
         return await future
 
-    def _gone(self) -> Fault:
-        return Fault(503, "the engine has stopped; this server must be restarted", code="engine_stopped")
+    def _gone(self) -> ApiError:
+        return ApiError(503, "the engine has stopped; this server must be restarted", code="engine_stopped")
 
-    def _hand_out(self, news: dict[Ticket, list[News]]) -> None:
+    def _hand_out(self, news: dict[Submission, list[RowUpdate]]) -> None:
         for ticket, items in news.items():
             if ticket not in self._tickets:
                 continue
             self._give_back(ticket, sum(item.sample is not None for item in items))  # however long it takes to read
             if not ticket.tell(items):
                 self._jobs.put(partial(self._cancel, ticket))
-                self._fail([ticket], Fault(503, "the stream was not read, and is cut", code="stream_not_read"))
+                self._fail([ticket], ApiError(503, "the stream was not read, and is cut", code="stream_not_read"))
 
-    def _fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
+    def _fail(self, tickets: Iterable[Submission], error: Exception) -> None:
         for ticket in tickets:
             self._give_back(ticket, ticket.held)
             ticket.inbox.put_nowait(error)
 
-    def _give_back(self, ticket: Ticket, rows: int) -> None:
+    def _give_back(self, ticket: Submission, rows: int) -> None:
         """The places of rows that have ended."""
         self.rows -= rows
         ticket.held -= rows
@@ -245,12 +245,12 @@ class Worker:
             due -= 1
         return True
 
-    def _submit(self, ticket: Ticket) -> None:
+    def _submit(self, ticket: Submission) -> None:
         watched = ticket.stream or ticket.detailed
         ticket.members = [row for rows in self.engine.submit_all(ticket.requests, stream=watched) for row in rows]
-        self._followers |= {row: Follower(ticket, place) for place, row in enumerate(ticket.members)}
+        self._followers |= {row: RowStream(ticket, place) for place, row in enumerate(ticket.members)}
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, ticket: Submission) -> None:
         rows = [row for row in ticket.members if row in self._followers]
         self.engine.cancel(rows)
         for row in rows:
@@ -271,7 +271,7 @@ class Worker:
         self._renew(reason)
 
     def _deliver(self, commits: Iterable[Commit]) -> None:
-        out: dict[Ticket, list[News]] = {}
+        out: dict[Submission, list[RowUpdate]] = {}
         for commit in commits:
             follower = self._followers[commit.row]
             self._observe(commit)
@@ -300,10 +300,10 @@ class Worker:
         LOG.error("a pass failed, and the rows in it: %s", reason)
         tickets = {follower.ticket for follower in self._followers.values()}
         self._followers.clear()
-        self._tell(self._fail, tickets, Fault(503, reason, code="pass_failed"))
+        self._tell(self._fail, tickets, ApiError(503, reason, code="pass_failed"))
         self._failures += 1
-        if self._failures == MOST_FAILURES:
-            raise ModelError(f"{MOST_FAILURES} passes in a row have failed, the last one with: {reason}")
+        if self._failures == MAX_FAILURES:
+            raise ModelError(f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}")
         self._free()
         self._engine = self._make_engine()
         self._engine.stats = self.stats

@@ -11,7 +11,7 @@ BROKEN = "\ufffd"
 
 
 @lru_cache(2**16)
-def spelled(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
     r"""A token's name, and its bytes in a text; None where the tokenizer does not tell them.
 
     The name is its text, spaces and special tokens included; for a piece of a character, as OpenAI writes it, "bytes:\xe2\x82".

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TIMES_SLOWER = 10
+WALL_SECONDS_PER_CPU_SECOND = 10
 """Seconds on the clock for each second of processor time: on a busy machine the latter says more."""
 
 
@@ -61,7 +61,7 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
             reader.join()
         os._exit(0)
     os.close(theirs)
-    got = _received(ours, child, time.monotonic() + TIMES_SLOWER * seconds)
+    got = _received(ours, child, time.monotonic() + WALL_SECONDS_PER_CPU_SECOND * seconds)
     _, status = os.waitpid(child, 0)
     if got.startswith(b"="):
         error = got[1:].decode(errors="replace")

@@ -20,7 +20,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ServeConfig:
     """How to load a pair, run its engine and answer; it can be pickled if `load` can.
 
     Attributes:

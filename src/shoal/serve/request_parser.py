@@ -13,8 +13,8 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
 from shoal.sampling.penalties import require_ids
-from shoal.serve.faults import Fault
-from shoal.serve.schema import Asked, ChatRequest, CompletionRequest, JsonFormat, TextFormat
+from shoal.serve.api_errors import ApiError
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest, JsonFormat, TextFormat
 from shoal.serve.settings import Settings
 from shoal.types.requests import Request, occurrences
 
@@ -27,7 +27,7 @@ COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Order:
+class ParsedRequest:
     """A request, translated.
 
     Attributes:
@@ -52,7 +52,7 @@ class Order:
     deadline: float
 
 
-class Translator:
+class RequestParser:
     """Knows the model's tokenizer and the server's limits; may be used by several threads.
 
     Args:
@@ -67,16 +67,16 @@ class Translator:
 
     # ── the two APIs ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def completion(self, asked: CompletionRequest) -> Order:
-        """Of /v1/completions. Raises Fault or RequestError for what cannot be done."""
+    def completion(self, asked: CompletionRequest) -> ParsedRequest:
+        """Of /v1/completions. Raises ApiError or RequestError for what cannot be done."""
         n = asked.n or 1
         drawn = n if asked.best_of is None else asked.best_of
         if drawn < n:
-            raise Fault(400, f"best_of must be at least n = {n}, got {drawn}", param="best_of")
+            raise ApiError(400, f"best_of must be at least n = {n}, got {drawn}", param="best_of")
         if drawn > n and asked.stream:
-            raise Fault(400, "best_of cannot be streamed: which samples are best is known at the end", param="best_of")
+            raise ApiError(400, "best_of cannot be streamed: which samples are best is known at the end", param="best_of")
         if asked.echo and asked.suffix is not None:
-            raise Fault(400, "echo does not go with suffix", param="echo")
+            raise ApiError(400, "echo does not go with suffix", param="echo")
         self._require_room(drawn, len(_prompts(asked.prompt)))
         prompts = [self._prompt(prompt, asked.suffix) for prompt in _prompts(asked.prompt)]
         wanted = min(COMPLETION_TOKENS, self.settings.max_tokens) if asked.max_tokens is None else asked.max_tokens
@@ -85,13 +85,13 @@ class Translator:
         echo = [self._text(prompt) for prompt in _prompts(asked.prompt)] if asked.echo else None
         return self._order(asked, prompts, wanted, drawn, n, asked.logprobs, echo, notes)
 
-    def chat(self, asked: ChatRequest) -> Order:
-        """Of /v1/chat/completions. Raises Fault or RequestError for what cannot be done."""
+    def chat(self, asked: ChatRequest) -> ParsedRequest:
+        """Of /v1/chat/completions. Raises ApiError or RequestError for what cannot be done."""
         if asked.top_logprobs is not None and not asked.logprobs:
-            raise Fault(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise Fault(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+            raise ApiError(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         n, logprobs = asked.n or 1, (asked.top_logprobs or 0) if asked.logprobs else None
         self._require_room(n, 1)
         ids = self._conversation(asked)
@@ -103,9 +103,9 @@ class Translator:
         return self._order(asked, [ids], wanted, n, n, logprobs, None, notes)
 
     def _order(
-        self, asked: Asked, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, kept: int, logprobs: int | None,
+        self, asked: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, kept: int, logprobs: int | None,
         echo: Sequence[str] | None, notes: Mapping[str, str],
-    ) -> Order:  # fmt: skip
+    ) -> ParsedRequest:  # fmt: skip
         notes = {"x-shoal-ignored": ", ".join(asked.ignored), **notes} if asked.ignored else notes
         self._require("max_tokens", max_tokens, 0 if echo else 1, self.settings.max_tokens)
         self._require("n" if drawn == kept else "best_of", drawn, 1, self.settings.max_n)
@@ -117,24 +117,26 @@ class Translator:
         ]
         usage = bool(asked.stream_options and asked.stream_options.include_usage)
         if asked.stream_options is not None and not asked.stream:
-            raise Fault(400, "stream_options needs stream: true", param="stream_options")
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         details = bool(asked.shoal and asked.shoal.details)
         deadline = time.perf_counter() + self._seconds(asked)
-        return Order(prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details, notes, deadline)
+        return ParsedRequest(
+            prompts, requests, drawn, kept, logprobs, echo, bool(asked.stream), usage, details, notes, deadline
+        )
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prompt(self, prompt: str | Sequence[int], suffix: str | None) -> tuple[int, ...]:
         if suffix is not None:
             if not isinstance(prompt, str):
-                raise Fault(400, "suffix needs a prompt that is a text", param="suffix")
+                raise ApiError(400, "suffix needs a prompt that is a text", param="suffix")
             with _blaming("suffix"):
                 return tuple(fill_in_middle(self.tokenizer, prompt, suffix))
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         if max(prompt) >= self.vocab_size:  # before anybody decodes it
             message = f"prompt ids must be in 0..{self.vocab_size - 1}, got {max(prompt)}"
-            raise Fault(400, message, param="prompt", code="invalid_value")
+            raise ApiError(400, message, param="prompt", code="invalid_value")
         return tuple(prompt)
 
     def _text(self, prompt: str | Sequence[int]) -> str:
@@ -157,12 +159,12 @@ class Translator:
             )
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # templates are programs of others, and raise what they like
-            raise Fault(400, f"the chat template refused the messages: {error}", param="messages") from error
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
 
     # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _request(
-        self, asked: Asked, ids: tuple[int, ...], n: int, max_tokens: int, logprobs: int, occurrence: int
+        self, asked: BaseRequest, ids: tuple[int, ...], n: int, max_tokens: int, logprobs: int, occurrence: int
     ) -> Request:
         draft = asked.speculation
         return Request(
@@ -172,7 +174,7 @@ class Translator:
 
     def _require(self, name: str, value: int, least: int, most: int) -> None:
         if not least <= value <= most:
-            raise Fault(
+            raise ApiError(
                 400, f"{name} must be in {least}..{most} on this server, got {value}", param=name, code="invalid_value"
             )
 
@@ -191,21 +193,21 @@ class Translator:
                 f"This model's maximum context length is {self.context} tokens. However, you requested {longest + new} tokens "
                 f"({longest} in the {param}, {new} in the completion). Please reduce the length of the {param} or completion."
             )
-            raise Fault(400, message, param=param, code="context_length_exceeded")
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _require_room(self, drawn: int, prompts: int) -> None:
         """Before anything is done for so many."""
         rows = drawn * prompts
         if rows > self.most:
             param = "prompt" if prompts > drawn else "n"
-            raise Fault(400, f"{rows} samples were asked for at once; this server takes {self.most}", param=param)
+            raise ApiError(400, f"{rows} samples were asked for at once; this server takes {self.most}", param=param)
 
-    def _sampling(self, asked: Asked) -> Sampling:
+    def _sampling(self, asked: BaseRequest) -> Sampling:
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
         if given.get("top_k") == -1:  # as vLLM says it
             del given["top_k"]
         if "seed" in given and not self.settings.seeds and asked.temperature != 0:
-            raise Fault(
+            raise ApiError(
                 400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"
             )
         bias = {_token_id(token): value for token, value in (asked.logit_bias or {}).items()}
@@ -216,7 +218,7 @@ class Translator:
             require_ids(sampling, self.vocab_size)
         return sampling
 
-    def _grammar(self, asked: Asked) -> Grammar | None:
+    def _grammar(self, asked: BaseRequest) -> Grammar | None:
         """Not read yet: that takes a second, and whoever asks must have been admitted before."""
         grammar = _grammar(asked)
         if grammar is None:
@@ -224,21 +226,21 @@ class Translator:
         param = "grammar" if asked.grammar else "response_format"
         if len(grammar.text) > self.settings.max_grammar:
             most = self.settings.max_grammar
-            raise Fault(400, f"{param} has {len(grammar.text)} characters; this server takes {most}", param=param)
+            raise ApiError(400, f"{param} has {len(grammar.text)} characters; this server takes {most}", param=param)
         return grammar
 
-    def _limits(self, asked: Asked, max_tokens: int) -> Limits:
+    def _limits(self, asked: BaseRequest, max_tokens: int) -> Limits:
         ends = asked.stop_token_ids or ()
         if unknown := [token for token in ends if token >= self.vocab_size]:
             message = f"stop_token_ids names token id {unknown[0]}; the model's are below {self.vocab_size}"
-            raise Fault(400, message, param="stop_token_ids", code="invalid_value")
+            raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
         with _blaming("stop"):
             return Limits(
                 max_new_tokens=max_tokens, stop=asked.stop or (), eos=(*self.eos, *ends),
                 time_budget=self._seconds(asked),
             )  # fmt: skip
 
-    def _seconds(self, asked: Asked) -> float:
+    def _seconds(self, asked: BaseRequest) -> float:
         return min(asked.time_budget or self.settings.timeout, self.settings.timeout)
 
 
@@ -248,22 +250,22 @@ def _blaming(param: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise Fault(400, str(error), param=param, code="invalid_value") from error
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
 def require_model(name: str, settings: Settings) -> None:
-    """Raises Fault for a name that is not the served model's."""
+    """Raises ApiError for a name that is not the served model's."""
     if name != settings.model:
         message = f"there is no model {name!r} here; this server has {settings.model!r}"
-        raise Fault(404, message, param="model", code="model_not_found")
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _grammar(asked: Asked) -> Grammar | None:
+def _grammar(asked: BaseRequest) -> Grammar | None:
     wanted = asked.response_format
     if wanted is None or isinstance(wanted, TextFormat):
         return Grammar(asked.grammar.type, asked.grammar.text) if asked.grammar else None
     if asked.grammar is not None:
-        raise Fault(400, "grammar does not go with a response_format other than text", param="grammar")
+        raise ApiError(400, "grammar does not go with a response_format other than text", param="grammar")
     schema = "" if isinstance(wanted, JsonFormat) else json.dumps(wanted.json_schema.json_schema)
     return Grammar(wanted.type, schema, wanted.whitespace or "bounded")
 
@@ -275,5 +277,5 @@ def _prompts(prompt: str | Sequence[Any]) -> Sequence[Any]:
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise Fault(400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value")
+        raise ApiError(400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value")
     return int(text)

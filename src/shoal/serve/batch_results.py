@@ -6,30 +6,30 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.serve.faults import Fault, fault_of
-from shoal.serve.lines import Json, Line, is_id
+from shoal.serve.api_errors import ApiError, api_error_of
+from shoal.serve.batch_lines import BatchLine, Json, is_id
 
 
-class LineFault(Fault):
+class LineError(ApiError):
     """What is wrong with a line before there is a request, or after: OpenAI's results then have no response."""
 
 
-def answered(line: Line, body: Json) -> Json:
+def answered(line: BatchLine, body: Json) -> Json:
     """A line's answer: `body` is what the API returns."""
     return _result(line, 200, body) if line.enveloped else {**body, "id": line.id}
 
 
-def failed(line: Line, error: Exception) -> Json:
+def failed(line: BatchLine, error: Exception) -> Json:
     """The answer to a line that failed, whatever it failed by."""
-    fault = fault_of(error)
+    fault = api_error_of(error)
     if not line.enveloped:
         return {**fault.body(), "id": line.id}
-    if isinstance(fault, LineFault):
+    if isinstance(fault, LineError):
         return _result(line, None, {"code": fault.code, "message": fault.detail})
     return _result(line, fault.status_code, fault.body())
 
 
-def _result(line: Line, status: int | None, body: Json) -> Json:
+def _result(line: BatchLine, status: int | None, body: Json) -> Json:
     """OpenAI's: what HTTP would have answered, or without a status why nothing was asked."""
     key = secrets.token_hex(12)
     response = None if status is None else {"status_code": status, "request_id": f"req_{key}", "body": body}

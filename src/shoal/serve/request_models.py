@@ -68,7 +68,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """A JSON object without unknown fields, unless they are null; a string is no number."""
 
     model_config = ConfigDict(
@@ -93,14 +93,14 @@ class Strict(BaseModel):
         return (name for name, field in cls.model_fields.items() if field.description == "Accepted and ignored.")
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
     include_usage: bool | None = Field(None, description="End with a chunk that has no choices but the usage.")
     include_obfuscation: Ignored = None
 
 
-class Extension(Strict):
+class Extension(StrictModel):
     """What only shoal has."""
 
     details: bool | None = Field(
@@ -108,14 +108,14 @@ class Extension(Strict):
     )
 
 
-class Grammar(Strict):
+class Grammar(StrictModel):
     """What a sample must match as a whole."""
 
     type: Literal["regex", "lark"] = Field(description="A regular expression, or a grammar in EBNF as Lark writes it.")
     text: Text = Field(min_length=1)
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """A named JSON schema."""
 
     name: str | None = None
@@ -124,13 +124,13 @@ class JsonSchema(Strict):
     json_schema: dict[str, Any] | bool = Field(alias="schema")
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     """Any text: the default."""
 
     type: Literal["text"]
 
 
-class JsonText(Strict):
+class JsonText(StrictModel):
     """What every kind of JSON may say."""
 
     whitespace: Literal["bounded", "compact", "any"] | None = Field(
@@ -154,7 +154,7 @@ class SchemaFormat(JsonText):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class Asked(Strict):
+class BaseRequest(StrictModel):
     """The fields that both APIs share."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
@@ -219,7 +219,7 @@ class Asked(Strict):
         return own + [f"stream_options.{name}" for name in inner]
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(BaseRequest):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
@@ -232,14 +232,14 @@ class CompletionRequest(Asked):
     logprobs: NonNegative | None = Field(None, description="Log-probabilities, and of that many most probable tokens.")
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A piece of a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(Strict):
+class Message(StrictModel):
     """One message of a conversation, in the form of an answer's message too: clients send those back."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -257,7 +257,7 @@ class Message(Strict):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
-class ChatRequest(Asked):
+class ChatRequest(BaseRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]

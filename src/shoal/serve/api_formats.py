@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.serve.faults import public
-from shoal.serve.tickets import News, Token
+from shoal.serve.api_errors import public
+from shoal.serve.submissions import RowUpdate, TokenUpdate
 from shoal.types.requests import Sample
 
-ENDINGS = {
+FINISH_REASONS = {
     "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",
     "cancelled": "length", "error": "error",
 }  # fmt: skip
 """Our reasons in the API's words, which know fewer; `usage.choices` tells them as they are."""
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for the log-probability of the impossible: JSON has no infinities."""
 
 Json = dict[str, Any]
 Name = Callable[[int], tuple[str, bytes | None]]
-"""A token id -> the token's name and bytes, see `shoal.serve.spelling`."""
+"""A token id -> the token's name and bytes, see `shoal.serve.token_names`."""
 
 
-class Form(Protocol):
+class ApiFormat(Protocol):
     """One of the two APIs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Form(Protocol):
         """The fields of a stream's first piece of each choice; None where there is none."""
         ...
 
-    def logprobs(self, tokens: Sequence[Token], offset: int, tops: int, name: Name) -> Json:
+    def logprobs(self, tokens: Sequence[TokenUpdate], offset: int, tops: int, name: Name) -> Json:
         """The log-probabilities of tokens, the first of which begins `offset` characters into the text."""
         ...
 
@@ -60,7 +60,7 @@ class Completions:
     def opening(self, echo: str | None) -> Json | None:
         return None if echo is None else {"text": echo}
 
-    def logprobs(self, tokens: Sequence[Token], offset: int, tops: int, name: Name) -> Json:
+    def logprobs(self, tokens: Sequence[TokenUpdate], offset: int, tops: int, name: Name) -> Json:
         offsets = [offset]
         for token in tokens:
             offsets.append(offsets[-1] + len(token.text))
@@ -85,10 +85,14 @@ class Chat:
     def opening(self, echo: str | None) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, tokens: Sequence[Token], offset: int, tops: int, name: Name) -> Json:
+    def logprobs(self, tokens: Sequence[TokenUpdate], offset: int, tops: int, name: Name) -> Json:
         def entry(token: int, logprob: float | None) -> Json:
-            text, spelled = name(token)
-            return {"token": text, "logprob": finite(logprob), "bytes": None if spelled is None else list(spelled)}
+            text, name_and_bytes = name(token)
+            return {
+                "token": text,
+                "logprob": finite(logprob),
+                "bytes": None if name_and_bytes is None else list(name_and_bytes),
+            }
 
         return {
             "content": [
@@ -106,13 +110,13 @@ def _by_name(tops: Sequence[tuple[int, float]], name: Name) -> dict[str, float |
     return told
 
 
-def _tops(token: Token, tops: int) -> Sequence[tuple[int, float]]:
+def _tops(token: TokenUpdate, tops: int) -> Sequence[tuple[int, float]]:
     return token.top.raw[:tops] if token.top else ()
 
 
 def finite(value: float | None) -> float | None:
     """As JSON can say it: NaN, the mean of nothing, is null."""
-    return None if value is None or math.isnan(value) else max(value, LEAST)
+    return None if value is None or math.isnan(value) else max(value, MIN_LOGPROB)
 
 
 @dataclass
@@ -124,7 +128,7 @@ class Choice:
         offset: characters so far. total, counted: sum of log-probabilities so far, and over how many tokens.
     """
 
-    form: Form
+    form: ApiFormat
     name: Name
     index: int
     tops: int | None
@@ -133,7 +137,7 @@ class Choice:
     total: float = 0.0
     counted: int = 0
 
-    def opening(self, echo: str | None, tokens: Sequence[Token]) -> Json | None:
+    def opening(self, echo: str | None, tokens: Sequence[TokenUpdate]) -> Json | None:
         """The first piece of a stream: a role, or the prompt."""
         fields = self.form.opening(echo)
         if fields is None:
@@ -142,16 +146,16 @@ class Choice:
         self.offset += len(echo or "")
         return {"index": self.index, **fields, "logprobs": logprobs, "finish_reason": None}
 
-    def piece(self, news: News) -> Json:
+    def piece(self, news: RowUpdate) -> Json:
         """What news add to a stream."""
         return self._written(news, self.form.content(news.text, streamed=True), news.tokens)
 
-    def whole(self, news: News, echo: str = "", prompt: Sequence[Token] = ()) -> Json:
+    def whole(self, news: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """All of it, from the news of its end."""
         return self._written(news, self.form.content(echo + news.text, streamed=False), [*prompt, *news.tokens])
 
-    def _written(self, news: News, content: Json, tokens: Sequence[Token]) -> Json:
-        reason = ENDINGS[news.sample.finish_reason] if news.sample else None
+    def _written(self, news: RowUpdate, content: Json, tokens: Sequence[TokenUpdate]) -> Json:
+        reason = FINISH_REASONS[news.sample.finish_reason] if news.sample else None
         choice = {"index": self.index, **content, "logprobs": self._logprobs(tokens), "finish_reason": reason}
         self.offset += sum(len(token.text) for token in tokens)
         if news.error is not None:
@@ -160,10 +164,10 @@ class Choice:
             choice["shoal"] = self._details(news)
         return choice
 
-    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
+    def _logprobs(self, tokens: Sequence[TokenUpdate]) -> Json | None:
         return None if self.tops is None else self.form.logprobs(tokens, self.offset, self.tops, self.name)
 
-    def _details(self, news: News) -> Json:
+    def _details(self, news: RowUpdate) -> Json:
         self.total += sum(token.logprob or 0.0 for token in news.tokens)
         self.counted += len(news.tokens)
         tokens = [

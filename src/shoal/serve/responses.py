@@ -15,12 +15,12 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.serve.faults import Fault, fault_of
-from shoal.serve.forms import Choice, Form, Json, usage
+from shoal.serve.api_errors import ApiError, api_error_of
+from shoal.serve.api_formats import ApiFormat, Choice, Json, usage
+from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.scoring import scored
-from shoal.serve.spelling import spelled
-from shoal.serve.tickets import News, Ticket, Token
-from shoal.serve.translate import Order
+from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
 from shoal.types.requests import Sample, ranked
 
@@ -29,7 +29,7 @@ NOTHING = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 
 
 @dataclass
-class Reply:
+class ApiResponse:
     """One order being answered.
 
     Attributes:
@@ -39,8 +39,8 @@ class Reply:
     worker: Worker
     tokenizer: Any
     model: str
-    form: Form
-    order: Order
+    form: ApiFormat
+    order: ParsedRequest
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -48,7 +48,7 @@ class Reply:
         """The answer, once all rows have ended.
 
         Raises:
-            Fault, RequestError: see `Worker.serving`; if every row failed, why the first did.
+            ApiError, RequestError: see `Worker.serving`; if every row failed, why the first did.
         """
         order, ticket = self.order, self._ticket()
         async with self._serving(ticket):
@@ -66,7 +66,7 @@ class Reply:
         """The same as server-sent events; the first item comes when the engine has taken the order, and may be empty.
 
         Raises:
-            Fault, RequestError: before the first item, as `whole` does; later errors are events.
+            ApiError, RequestError: before the first item, as `whole` does; later errors are events.
         """
         order, ticket = self.order, self._ticket()
         choices = [self._choice(place) for place in range(order.drawn * len(order.prompts))]
@@ -79,7 +79,7 @@ class Reply:
                     if news.sample is not None:
                         samples[news.place] = news.sample
             except Exception as error:  # the status has been sent
-                yield _event(fault_of(error).body())
+                yield _event(api_error_of(error).body())
                 return
         if order.usage:
             ended = [samples[place] for place in sorted(samples)]
@@ -88,35 +88,35 @@ class Reply:
 
     # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ticket(self) -> Ticket:
+    def _ticket(self) -> Submission:
         order = self.order
         detailed = order.details or order.logprobs is not None
-        return Ticket(order.requests, order.drawn * len(order.prompts), stream=order.stream, detailed=detailed)
+        return Submission(order.requests, order.drawn * len(order.prompts), stream=order.stream, detailed=detailed)
 
     @asynccontextmanager
-    async def _serving(self, ticket: Ticket) -> AsyncIterator[None]:
+    async def _serving(self, ticket: Submission) -> AsyncIterator[None]:
         """As `Worker.serving`; what is refused there is refused for its prompt, as the rest has been looked at before."""
         try:
             async with self.worker.serving(ticket):
                 yield
         except RequestError as error:
-            raise Fault(400, str(error), param=self.form.asked, code="invalid_value") from error
+            raise ApiError(400, str(error), param=self.form.asked, code="invalid_value") from error
 
-    async def _news(self, ticket: Ticket) -> AsyncIterator[News]:
+    async def _news(self, ticket: Submission) -> AsyncIterator[RowUpdate]:
         """Of the ticket; where nothing was to be generated, of rows that ended at once."""
         async for news in ticket.news():
             yield news
         if not self.order.requests:
             for place in range(self.order.drawn * len(self.order.prompts)):
-                yield News(place, "", (), 0, 0, 0, 0, NOTHING)
+                yield RowUpdate(place, "", (), 0, 0, 0, 0, NOTHING)
 
     def _choice(self, index: int) -> Choice:
         return Choice(self.form, self._name, index, self.order.logprobs, self.order.details)
 
     def _name(self, token: int) -> tuple[str, bytes | None]:
-        return spelled(self.tokenizer, token)
+        return name_and_bytes(self.tokenizer, token)
 
-    async def _prompts(self) -> list[tuple[Token, ...]]:
+    async def _prompts(self) -> list[tuple[TokenUpdate, ...]]:
         """The prompts' own tokens, where they come back with log-probabilities."""
         order = self.order
         if order.echo is None or order.logprobs is None:
@@ -124,7 +124,7 @@ class Reply:
         done = await scored(self.worker, order.prompts, order.logprobs, order.deadline)
         return [scoring.tokens(self.tokenizer) for scoring in done]
 
-    def _echoed(self, news: News, prompts: Sequence[Sequence[Token]]) -> tuple[str, Sequence[Token]]:
+    def _echoed(self, news: RowUpdate, prompts: Sequence[Sequence[TokenUpdate]]) -> tuple[str, Sequence[TokenUpdate]]:
         prompt = news.place // self.order.drawn
         return (self.order.echo[prompt] if self.order.echo else ""), prompts[prompt]
 
@@ -153,10 +153,10 @@ def _failure(error: ShoalError | None) -> Exception:
     """What failed a row, as an answer: its own request is at fault, or the model is, or there was no memory for now."""
     if isinstance(error, RequestError):
         return error
-    return Fault(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
+    return ApiError(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
 
 
-def _kept(samples: Sequence[Sample], order: Order) -> list[int]:
+def _kept(samples: Sequence[Sample], order: ParsedRequest) -> list[int]:
     """Places of the samples that come back: all in order, or each prompt's best."""
     if order.kept == order.drawn:
         return list(range(len(samples)))

@@ -11,14 +11,14 @@ from typing import Any
 
 from shoal.durable import mend, sync, sync_entry
 from shoal.errors import RequestError
-from shoal.serve.lines import Json, Line
-from shoal.serve.results import has_failed, id_of
+from shoal.serve.batch_lines import BatchLine, Json
+from shoal.serve.batch_results import has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0
 """So many answers may be in the system's memory only, and for so long while further ones come."""
 
 
-class Ledger:
+class OutputFile:
     """The output: an append-only JSON Lines file of answers, open to one process at a time.
 
     Each answer has a field "shoal": the digest of its line, and the settings under which it was made. A damaged end, as a kill
@@ -37,7 +37,11 @@ class Ledger:
     """
 
     def __init__(
-        self, path: Path, asked: Sequence[Line], settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        asked: Sequence[BatchLine],
+        settings: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._asked, self._settings = path, {line.id: line for line in asked}, dict(settings)
         self._clock, self._synced_at, self._unsynced = clock, clock(), 0
@@ -132,7 +136,7 @@ class Ledger:
         sync(self._file)
         self._synced_at, self._unsynced = self._clock(), 0
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:

@@ -17,7 +17,7 @@ ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """One line of the input.
 
     Attributes:
@@ -43,7 +43,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[BatchLine]:
     """The lines of an input, but for empty ones. What is wrong with one of them is for its answer to say.
 
     Raises:
@@ -64,7 +64,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         raise RequestError(f"cannot read {str(path)!r}: {error.strerror}") from error
 
 
-def _line(number: int, text: str) -> Line:
+def _line(number: int, text: str) -> BatchLine:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def _line(number: int, text: str) -> Line:
     named = fields.get("custom_id" if enveloped else "id")
     body = fields.get("body") if enveloped else fields
     seeded = isinstance(body, dict) and body.get("seed") is not None
-    return Line(number, text, named if is_id(named) else f"line-{number}", seeded, enveloped)
+    return BatchLine(number, text, named if is_id(named) else f"line-{number}", seeded, enveloped)
 
 
 def is_enveloped(fields: Mapping[str, Any]) -> bool:

@@ -11,11 +11,11 @@ from shoal.errors import ShoalError
 from shoal.types.requests import Request, Row, Sample, TopLogprobs
 from shoal.types.rounds import Commit
 
-UNREAD = 4 * 2**20
+MAX_UNREAD_BYTES = 4 * 2**20
 """Bytes of news that may wait for whoever reads a stream."""
 
 
-class Token(NamedTuple):
+class TokenUpdate(NamedTuple):
     """One token of a sample: `text` is what it adds, `top` the most probable ones there, if they were asked for."""
 
     id: int
@@ -26,7 +26,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True)
-class News:
+class RowUpdate:
     """What became of one row since the last news of it.
 
     Attributes:
@@ -37,7 +37,7 @@ class News:
 
     place: int
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[TokenUpdate, ...]
     committed: int
     drafted: int
     accepted: int
@@ -52,7 +52,7 @@ class News:
         return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * tops
 
 
-class Ticket:
+class Submission:
     """One HTTP request: what the engine is asked, and the news of it.
 
     Attributes:
@@ -68,9 +68,9 @@ class Ticket:
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
         self.held = self.unread = 0
-        self.inbox: asyncio.Queue[list[News] | Exception] = asyncio.Queue()
+        self.inbox: asyncio.Queue[list[RowUpdate] | Exception] = asyncio.Queue()
 
-    async def news(self) -> AsyncIterator[News]:
+    async def news(self) -> AsyncIterator[RowUpdate]:
         """All news, until the last row has ended.
 
         Raises:
@@ -85,11 +85,11 @@ class Ticket:
                 self.open -= news.sample is not None
                 yield news
 
-    def tell(self, news: list[News]) -> bool:
-        """News for who reads them. False if too much of a stream is unread: then all of it is forgotten. An answer in one piece
-        waits for nobody."""
+    def tell(self, news: list[RowUpdate]) -> bool:
+        """Queues updates for the reader. False if more than `MAX_UNREAD_BYTES` of a stream wait: all of them are dropped then.
+        Updates of an answer in one piece are not limited."""
         self.unread += sum(one.size for one in news)
-        if self.stream and self.unread > UNREAD:
+        if self.stream and self.unread > MAX_UNREAD_BYTES:
             self.inbox = asyncio.Queue()
             return False
         self.inbox.put_nowait(news)
@@ -97,28 +97,28 @@ class Ticket:
 
 
 @dataclass(eq=False)
-class Follower:
+class RowStream:
     """The engine thread's side of one row: makes news of commits, and remembers what was told."""
 
-    ticket: Ticket
+    ticket: Submission
     place: int
     told: int = 0
 
-    def news(self, commit: Commit) -> News | None:
+    def news(self, commit: Commit) -> RowUpdate | None:
         """None when there is nothing to tell yet."""
         row, sample = commit.row, commit.sample
         if sample is None and not self.ticket.stream:
             return None
         tokens = self._tokens(row, sample) if self.ticket.detailed else ()
         text = commit.text if self.ticket.stream or sample is None else sample.text
-        return News(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
+        return RowUpdate(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
 
-    def _tokens(self, row: Row, sample: Sample | None) -> tuple[Token, ...]:
+    def _tokens(self, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
         """Those whose text is out, and that no stop string can take back."""
         text = row.detokenizer
         start, self.told = self.told, len(sample.token_ids) if sample else text.covering(text.shown)
         tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
         return tuple(
-            Token(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.from_draft[i], tops[i])
+            TokenUpdate(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.from_draft[i], tops[i])
             for i in range(start, self.told)
         )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shoal.models.sources import directory_of
 
-KINDS = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
+SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 """Files of a model's directory that decide what it computes and how texts become tokens."""
-ENDS = 2**16
+END_BYTES = 2**16
 """Bytes at both ends of a file that are looked at: reading all weights would take as long as loading them."""
 
 
@@ -24,7 +24,7 @@ def identity(model: str | Path, revision: str | None = None) -> str:
     if directory is None:
         return f"{model}@{revision or 'main'}"
     found = hashlib.sha256()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in KINDS and file.is_file()):
+    for file in sorted(file for file in directory.iterdir() if file.suffix in SUFFIXES and file.is_file()):
         found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         found.update(_ends(file))
     return f"sha256:{found.hexdigest()[:16]}"
@@ -32,6 +32,6 @@ def identity(model: str | Path, revision: str | None = None) -> str:
 
 def _ends(file: Path) -> bytes:
     with file.open("rb") as content:
-        first = content.read(ENDS)
-        content.seek(max(len(first), content.seek(0, os.SEEK_END) - ENDS))
+        first = content.read(END_BYTES)
+        content.seek(max(len(first), content.seek(0, os.SEEK_END) - END_BYTES))
         return first + content.read()

@@ -13,16 +13,16 @@ from starlette.exceptions import HTTPException
 
 from shoal.errors import OutOfMemory, RequestError, ShoalError
 
-MOST_ERRORS = 10
+MAX_REPORTED_ERRORS = 10
 """Errors of one body that an answer tells."""
-LONGEST, LONGEST_PARAM = 800, 100
+MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
 """Characters of a message and of a field's name; both may quote what was sent."""
 PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)")
-KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 """Types of errors by status; others are "invalid_request_error", or "server_error" from 500 on."""
 
 
-class Fault(HTTPException):
+class ApiError(HTTPException):
     """A request that is answered with an error.
 
     Attributes:
@@ -33,12 +33,12 @@ class Fault(HTTPException):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(status, cut(public(message) if status >= 500 else message, LONGEST), headers)
-        self.param, self.code = None if param is None else cut(param, LONGEST_PARAM), code
+        super().__init__(status, cut(public(message) if status >= 500 else message, MAX_MESSAGE_CHARACTERS), headers)
+        self.param, self.code = None if param is None else cut(param, MAX_PARAM_CHARACTERS), code
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
-        kind = KINDS.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
@@ -56,35 +56,37 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def fault_of(error: Exception) -> Fault:
+def api_error_of(error: Exception) -> ApiError:
     """Any exception as the fault that clients are told of."""
-    if isinstance(error, Fault):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return Fault(400, str(error), code="invalid_value")
+        return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, OutOfMemory):
-        return Fault(503, str(error), code="out_of_memory")
+        return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
         code = "invalid_json" if error.status_code == 400 else None  # FastAPI's only one: nested too deeply, for one
-        return Fault(error.status_code, str(error.detail), code=code, headers=error.headers)
+        return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     if isinstance(error, ShoalError):
-        return Fault(500, str(error), code="internal_error")
-    return Fault(500, f"an internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+        return ApiError(500, str(error), code="internal_error")
+    return ApiError(500, f"an internal error ({type(error).__name__}); the server's log has more", code="internal_error")
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> Fault:
+def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """What pydantic found, told by the first field at fault; unknown ones first, as they may be why another is missing."""
     first = min(errors, key=lambda error: error["type"] != "unknown_field")
     kind, param = first["type"], _path(first, body)
     if kind == "unknown_field":
-        return Fault(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
+        return ApiError(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
     if not param:
-        return Fault(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    found = [(_path(error, body), error["msg"]) for error in errors[:MOST_ERRORS]]
-    ways = dict.fromkeys(f"{cut(path, LONGEST_PARAM)}: {what}" for path, what in found if f"{path}.".startswith(f"{param}."))
-    return Fault(400, "; or: ".join(ways), param=param, code="invalid_value")
+        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    found = [(_path(error, body), error["msg"]) for error in errors[:MAX_REPORTED_ERRORS]]
+    ways = dict.fromkeys(
+        f"{cut(path, MAX_PARAM_CHARACTERS)}: {what}" for path, what in found if f"{path}.".startswith(f"{param}.")
+    )
+    return ApiError(400, "; or: ".join(ways), param=param, code="invalid_value")
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
@@ -103,7 +105,7 @@ def install(app: FastAPI) -> None:
     """Makes every error of an app one of ours."""
 
     async def answer(_request: Request, error: Exception) -> Response:
-        return fault_of(error).response()
+        return api_error_of(error).response()
 
     for kind in (HTTPException, RequestError, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)

@@ -18,9 +18,9 @@ from typing import Any
 
 import jsonschema
 import torch
-from schemas import SCHEMAS
 
 import shoal
+from schemas import SCHEMAS
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
 

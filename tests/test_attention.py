@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shoal.bench import ragged
+import ragged
 from shoal.errors import InternalError, RequestError
 from shoal.models import attention
 from shoal.models.attention import METHODS, Problem

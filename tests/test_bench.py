@@ -15,9 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
+import stages
 from shoal.api import Shoal, load
 from shoal.bench import referee as referees
-from shoal.bench import regret, shapes, stages, tables, ways
+from shoal.bench import regret, shapes, tables, ways
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.bench.referee import Job, Referee

@@ -45,7 +45,7 @@ import each other. There are no exceptions."""
 # Who may import these packages, at the top of a file or inside a function.
 RESERVED = {
     "transformers": "models integrations testing train bench",
-    "typer": "cli train bench",
+    "typer": "cli train",
     "rich": "cli train bench engine.progress",
     "matplotlib": "bench evaluation",
     "rouge_score": "evaluation",

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.bench import compiled, prompts, provenance, ragged, scaling, virtual
+import command
+import compiled
+import prompts
+import ragged
+import scaling
+import virtual
+from shoal.bench import provenance
 from shoal.bench.machine import machine
 from shoal.bench.provenance import NO_GIT, commit, require_place, write_results
 from shoal.cli import run
@@ -143,7 +149,7 @@ def test_bench_refuses_before_it_loads(
 
 
 @pytest.mark.parametrize("module", [scaling, virtual, prompts, compiled, ragged])
-def test_modules_refuse_before_they_measure(
+def test_commands_refuse_before_they_measure(
     module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
@@ -151,9 +157,9 @@ def test_modules_refuse_before_they_measure(
     monkeypatch.setattr(prompts, "random_llama", _never)
     monkeypatch.setattr(compiled, "load_runner", _never)
     monkeypatch.setattr(ragged, "load_runner", _never)
-    monkeypatch.setattr(sys, "argv", ["module", "--json", str(results / "a.json")])
+    monkeypatch.setattr(sys, "argv", ["script", "--json", str(results / "a.json")])
     with pytest.raises(SystemExit) as ended:
-        provenance.run_module(module.main)
+        command.run(module.main)
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: results in benchmarks/results must name")
@@ -171,7 +177,7 @@ def test_gpu_scripts_refuse_before_they_measure(results: Path) -> None:
     assert "must name the commit" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["load", "structured"])
+@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping"])
 def test_scripts_refuse_before_they_measure(script: str, results: Path) -> None:
     code = "import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; import shoal; shoal.load = None; "
     code += f"import {script}, sys; sys.argv = ['x', '--json', {str(results / 'a.json')!r}]; {script}.main()"

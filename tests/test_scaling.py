@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.scaling`: what it times, what it predicts from, what it prints."""
+"""`python benchmarks/scaling.py`: what it times, what it predicts from, what it prints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
+import scaling
 import shoal
-from shoal.bench import scaling
-from shoal.bench.scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
+from scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
 from shoal.models.runner import Runner
 from shoal.testing.tiny import save_pair
 

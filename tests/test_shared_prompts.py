@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.bench import prompts as bench
+import prompts as bench
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.prefill import policy_for

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from shoal.bench import virtual
-from shoal.bench.virtual import Finding, Prices, Trace, _Text, lines, run
+import virtual
 from shoal.lookahead.controller import as_controller, by_name
+from virtual import Finding, Prices, Trace, _Text, lines, run
 
 FACTS = Prices({1: 1.0, 1000: 1.0}, {1: 0.1, 1000: 0.1})
 """A pass takes a second, a drafter step a tenth."""

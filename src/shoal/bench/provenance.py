@@ -6,13 +6,10 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from shoal.errors import RequestError
 
@@ -91,12 +88,3 @@ def write_results(place: Path, report: Mapping[str, Any], write: Callable[[Path,
     """
     require_place(place, made_at=str(report["machine"]["commit"]))
     write(place, json.dumps(report, indent=1) + "\n")
-
-
-def run_module(main: Callable[..., None]) -> None:
-    """`typer.run` for `python -m shoal.bench.NAME`: a RequestError becomes one line on stderr and exit code 2."""
-    try:
-        typer.run(main)
-    except RequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error

@@ -10,7 +10,7 @@ from shoal.models.attention.problem import Problem
 from shoal.models.attention.split import attend_alone, split
 
 CALL_BYTES = {"cpu": 2**20}
-"""Reading so many bytes of keys and values takes as long as a call does, by type of device. `python -m shoal.bench.ragged` finds
+"""Reading so many bytes of keys and values takes as long as a call does, by type of device. `python benchmarks/ragged.py` finds
 half of it for long rows; keys of short ones come faster, from the processor's cache."""
 
 ELSEWHERE = 2**25

@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.scaling`: what passes and rounds cost as a pair is scaled up, and what the cost model says of them.
+"""`python benchmarks/scaling.py`: what passes and rounds cost as a pair is scaled up, and what the cost model says of them.
 
 Every second point of a sweep is shown to a `Curve`, which is all that `lookahead="auto"` knows of prices; the points between are
 predicted and the error is printed beside them. A pass is timed on caches of zeros: what a token is does not change what it costs.
@@ -23,12 +23,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import command
 import shoal
 from shoal.bench.imposed import imposing
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
 from shoal.bench.plots import COLOURS, DPI, require_matplotlib
-from shoal.bench.provenance import require_place, run_module, write_results
+from shoal.bench.provenance import require_place, write_results
 from shoal.bench.work import timed
 from shoal.lookahead.costs import Curve
 from shoal.models.runner import Runner
@@ -308,4 +309,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_module(main)
+    command.run(main)

@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.compiled`: what passes of fixed shape are worth, on the bundled pair (docs/compile.md).
+"""`python benchmarks/compiled.py`: what passes of fixed shape are worth, on the bundled pair (docs/compile.md).
 
 First milliseconds per pass: made to measure, static, static and compiled (or captured, on CUDA); least of interleaved runs. Then
 tokens per second, plain and speculative, each with and without: plain decoding gets the same treatment. Building is part of no
@@ -19,12 +19,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import command
 import shoal
+from precision import a_pass
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.precision import a_pass
-from shoal.bench.provenance import require_place, run_module, write_results
+from shoal.bench.provenance import require_place, write_results
 from shoal.models.compiled import executor_for
 from shoal.models.loading import bundled, load_runner
 from shoal.problems.problems import generate as problems
@@ -113,4 +114,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_module(main)
+    command.run(main)

@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.ragged`: a target pass over rows of unequal lengths, by attention method.
+"""`python benchmarks/ragged.py`: a target pass over rows of unequal lengths, by attention method.
 
 Random keys and values, as time does not depend on them; every line compares its logits with those of `pad`.
 """
@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import command
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.provenance import require_place, run_module, write_results
+from shoal.bench.provenance import require_place, write_results
 from shoal.models.attention.mixed import CALL_BYTES
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
@@ -97,4 +98,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_module(main)
+    command.run(main)

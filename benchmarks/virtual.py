@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.virtual`: draft length controllers on a clock of their own, where no neighbour disturbs them.
+"""`python benchmarks/virtual.py`: draft length controllers on a clock of their own, where no neighbour disturbs them.
 
 Between two runs of the same work a shared machine differs by more than good controllers do. So here only facts are measured, once:
 what passes cost, and how the pair agrees along texts that the target wrote. Then every controller decodes the same texts by these
@@ -28,11 +28,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import command
 import shoal
+from scaling import CONTEXT, prepared_pass
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, run_module, write_results
+from shoal.bench.provenance import require_place, write_results
 from shoal.bench.regret import CONTROLLERS, SWEEP
-from shoal.bench.scaling import CONTEXT, prepared_pass
 from shoal.bench.work import Stopwatch, timed
 from shoal.lookahead.controller import Controller, Knowledge, as_controller, by_name
 from shoal.models.runner import Runner
@@ -325,4 +326,4 @@ def _ms(prices: dict[int, float]) -> str:
 
 
 if __name__ == "__main__":
-    run_module(main)
+    command.run(main)

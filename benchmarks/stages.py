@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.stages`: where a round's time outside the models goes, on the bundled pair.
+"""`python benchmarks/stages.py`: where a round's time outside the models goes, on the bundled pair.
 
 Every listed function is wrapped in a stopwatch, which costs a microsecond or two per call. Functions contain each other: `accept`
 contains one draw, the drafter's proposal contains its passes.

@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.prompts`: a verify pass over n rows of one prompt, stored once (shared) or in every slot (copied).
+"""`python benchmarks/prompts.py`: a verify pass over n rows of one prompt, stored once (shared) or in every slot (copied).
 
 The model is a random Llama and the prompt's keys and values are random too: time depends on neither. Both ways hold the same ones,
 and every line compares their logits.
@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import command
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.provenance import require_place, run_module, write_results
+from shoal.bench.provenance import require_place, write_results
 from shoal.errors import RequestError
 from shoal.models import loading
 from shoal.models.cache import Plan
@@ -196,4 +197,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_module(main)
+    command.run(main)

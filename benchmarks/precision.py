@@ -1,4 +1,4 @@
-"""`python -m shoal.bench.precision`: what number formats, weight order, 8 bits and strict passes cost, on the bundled pair.
+"""`python benchmarks/precision.py`: what number formats, weight order, 8 bits and strict passes cost, on the bundled pair.
 
 The figures of docs/numerics.md: single products and whole passes, least of interleaved runs; the drafter's acceptance in float32
 and int8; and how many greedy rows stay the same when only the batch or the draft length changes.

@@ -26,7 +26,8 @@ from shoal.models.runner import Runner
 from shoal.models.selfcheck import TOLERANCE, self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import WINDOW
-from shoal.types.requests import Request, Result
+from shoal.types.requests import Request
+from shoal.types.samples import Result
 
 MASK_DOOR = {"codegen", "gptj", "falcon", "mpt"}
 INTERFACE = sorted(ARCHITECTURES.keys() - MASK_DOOR)

@@ -21,7 +21,8 @@ from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import adversary, hashed, mixed, says, scripted
 from shoal.testing.tiny import END
-from shoal.types.requests import FINISH_REASONS, Increment, Request, Result, Sample
+from shoal.types.requests import Request
+from shoal.types.samples import FINISH_REASONS, Increment, Result, Sample
 
 TOKENIZER = tiny_tokenizer()
 PROMPT = "Say it:"

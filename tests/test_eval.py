@@ -18,7 +18,7 @@ from torch import Tensor
 from judging import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
-from shoal.engine.outputs import finish
+from shoal.engine.samples import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
 from shoal.evaluation.grading import Grade, Graded, grade_entries, rouge_grader

@@ -64,9 +64,9 @@ DEFERRED = (
     "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "shoal.models.attention.kernels", "shoal.serve",
 )  # fmt: skip
 TORCH_FREE = (
-    "errors durable config problems lookahead types.requests types.schedule types.prefix types.counts types.options types.stats "
-    "engine.scheduler engine.waiting engine.deadlines engine.prefix_store constraints.json_schemas constraints.disjoint "
-    "models.sources"
+    "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "
+    "types.stats engine.scheduler engine.waiting engine.deadlines engine.prefix_store engine.detokenizer engine.samples "
+    "constraints.json_schemas constraints.disjoint models.sources"
 )
 """Pure Python: tested and reasoned about without a tensor."""
 

@@ -26,7 +26,7 @@ from shoal.errors import PairMismatch, RequestError
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.options import SETTINGS, Options, split_options
-from shoal.types.requests import Increment
+from shoal.types.samples import Increment
 
 VOCAB = 260
 PROMPT = [5, 6, 7]

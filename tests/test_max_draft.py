@@ -12,7 +12,8 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.requests import Request, Sample
+from shoal.types.requests import Request
+from shoal.types.samples import Sample
 
 V, NEW = 23, 24
 

@@ -25,7 +25,8 @@ from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
 from shoal.testing import reference, tiny_model
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner
-from shoal.types.requests import Request, Row, Sample
+from shoal.types.requests import Request, Row
+from shoal.types.samples import Sample
 
 NEW = 12
 EOS = (17, 200)

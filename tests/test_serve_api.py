@@ -22,7 +22,8 @@ from shoal.engine import outputs
 from shoal.serve.token_names import name_and_bytes
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
-from shoal.types.requests import Output, Row, Sample
+from shoal.types.requests import Row
+from shoal.types.samples import Output, Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

@@ -32,7 +32,8 @@ from shoal.models.compiled.executors import EXECUTORS, Executor, Graphs, Run
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import VOCABULARY, save_pair, tiny_model
-from shoal.types.requests import Request, Result, Row
+from shoal.types.requests import Request, Row
+from shoal.types.samples import Result
 
 CPU = torch.device("cpu")
 ERROR = 5e-5

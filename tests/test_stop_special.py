@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.api import Shoal
-from shoal.engine.outputs import Detokenizer
+from shoal.engine.detokenizer import Detokenizer
 from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import BEGIN, END, PAD, VOCABULARY
 from test_ends import DRAFTERS, PROMPT, TOKENIZER, encode, only, stream_of

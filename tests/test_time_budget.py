@@ -15,8 +15,9 @@ from shoal.sampling.acceptance import Coupled
 from shoal.serve.submissions import Submission
 from shoal.serve.worker import Worker
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.requests import FINISH_REASONS, Request, Row, Sample, ranked
+from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
+from shoal.types.samples import FINISH_REASONS, Sample, ranked
 
 VOCAB = 12
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.errors import InternalError, ModelError, RequestError, ShoalError
     from shoal.integrations.repository import custom_generate_dir
     from shoal.integrations.transformers import custom_generate
-    from shoal.types.requests import Increment, Output, Result, Sample, TopLogprobs
+    from shoal.types.samples import Increment, Output, Result, Sample, TopLogprobs
     from shoal.types.stats import Stats
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ _HOMES = {
     "api": "Shoal load",
     "config": "Grammar Limits Sampling Speculation",
     "errors": "InternalError ModelError RequestError ShoalError",
-    "types.requests": "Increment Output Result Sample TopLogprobs",
+    "types.samples": "Increment Output Result Sample TopLogprobs",
     "types.stats": "Stats",
     "integrations.transformers": "custom_generate",
     "integrations.repository": "custom_generate_dir",

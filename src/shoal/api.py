@@ -30,7 +30,8 @@ from shoal.models.sources import require_source
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.options import Integer, Options, split_options
-from shoal.types.requests import Request, Result, occurrences
+from shoal.types.requests import Request, occurrences
+from shoal.types.samples import Result
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.types.requests import Result, Sample
+    from shoal.types.samples import Result, Sample
 
 
 Run = TypeVar("Run")

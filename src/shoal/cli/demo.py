@@ -36,7 +36,7 @@ from shoal.types.options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.types.requests import Result
+    from shoal.types.samples import Result
 
 PROMPT = '''def multiply_above_4(values):
     """Return the product of the numbers greater than 4 in values.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.bench.ways import Way
     from shoal.models.runner import Runner
-    from shoal.types.requests import Result
+    from shoal.types.samples import Result
 
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
 TEMPERATURE = 0.8

@@ -12,7 +12,7 @@ from shoal.cli.findings import Finding
 from shoal.cli.options import dtype_name
 
 if TYPE_CHECKING:
-    from shoal.types.requests import Result
+    from shoal.types.samples import Result
 
 GREEDY = "greedy identity"
 WORTHWHILE = 1.05  # a speed-up below this is none

@@ -45,7 +45,7 @@ from shoal.cli.views import Progress, show_output, stderr, stdout
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.types.options import split_options
-from shoal.types.requests import Output, Result, Sample
+from shoal.types.samples import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100

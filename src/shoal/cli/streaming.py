@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal.engine.stream import Stream
-    from shoal.types.requests import Increment, Result
+    from shoal.types.samples import Increment, Result
 
 
 class Interrupt:

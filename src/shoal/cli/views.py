@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from shoal.types.requests import Increment, Output, Sample
+    from shoal.types.samples import Increment, Output, Sample
 
 ACCEPTED, DRAWN = "green", "yellow"
 REFRESH = 0.08  # seconds between two pictures

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.engine.outputs import finish, visible_text
-from shoal.types.requests import Row, TopLogprobs
+from shoal.engine.samples import finish, visible_text
+from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Fault, Faults, Proposal, Scores, Verdict
+from shoal.types.samples import TopLogprobs
 
 
 def commit(

@@ -17,8 +17,8 @@ from torch import Tensor
 from shoal.drafting.protocol import Drafter, ModelDrafter
 from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
-from shoal.engine.outputs import finish, visible_text
 from shoal.engine.prefill import policy_for, prefill
+from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import Intake
 from shoal.engine.verify import verify

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shoal.types.requests import Increment
+from shoal.types.samples import Increment
 
 
 def follow(increments: Iterable[Increment], rows: int, most: int) -> None:

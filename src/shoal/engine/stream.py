@@ -10,8 +10,9 @@ from concurrent.futures import Executor
 
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.types.requests import Increment, Output, Request, Result, Sample
+from shoal.types.requests import Request
 from shoal.types.rounds import Commit
+from shoal.types.samples import Increment, Output, Result, Sample
 
 
 class Stream(Iterator[Increment], AsyncIterator[Increment]):

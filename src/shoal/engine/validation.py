@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints.grammar import Constraint, grammars_of
+from shoal.engine.detokenizer import Detokenizer
 from shoal.engine.memory import Memory
-from shoal.engine.outputs import Detokenizer
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.sampling.penalties import require_ids

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.api import Shoal
-from shoal.engine.outputs import Detokenizer
+from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
 from shoal.types.options import split_options
-from shoal.types.requests import Sample
+from shoal.types.samples import Sample
 
 COUNTS = (
     "rounds", "target_passes", "draft_passes", "prefills", "row_rounds", "drafted", "accepted", "committed", "acceptance_length",

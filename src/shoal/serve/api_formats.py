@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from shoal.serve.api_errors import public
 from shoal.serve.submissions import RowUpdate, TokenUpdate
-from shoal.types.requests import Sample
+from shoal.types.samples import Sample
 
 FINISH_REASONS = {
     "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.worker import Worker
-from shoal.types.requests import Sample
+from shoal.types.samples import Sample
 
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 LENGTH_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)

@@ -22,7 +22,7 @@ from shoal.serve.scoring import scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
-from shoal.types.requests import Sample, ranked
+from shoal.types.samples import Sample, ranked
 
 NOTHING = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 """The sample of a row that was to have no tokens."""

@@ -10,13 +10,13 @@ from typing import Any
 import anyio
 import torch
 
-from shoal.engine.outputs import Detokenizer
+from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.serve.api_errors import ApiError
 from shoal.serve.submissions import TokenUpdate
 from shoal.serve.worker import Worker
-from shoal.types.requests import TopLogprobs
+from shoal.types.samples import TopLogprobs
 
 CHUNK_TOKENS = 128
 """Tokens per pass; their logits, [chunk, vocab], are all held at once."""

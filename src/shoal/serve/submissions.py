@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.types.requests import Request, Row, Sample, TopLogprobs
+from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
+from shoal.types.samples import Sample, TopLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20
 """Bytes of news that may wait for whoever reads a stream."""

@@ -28,8 +28,9 @@ from shoal.models.out_of_memory import explained
 from shoal.serve.api_errors import ApiError
 from shoal.serve.grammars import GrammarReader
 from shoal.serve.submissions import RowStream, RowUpdate, Submission
-from shoal.types.requests import Row, Sample
+from shoal.types.requests import Row
 from shoal.types.rounds import Commit
+from shoal.types.samples import Sample
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

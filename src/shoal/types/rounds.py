@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.types.requests import Row, Sample
+from shoal.types.requests import Row
+from shoal.types.samples import Sample
 
 
 @dataclass(frozen=True)

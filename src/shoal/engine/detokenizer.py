@@ -1,14 +1,11 @@
-"""Token ids -> text, in increments that never split a character, and rows -> samples."""
+"""Token ids -> text, in increments that never split a character."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
-
-from shoal.types.requests import Row, Sample
 
 CONTEXT = 8
 """Prompt tokens decoded along, so that the first new token gets the space its neighbours give it."""
@@ -145,38 +142,3 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
-
-
-def visible_text(row: Row) -> str:
-    """New text of a row that may be shown now; "" if nobody needs it (`Row.needs_text`)."""
-    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
-
-
-def finish(row: Row, now: float) -> Sample:
-    """The sample of a row that has ended, cut where its stop string begins.
-
-    Args:
-        now: seconds at the end of the round, by the clock that its deadline is set by.
-    """
-    row.finished_at = now - row.request.submitted_at
-    text, kept = "", row.new_tokens
-    if row.detokenizer is not None:
-        text, kept = row.detokenizer.finished([] if row.needs_text else row.tokens[row.prompt_length :], kept)
-    logprobs = row.logprobs[:kept]
-    return Sample(
-        text=text,
-        token_ids=tuple(row.tokens[row.prompt_length :][:kept]),
-        logprobs=tuple(logprobs),
-        processed_logprobs=tuple(row.processed_logprobs[:kept]),
-        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
-        finish_reason=row.finish_reason or "cancelled",
-        finished_at=row.finished_at,
-        rounds=row.rounds,
-        drafted=row.drafted,
-        accepted=row.accepted,
-        target_passes=row.target_passes,
-        from_draft=tuple(row.from_draft[:kept]),
-        top_logprobs=tuple(row.top_logprobs[:kept]),
-        error=None if row.error is None else str(row.error),
-        in_time=row.deadline is None or now <= row.deadline,
-    )

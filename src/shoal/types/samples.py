@@ -1,0 +1,154 @@
+"""What comes back of a run: `Sample`, `Output`, `Result`, and the `Increment`s of a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from shoal.types.stats import Stats
+
+FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
+"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar where there is no
+EOS); max_new_tokens or the target's context; the time budget; the time budget before the row had a round, so that it is empty; a
+cancellation; a fault of this row alone."""
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The most probable tokens at one position: (token id, log-probability) pairs, before and after processing."""
+
+    raw: tuple[tuple[int, float], ...]
+    processed: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished (or cut) row.
+
+    Attributes:
+        text: the new text, without the prompt, special tokens and anything from a stop string on.
+        token_ids: the new tokens; an EOS that ended the row is the last one.
+        logprobs: natural-log probability of each token under the target's own distribution, *before* processing
+            (temperature 1, no penalties, no truncation).
+        processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
+        mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
+        finish_reason: one of `FINISH_REASONS`. error: what went wrong, if that is "error"; the tokens before it stand.
+        finished_at: seconds from submission to the end of the round that ended the row.
+        in_time: that was no later than its deadline. A row that comes to its end in the round in which its time is over keeps its
+            reason, as its text is whole; but it has not finished within its budget.
+        rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
+        from_draft: per token, True for an accepted draft, False for a replacement or bonus.
+        top_logprobs: per token, when asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    processed_logprobs: tuple[float, ...]
+    mean_logprob: float
+    finish_reason: str
+    finished_at: float
+    rounds: int
+    drafted: int
+    accepted: int
+    target_passes: int
+    from_draft: tuple[bool, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    error: str | None = None
+    in_time: bool = True
+
+    @property
+    def finished(self) -> bool:
+        """False when the time budget, a cancellation or a fault cut the row, or when it ended after its deadline: what ranks and
+        counts samples goes by this."""
+        return self.in_time and self.finish_reason not in ("time", "not started", "cancelled", "error")
+
+    def __repr__(self) -> str:
+        shown = _short(self.text) if self.text or not self.token_ids else f"token_ids {_short(self.token_ids)}"
+        score = f"mean_logprob={self.mean_logprob:.3f}"
+        return f"Sample({shown}, {self.finish_reason}, {len(self.token_ids)} tokens, {score})"
+
+
+def ranked(samples: Iterable[Sample]) -> list[Sample]:
+    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP); an empty
+    sample, whose mean is NaN, comes last of its kind. Ties keep row order."""
+
+    def key(sample: Sample) -> tuple[bool, float]:
+        mean = sample.mean_logprob
+        return (not sample.finished, math.inf if math.isnan(mean) else -mean)
+
+    return sorted(samples, key=key)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The n samples of one prompt, in row order."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def ranked(self) -> list[Sample]:
+        """Finished samples first, then by mean log-probability, best first (BASS's rule)."""
+        return ranked(self.samples)
+
+    def __repr__(self) -> str:
+        shown = f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)
+        return f"Output({shown}, {len(self.samples)} samples, {sum(s.finished for s in self.samples)} finished)"
+
+
+@dataclass(frozen=True)
+class Result(Sequence[Output]):
+    """One `Output` per prompt, in prompt order, and what it took."""
+
+    outputs: tuple[Output, ...]
+    stats: Stats
+
+    @overload
+    def __getitem__(self, index: int) -> Output: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Output, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Output | tuple[Output, ...]:
+        return self.outputs[index]
+
+    def __repr__(self) -> str:
+        samples = [sample for output in self.outputs for sample in output.samples]
+        return f"Result({len(self)} prompts, {len(samples)} samples, {sum(s.finished for s in samples)} finished, {self.stats!r})"
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Output]:
+        return iter(self.outputs)
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What one round added to one row, as `stream()` yields it; joined texts equal the sample's text exactly.
+
+    Attributes:
+        prompt: index of the prompt. sample: index of the row in its group.
+        text: new text; never ends inside a UTF-8 character or inside what may become a stop string. May be "".
+        token_ids: tokens committed in this round. accepted: how many of them (the first ones) were drafted.
+        finish_reason: set on the row's last increment, which also carries the `Sample`.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: int
+    finish_reason: str | None = None
+    result: Sample | None = None
+
+
+def _short(value: Any) -> str:
+    """Its repr in one line of at most 50 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 50 else f"{shown[:49]}…"

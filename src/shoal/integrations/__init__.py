@@ -1,4 +1,4 @@
-"""Shoal inside other libraries.
+"""Shoal inside other libraries: the decoding method of Transformers' `generate`.
 
-An edge like the others: nothing in the package imports it.
+Nothing else in the package may import it, except `shoal/__init__.py`, which exports its functions.
 """

@@ -1,7 +1,7 @@
-"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`: the repository form of the door.
+"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`: `custom_generate` as a repository.
 
-`generate` passes every argument to the function of a repository, also those that it keeps from a callable: `streamer`,
-`assistant_model`, `tokenizer`.
+To the function of a repository `generate` passes every argument, also `streamer`, `assistant_model` and `tokenizer`, which a
+callable does not receive.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ def generate(
     """`generate` with shoal as its decoding method.
 
     Args:
-        streamer: gets the prompt [1, length] and then every token [1], as `generate` does it; for one row only. Its `end` is called
-            also if the call fails, so that nobody waits for more.
-        assistant_model: the drafter, with `num_return_sequences` of any size; `draft_model` is the same.
+        streamer: receives the prompt [1, length] and then every token [1], as from `generate`; for one row only. Its `end` is
+            called even if the call fails, so that a thread that reads it stops.
+        assistant_model: the drafter, with `num_return_sequences` of any size; the same as `draft_model`.
         tokenizer: for `stop_strings`.
-        lookahead, attention, max_batch: see `shoal.custom_generate`, as for what is returned.
+        lookahead, attention, max_batch: see `shoal.custom_generate`.
+
+    Returns:
+        See `shoal.custom_generate`.
 
     Raises:
-        RequestError: several rows and a streamer; what shoal does not do, see `shoal.custom_generate`.
+        RequestError: several rows and a streamer, or a reason that `shoal.custom_generate` names.
     """
     try:
-        _refuse(assistant_model, draft_model, assistant_tokenizer, synced_gpus)
+        _validate(assistant_model, draft_model, assistant_tokenizer, synced_gpus)
         criteria, rest = _stop_strings(model, generation_config, stopping_criteria, tokenizer, options)
         drafter = draft_model if assistant_model is None else assistant_model
 
@@ -51,7 +54,7 @@ def generate(
                 streamer=streamer, **prepared,
             )  # fmt: skip
 
-        # Not `model.generate`: it may have been replaced by this very function, where a model's repository holds it.
+        # Not `model.generate`: if the model's own repository has this function, `model.generate` is this function.
         return type(model).generate(
             model, inputs, generation_config, stopping_criteria=criteria, custom_generate=decoding, **rest
         )
@@ -60,7 +63,7 @@ def generate(
             streamer.end()
 
 
-def _refuse(assistant: Any, drafter: Any, assistant_tokenizer: Any, synced_gpus: bool | None) -> None:
+def _validate(assistant: Any, drafter: Any, assistant_tokenizer: Any, synced_gpus: bool | None) -> None:
     if assistant is not None and drafter is not None:
         raise RequestError("assistant_model and draft_model are the same thing: give one of them")
     if assistant_tokenizer is not None:
@@ -72,8 +75,10 @@ def _refuse(assistant: Any, drafter: Any, assistant_tokenizer: Any, synced_gpus:
 def _stop_strings(
     model: Any, config: Any, criteria: Any, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The criteria with one for the stop strings, and the other options; `generate` would want the tokenizer, which it keeps from
-    a callable."""
+    """The criteria with one for the stop strings, and the options without them.
+
+    `generate` would need the tokenizer for `stop_strings`, and does not pass it to the callable that it is given here.
+    """
     owners = (getattr(config, "stop_strings", None), getattr(model.generation_config, "stop_strings", None))
     strings = options.get("stop_strings") or next(filter(None, owners), None)
     if not strings:

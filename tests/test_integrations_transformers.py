@@ -220,9 +220,11 @@ def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: 
     assert issubclass(UnsupportedModel, shoal.ModelError)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-def test_no_two_rows_share_their_random_numbers(pair: tuple[Any, Any], apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one prompt, of several, and equal prompts that are kept apart because something is told their places."""
+@pytest.mark.parametrize("separate", [False, True], ids=["grouped", "separate"])
+def test_no_two_rows_share_their_random_numbers(
+    pair: tuple[Any, Any], separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one prompt, of several, and equal prompts that are not grouped because a function is called with the row's index."""
     rows: list[Any] = []
     submit_all = Engine.submit_all
 
@@ -232,7 +234,7 @@ def test_no_two_rows_share_their_random_numbers(pair: tuple[Any, Any], apart: bo
         return made
 
     monkeypatch.setattr(Engine, "submit_all", spy)
-    asked: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(VOCAB))} if apart else {}
+    asked: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(VOCAB))} if separate else {}
     ids = torch.tensor([[5, 6, 7, 8], [9, 3, 4, 4], [5, 6, 7, 8]])
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The repository form of the Transformers door, what the callable refuses, and models in training mode."""
+"""`custom_generate` as a repository, the arguments that the callable refuses, and models in training mode."""
 
 from __future__ import annotations
 
@@ -216,12 +216,12 @@ def test_training_mode_without_dropout(training: Any, checkpointing: bool, form:
         for model in (training, drafter):  # renamed in Transformers 5.x
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     before = modes(training), modes(drafter)
-    door = {"custom_generate": shoal.custom_generate} if form == "callable" else REPOSITORY
-    assert torch.equal(training.generate(PROMPT, draft_model=drafter, lookahead=3, **GREEDY, **door), expected)
+    method = {"custom_generate": shoal.custom_generate} if form == "callable" else REPOSITORY
+    assert torch.equal(training.generate(PROMPT, draft_model=drafter, lookahead=3, **GREEDY, **method), expected)
     assert ran[0].drafted > 0
     assert (modes(training), modes(drafter)) == before
     with pytest.raises(RequestError, match="lookahead must be"):
-        training.generate(PROMPT, draft_model=drafter, lookahead="soon", **GREEDY, **door)
+        training.generate(PROMPT, draft_model=drafter, lookahead="soon", **GREEDY, **method)
     assert (modes(training), modes(drafter)) == before
 
 

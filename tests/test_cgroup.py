@@ -1,4 +1,4 @@
-"""A cgroup for each judged program: in a tree of plain files that looks like one, and in a real one where it is delegated."""
+"""A cgroup for each tested program: in a tree of plain files that looks like one, and in a real one where it is delegated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from judging import strongest
+from sandboxes import strongest
 from shoal.errors import InternalError
 from shoal.evaluation import cgroup, sandbox
-from shoal.evaluation.sandbox import MIB, Bounds, Ended, Sandbox, Step
+from shoal.evaluation.sandbox import MIB, Bounds, ProcessResult, Sandbox, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 
@@ -131,7 +131,7 @@ def test_removing_waits_for_who_was_killed(tmp_path: Path, monkeypatch: pytest.M
 
 # ── programs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BOUNDS = Bounds(memory_bytes=100 * MIB, room_bytes=30 * MIB, processes=20)
+BOUNDS = Bounds(memory_bytes=100 * MIB, workdir_bytes=30 * MIB, processes=20)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ended]]:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessResult]]:
     """Runs a shell script in a group of known name, folder / "shoal-0"."""
     with Sandbox(strongest()) as box:
         assert "(a cgroup for each program)" in box.isolation
@@ -154,42 +154,42 @@ def held(group: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in group.iterdir()}
 
 
-def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callable[..., Ended]) -> None:
-    assert run("exit 0").well
+def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callable[..., ProcessResult]) -> None:
+    assert run("exit 0").succeeded
     assert held(folder / "shoal-0") == {
-        "memory.max": str(130 * MIB + cgroup.OWN_BYTES), "memory.swap.max": "0", "memory.oom.group": "1",
-        "pids.max": str(20 + cgroup.OWN_TASKS), "cgroup.procs": "0", "cgroup.kill": "1",
+        "memory.max": str(130 * MIB + cgroup.SANDBOX_BYTES), "memory.swap.max": "0", "memory.oom.group": "1",
+        "pids.max": str(20 + cgroup.SANDBOX_TASKS), "cgroup.procs": "0", "cgroup.kill": "1",
     }  # fmt: skip
 
 
-def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., Ended]) -> None:
-    assert run("exit 0", Step(["/bin/sh", "-c", "exit 0"], Bounds(processes=7))).well
-    assert held(folder / "shoal-0")["pids.max"] == str(7 + cgroup.OWN_TASKS)
+def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., ProcessResult]) -> None:
+    assert run("exit 0", Step(["/bin/sh", "-c", "exit 0"], Bounds(processes=7))).succeeded
+    assert held(folder / "shoal-0")["pids.max"] == str(7 + cgroup.SANDBOX_TASKS)
 
 
 @pytest.mark.parametrize(
     ("kills", "script", "reason"), [(1, "exit 1", "memory"), (0, "exit 1", "exit"), (1, "exit 0", "exit")]
 )
 def test_programs_that_the_kernel_killed_for_memory_say_so(
-    folder: Path, run: Callable[..., Ended], kills: int, script: str, reason: str
+    folder: Path, run: Callable[..., ProcessResult], kills: int, script: str, reason: str
 ) -> None:
     (folder / "shoal-0").mkdir()
     (folder / "shoal-0" / "memory.events").write_text(f"low 0\nmax 3\noom {kills}\noom_kill {kills}\n")
     assert run(script).reason == reason
 
 
-def test_the_group_of_a_killed_warden_is_removed(
-    folder: Path, run: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+def test_the_group_of_a_killed_supervisor_is_removed(
+    folder: Path, run: Callable[..., ProcessResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> subprocess.Popen[bytes]:
-        made = new_warden()
+        made = start_supervisor()
         made.kill()
         return made
 
-    new_warden = sandbox._new_warden
-    monkeypatch.setattr(sandbox, "_new_warden", killed)
+    start_supervisor = sandbox._start_supervisor
+    monkeypatch.setattr(sandbox, "_start_supervisor", killed)
     (folder / "shoal-0").mkdir()
-    with pytest.raises(InternalError, match="warden"):
+    with pytest.raises(InternalError, match="supervisor"):
         run("exit 0")
     assert held(folder / "shoal-0") == {"cgroup.kill": "1"}
 
@@ -209,5 +209,5 @@ def test_a_real_group_bounds_memory_and_is_gone_in_the_end() -> None:
     before = set(Path(cgroup.delegated()).iterdir())
     with Sandbox(strongest()) as box:
         ended = box.run({"main.py": fill}, Step([sys.executable, "main.py"], BOUNDS))
-    assert not ended.well
+    assert not ended.succeeded
     assert set(Path(cgroup.delegated()).iterdir()) == before

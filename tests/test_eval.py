@@ -1,4 +1,4 @@
-"""`shoal eval`: one sampling run per way, cut by budgets; resumed, graded, reported; every bad input a message or an honest row."""
+"""`shoal eval`: one sampling run per method, cut by budgets; resumed, graded, reported; bad input becomes a message or a row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from judging import strongest
+from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
 from shoal.engine.samples import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
-from shoal.evaluation.grading import Grade, Graded, grade_entries, rouge_grader
+from shoal.evaluation.grading import Completions, Grade, grade_entries, rouge_grader
 from shoal.evaluation.journal import Journal
 from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
-from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, WAYS, Plan, Sampler
+from shoal.evaluation.sampling import BATCHED, METHODS, PLAIN, SINGLE, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Document, Task, summary_tasks
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.scripted import mixed, one_hot, scripted
@@ -66,12 +66,12 @@ def task(name: str, prompt: str = PROMPT, stops: tuple[str, ...] = ()) -> Task:
     return Task(name, prompt, stops, lambda _: prompt, lambda text, _: text)
 
 
-def plan(**changes: Any) -> Plan:
+def config(**changes: Any) -> SamplingConfig:
     options = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": TOKENS, "eos": END, **changes.pop("options", {})}
-    return Plan(**{"n": N, "options": options, "lookahead": 3, "seed": 5, **changes})
+    return SamplingConfig(**{"n": N, "options": options, "lookahead": 3, "seed": 5, **changes})
 
 
-def graded(completions: Graded) -> Iterator[Grade]:
+def graded(completions: Completions) -> Iterator[Grade]:
     """A judge that knows the answers."""
     words = dict(zip(ANSWERS, ("passed", "failed", "syntax", "failed"), strict=True))
     for _, text in completions:
@@ -83,7 +83,7 @@ def through(_what: str, results: Iterable[Any], _total: int) -> Iterator[Any]:
     yield from results
 
 
-def evaluate(directory: Path, pair: Shoal, tasks: Sequence[Task], chosen: Plan) -> Evaluation:
+def evaluate(directory: Path, pair: Shoal, tasks: Sequence[Task], chosen: SamplingConfig) -> Evaluation:
     evaluation = Evaluation(directory, tasks, chosen, {"set": "x", "temperature": 1, "top_p": 1, "seed": chosen.seed})
     evaluation.sample(Sampler(pair, chosen), through)
     evaluation.grade(graded, through)
@@ -94,43 +94,43 @@ def evaluate(directory: Path, pair: Shoal, tasks: Sequence[Task], chosen: Plan) 
 
 
 def test_every_way_writes_the_same_and_says_what_it_took(pair: Shoal) -> None:
-    (entry,) = Sampler(pair, plan()).run([task("a")])
+    (entry,) = Sampler(pair, config()).run([task("a")])
     attempts = entry["attempts"]
-    assert list(attempts) == list(WAYS)
-    ids = {way: [sample["token_ids"] for sample in attempt["samples"]] for way, attempt in attempts.items()}
+    assert list(attempts) == list(METHODS)
+    ids = {method: [sample["token_ids"] for sample in attempt["samples"]] for method, attempt in attempts.items()}
     assert ids[PLAIN] == ids[SINGLE] == ids[BATCHED]
     assert len({tuple(row) for row in ids[PLAIN]}) > 1
     longest, total = max(map(len, ids[PLAIN])), sum(map(len, ids[PLAIN]))
-    stats = {way: attempt["stats"] for way, attempt in attempts.items()}
+    stats = {method: attempt["stats"] for method, attempt in attempts.items()}
     assert stats[PLAIN]["drafted"] == stats[PLAIN]["draft_passes"] == 0
     assert stats[PLAIN]["target_passes"] == longest
     assert longest / 4 <= stats[BATCHED]["target_passes"] < longest  # up to 4 tokens of each row in a pass
     assert stats[SINGLE]["target_passes"] == stats[SINGLE]["row_rounds"] == stats[BATCHED]["row_rounds"]  # one row in a pass
     assert 0 < stats[SINGLE]["accepted"] == stats[BATCHED]["accepted"] < stats[BATCHED]["drafted"]
-    assert all(stats[way]["committed"] == total for way in WAYS)
-    assert all(stats[way]["prefills"] == 1 for way in WAYS)
+    assert all(stats[method]["committed"] == total for method in METHODS)
+    assert all(stats[method]["prefills"] == 1 for method in METHODS)
     moments = [sample["finished_at"] for sample in attempts[SINGLE]["samples"]]
     assert moments == sorted(moments)
     assert len(set(moments)) == N  # one after another
 
 
 def test_the_pieces_of_a_text_say_who_chose_them(pair: Shoal) -> None:
-    (entry,) = Sampler(pair, plan(n=N)).run([task("a")])
-    for way, attempt in entry["attempts"].items():
+    (entry,) = Sampler(pair, config(n=N)).run([task("a")])
+    for method, attempt in entry["attempts"].items():
         for sample in attempt["samples"]:
             assert "".join(piece for piece, _ in sample["spans"]) == sample["text"]
             drafted = sum(len(piece.encode()) for piece, drafted in sample["spans"] if drafted)
             # An EOS adds no text. "é" is two tokens, and its text is that of the second: the first may be of the other kind.
             assert drafted - 1 <= sample["accepted"] <= drafted + 2
-            assert (drafted > 0) == (way != PLAIN)
+            assert (drafted > 0) == (method != PLAIN)
             assert all(mine[1] != other[1] for mine, other in zip(sample["spans"], sample["spans"][1:], strict=False))
 
 
 def test_a_problem_has_its_own_samples_whatever_else_is_evaluated(pair: Shoal) -> None:
     """By its prompt, as everywhere: see `test_seeds.py`."""
     first, second = task("a", prompt="x"), task("b")
-    one = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([first, second])]
-    other = [entry["attempts"] for entry in Sampler(pair, plan(ways=(PLAIN,))).run([second])]
+    one = [entry["attempts"] for entry in Sampler(pair, config(methods=(PLAIN,))).run([first, second])]
+    other = [entry["attempts"] for entry in Sampler(pair, config(methods=(PLAIN,))).run([second])]
     texts = lambda attempts: [sample["text"] for sample in attempts[PLAIN]["samples"]]  # noqa: E731
     assert texts(one[1]) == texts(other[0])
     assert texts(one[0]) != texts(one[1])
@@ -140,7 +140,7 @@ def test_a_prompt_that_cannot_be_asked_is_an_honest_row(tmp_path: Path) -> None:
     right = scripted(writes(ANSWERS[0]), VOCABULARY)
     pair = Shoal(right, right, TOKENIZER, max_batch=N)
     tasks = [task("long", "x" * 5000), task("fine")]
-    summary = evaluate(tmp_path, pair, tasks, plan()).report(("passed",), [float("inf")], {}, plot=False)
+    summary = evaluate(tmp_path, pair, tasks, config()).report(("passed",), [float("inf")], {}, plot=False)
     assert "5000 tokens" in summary["errors"]["long"]
     line = next(line for line in summary["lines"] if line["way"] == BATCHED)
     assert line["finished"]["mean"] == 0.5
@@ -158,7 +158,7 @@ def figures_text(summary: dict[str, Any]) -> list[str]:
 def test_a_model_that_only_ends_has_samples_that_fail(tmp_path: Path) -> None:
     silent = scripted(lambda ids: one_hot(END, VOCABULARY), VOCABULARY)
     pair = Shoal(silent, scripted(writes(*ANSWERS), VOCABULARY), TOKENIZER, max_batch=N)
-    evaluation = evaluate(tmp_path, pair, [task("a")], plan())
+    evaluation = evaluate(tmp_path, pair, [task("a")], config())
     for attempt in evaluation.samples.entries["a"]["attempts"].values():
         assert [sample["text"] for sample in attempt["samples"]] == [""] * N
         assert all(sample["finished"] and sample["token_ids"] == [END] for sample in attempt["samples"])
@@ -169,7 +169,7 @@ def test_a_model_that_only_ends_has_samples_that_fail(tmp_path: Path) -> None:
 
 
 def test_a_budget_shorter_than_the_prompts_pass_has_no_sample(pair: Shoal, tmp_path: Path) -> None:
-    evaluation = evaluate(tmp_path, pair, [task("a")], plan(options={"time_budget": 1e-6}))
+    evaluation = evaluate(tmp_path, pair, [task("a")], config(options={"time_budget": 1e-6}))
     for attempt in evaluation.samples.entries["a"]["attempts"].values():
         assert {sample["finish_reason"] for sample in attempt["samples"]} == {"not started"}
         assert attempt["stats"]["committed"] == 0
@@ -185,7 +185,7 @@ def test_a_sample_that_ended_too_late_is_not_finished(
 ) -> None:  # fmt: skip
     """It ended by itself, in the round in which its time was over: it gets no grade and counts in no figure."""
     monkeypatch.setattr("shoal.engine.commit.finish", lambda row, now: replace(finish(row, now), in_time=row.index != 0))
-    evaluation = evaluate(tmp_path, pair, [task("a")], plan(ways=(BATCHED,)))
+    evaluation = evaluate(tmp_path, pair, [task("a")], config(methods=(BATCHED,)))
     first, *others = evaluation.samples.entries["a"]["attempts"][BATCHED]["samples"]
     assert (first["finished"], first["finish_reason"]) == (False, "eos")
     assert all(sample["finished"] for sample in others)
@@ -195,45 +195,45 @@ def test_a_sample_that_ended_too_late_is_not_finished(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"ways": ("fast",)}, "fast"), ({"ways": ()}, "no way"), ({"options": {"x": 1}}, "'x'")]
+    ("changes", "said"), [({"methods": ("fast",)}, "fast"), ({"methods": ()}, "no way"), ({"options": {"x": 1}}, "'x'")]
 )
-def test_wrong_plans_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_wrong_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        plan(**changes)
+        config(**changes)
 
 
 def test_a_row_that_fails_is_not_finished_and_costs_the_others_nothing(pair: Shoal, tmp_path: Path) -> None:
     speaks, broken = writes(*ANSWERS), (*encode(PROMPT), *encode("    return 2"))
     faulty = scripted(lambda ids: speaks(ids) * (float("nan") if ids == broken else 1), VOCABULARY)
-    evaluation = evaluate(tmp_path, Shoal(faulty, pair.draft_model, TOKENIZER, max_batch=N), [task("a")], plan())
-    whole = evaluate(tmp_path / "whole", pair, [task("a")], plan())
+    evaluation = evaluate(tmp_path, Shoal(faulty, pair.draft_model, TOKENIZER, max_batch=N), [task("a")], config())
+    whole = evaluate(tmp_path / "whole", pair, [task("a")], config())
     failed = 0
-    for way, attempt in evaluation.samples.entries["a"]["attempts"].items():
-        for sample, other in zip(attempt["samples"], whole.samples.entries["a"]["attempts"][way]["samples"], strict=True):
+    for method, attempt in evaluation.samples.entries["a"]["attempts"].items():
+        for sample, other in zip(attempt["samples"], whole.samples.entries["a"]["attempts"][method]["samples"], strict=True):
             if other["text"] == ANSWERS[1]:
                 assert (sample["finish_reason"], sample["finished"], sample["text"]) == ("error", False, "    return 2")
                 failed += 1
             else:
                 assert sample["token_ids"] == other["token_ids"]
-    assert 0 < failed < N * len(WAYS)
+    assert 0 < failed < N * len(METHODS)
     evaluation.report(("passed",), [999.0], {}, plot=False)
     assert "NaN" in (tmp_path / PAGE).read_text()
-    finished = [evaluation.results(("passed",)).table(way, "passed").finished(999.0).sum() for way in WAYS]
-    assert sum(finished) == N * len(WAYS) - failed
+    finished = [evaluation.results(("passed",)).table(method, "passed").finished(999.0).sum() for method in METHODS]
+    assert sum(finished) == N * len(METHODS) - failed
 
 
 def test_speculative_ways_need_a_drafter(pair: Shoal) -> None:
     alone = Shoal(pair.target, None, TOKENIZER)
     with pytest.raises(RequestError, match="drafter"):
-        Sampler(alone, plan())
-    assert len(list(Sampler(alone, plan(ways=(PLAIN,))).run([task("a")]))) == 1
+        Sampler(alone, config())
+    assert len(list(Sampler(alone, config(methods=(PLAIN,))).run([task("a")]))) == 1
 
 
 # ── resuming ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_stopped_run_goes_on_where_it_was(pair: Shoal, tmp_path: Path) -> None:
-    tasks, chosen = [task(name) for name in "abcd"], plan(n=2)
+    tasks, chosen = [task(name) for name in "abcd"], config(n=2)
 
     def stopping(_what: str, results: Iterable[Any], _total: int) -> Iterator[Any]:
         for count, result in enumerate(results):
@@ -250,7 +250,7 @@ def test_a_stopped_run_goes_on_where_it_was(pair: Shoal, tmp_path: Path) -> None
     asked: list[str] = []
     sampler = Sampler(pair, chosen)
     attempt = sampler.attempt
-    sampler.attempt = lambda way, task, prompt: asked.append(task.task_id) or attempt(way, task, prompt)  # type: ignore[method-assign]
+    sampler.attempt = lambda method, task, prompt: asked.append(task.task_id) or attempt(method, task, prompt)  # type: ignore[method-assign]
     again.sample(sampler, through)
     assert asked == ["c"] * 6 + ["d"] * 3  # the first one twice, to warm up
     whole = evaluate(tmp_path / "b", pair, tasks, chosen)
@@ -282,14 +282,14 @@ def test_the_same_completion_is_graded_once_and_unfinished_ones_never() -> None:
     }
     asked: list[tuple[str, str]] = []
 
-    def grader(completions: Graded) -> Iterator[Grade]:
+    def grader(completions: Completions) -> Iterator[Grade]:
         for name, text in completions:
             asked.append((name, text))
             yield Grade({"passed": 1.0}, text)
 
     (found,) = grade_entries([entry], grader)
     assert asked == [("a", "x"), ("a", "y")]
-    outcomes = {way: [grade and grade["outcome"] for grade in grades] for way, grades in found["grades"].items()}
+    outcomes = {method: [grade and grade["outcome"] for grade in grades] for method, grades in found["grades"].items()}
     assert outcomes == {"plain": ["x", "y", None], "batched": ["x"]}
 
 
@@ -322,7 +322,7 @@ class Reader(HTMLParser):
 
 def test_a_page_shows_what_was_written_and_obeys_none_of_it(pair: Shoal, tmp_path: Path) -> None:
     hostile = "</pre><script>alert(1)</script>\x00\x1b[31m"
-    evaluation = evaluate(tmp_path, pair, [task("a<b>"), Task("b", hostile, (), lambda _: PROMPT, lambda t, _: t)], plan())
+    evaluation = evaluate(tmp_path, pair, [task("a<b>"), Task("b", hostile, (), lambda _: PROMPT, lambda t, _: t)], config())
     evaluation.report(("passed",), [1e-9, float("inf")], {}, plot=True)
     page = (tmp_path / PAGE).read_text(encoding="utf-8")
     reader = Reader()
@@ -340,7 +340,7 @@ def test_a_page_shows_what_was_written_and_obeys_none_of_it(pair: Shoal, tmp_pat
     assert 'class="drawn"' in page
     assert "http" not in re.sub(r"http://www\.w3\.org/[\w/]+|http-equiv", "", page)  # nothing is loaded from elsewhere
     assert reader.seen.count("svg") == 1
-    assert len(re.findall("rank 1, ", reader.text)) == 2 * len(WAYS)
+    assert len(re.findall("rank 1, ", reader.text)) == 2 * len(METHODS)
 
 
 def test_a_page_ranks_by_mean_log_probability_and_marks_the_cut(tmp_path: Path) -> None:
@@ -365,16 +365,16 @@ def test_a_page_ranks_by_mean_log_probability_and_marks_the_cut(tmp_path: Path) 
     )
 
 
-def test_a_summary_is_whole_and_its_figure_has_every_way(pair: Shoal, tmp_path: Path) -> None:
-    evaluation = evaluate(tmp_path, pair, [task(name) for name in "abc"], plan())
+def test_a_summary_is_whole_and_its_figure_has_every_method(pair: Shoal, tmp_path: Path) -> None:
+    evaluation = evaluate(tmp_path, pair, [task(name) for name in "abc"], config())
     summary = evaluation.report(("passed",), [1e-9, float("inf")], {"machine": {}}, plot=False)
     assert json.loads((tmp_path / SUMMARY).read_text()) == summary
     assert not (tmp_path / FIGURE).exists()
-    assert [(line["way"], line["budget"]) for line in summary["lines"]] == [(w, b) for b in (1e-9, None) for w in WAYS]
+    assert [(line["way"], line["budget"]) for line in summary["lines"]] == [(w, b) for b in (1e-9, None) for w in METHODS]
     assert all(pair["same_ids"] == pair["samples"] == 3 * N for pair in summary["against"])
     drawn = figures.draw([summary])
     assert [axes.get_ylabel() for axes in drawn.axes] == ["Pass@First", "Pass@All"]
-    assert [len(axes.get_lines()) for axes in drawn.axes] == [len(WAYS)] * 2
+    assert [len(axes.get_lines()) for axes in drawn.axes] == [len(METHODS)] * 2
     passing = [
         sample["completion"] == ANSWERS[0]
         for entry in evaluation.samples.entries.values()
@@ -461,10 +461,10 @@ def test_an_interrupted_run_says_how_to_go_on(
     pytest.importorskip("rouge_score")
     attempt = Sampler.attempt
 
-    def interrupted(self: Sampler, way: str, task: Task, prompt: Any) -> Any:
+    def interrupted(self: Sampler, method: str, task: Task, prompt: Any) -> Any:
         if task.task_id == "1":
             raise KeyboardInterrupt
-        return attempt(self, way, task, prompt)
+        return attempt(self, method, task, prompt)
 
     monkeypatch.setattr(Sampler, "attempt", interrupted)
     code, out, err = shoal(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RequestError
-from shoal.evaluation.journal import Journal, settle
+from shoal.evaluation.journal import Journal, open_directory
 
 ENTRIES = [{"task_id": f"é/{i}", "text": "line\nbreak \u2028"} for i in range(3)]
 
@@ -49,7 +49,7 @@ def test_what_is_new_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         waited.append("folder" if stat.st_ino == folder else stat.st_size)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    settle(tmp_path / "settings.json", {"n": 1})
+    open_directory(tmp_path, {"n": 1})
     assert waited == [(tmp_path / "settings.json").stat().st_size, "folder"]
     journal = Journal(tmp_path / "a.jsonl")
     assert waited[2:] == [0, "folder"]
@@ -65,8 +65,8 @@ def test_settings_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", crash)
         with pytest.raises(KeyboardInterrupt):
-            settle(tmp_path / "settings.json", {"n": 1})
-    settle(tmp_path / "settings.json", {"n": 2})
+            open_directory(tmp_path, {"n": 1})
+    open_directory(tmp_path, {"n": 2})
     assert json.loads((tmp_path / "settings.json").read_text()) == {"n": 2}
 
 
@@ -108,13 +108,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, said: s
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     file, settings = tmp_path / "settings.json", {"n": 8, "ways": ("plain",), "seed": None}
-    settle(file, settings)
-    settle(file, settings)
+    open_directory(tmp_path, settings)
+    open_directory(tmp_path, settings)
     for other, said in (({"n": 4}, "n = 8, asked for is 4"), ({"top_p": 0.9}, "top_p = None, asked for is 0.9")):
         with pytest.raises(RequestError, match=said):
-            settle(file, {**settings, **other})
+            open_directory(tmp_path, {**settings, **other})
     with pytest.raises(RequestError, match=r"ways = \['plain'\], asked for is None"):
-        settle(file, {"n": 8})
+        open_directory(tmp_path, {"n": 8})
     assert json.loads(file.read_text()) == {"n": 8, "ways": ["plain"], "seed": None}
 
 
@@ -124,4 +124,4 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "folder.jsonl")
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(RequestError, match="not JSON"):
-        settle(tmp_path / "settings.json", {})
+        open_directory(tmp_path, {})

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.evaluation.metrics import Bootstrap, Table, pass_at, share_test
-from shoal.evaluation.sampling import WAYS
+from shoal.evaluation.metrics import Bootstrap, Table, pass_at, permutation_test
+from shoal.evaluation.sampling import METHODS
 from shoal.evaluation.summary import Results, summarize
 
 INF = np.inf
@@ -77,15 +77,15 @@ def test_the_permutation_test_cries_wolf_as_often_as_it_says_and_finds_a_differe
     monkeypatch.setattr("shoal.evaluation.metrics.SHUFFLES", 500)
     dice = np.random.default_rng(1)
     chances = dice.random(40)
-    p_values = [share_test(outcomes(dice, chances), outcomes(dice, chances), 1, seed) for seed in range(100)]
+    p_values = [permutation_test(outcomes(dice, chances), outcomes(dice, chances), 1, seed) for seed in range(100)]
     assert mean(p <= 0.05 for p in p_values) <= 0.12  # 5 are expected; 13 or more come once in a thousand seeds
     assert mean(p <= 0.5 for p in p_values) == pytest.approx(0.5, abs=0.16)
-    assert share_test(outcomes(dice, np.clip(chances + 0.2, 0, 1)), outcomes(dice, chances), 1) < 0.01
+    assert permutation_test(outcomes(dice, np.clip(chances + 0.2, 0, 1)), outcomes(dice, chances), 1) < 0.01
 
 
 def test_identical_samples_are_no_difference() -> None:
     one = table([[1, 1]] * 5, [[1, 0]] * 5)
-    assert share_test(one, one, 1) == share_test(one, one, 2) == 1
+    assert permutation_test(one, one, 1) == permutation_test(one, one, 2) == 1
 
 
 # ── summaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,11 +108,11 @@ def results() -> Results:
         attempts[name] = {
             "error": None,
             "attempts": {
-                way: {"seconds": 2 * t, "samples": [sample(t), sample(2 * t, tokens=7), sample(2 * t, False)]}
-                for way, t in both.items()
+                method: {"seconds": 2 * t, "samples": [sample(t), sample(2 * t, tokens=7), sample(2 * t, False)]}
+                for method, t in both.items()
             },
         }
-        grades[name] = {"grades": {way: [grade(0, outcome), grade(1), None] for way in both}}
+        grades[name] = {"grades": {method: [grade(0, outcome), grade(1), None] for method in both}}
     return Results(["a", "b", "refused"], ("plain", "batched"), 3, ("passed",), attempts, grades)
 
 
@@ -178,5 +178,7 @@ def test_the_tables_shown_are_those_of_the_results(temperature: str) -> None:
     assert len(shown) == 7
     for budget, cells in shown:
         at = None if budget == "none" else float(budget.split()[0])
-        means = [lines[way, at][name]["mean"] for name in ("passed_first", "passed_all", "finished") for way in WAYS]
+        means = [
+            lines[method, at][name]["mean"] for name in ("passed_first", "passed_all", "finished") for method in METHODS
+        ]
         assert [cell.strip() for cell in cells.split("|")] == [f"{100 * mean:.1f}" for mean in means]

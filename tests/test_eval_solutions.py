@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
-from judging import strongest
+from sandboxes import strongest
 from shoal.cli import run as command_line
-from shoal.evaluation import isolation, judge, sandbox
-from shoal.evaluation import solutions as judging
-from shoal.evaluation.judge import Pair, Verdict
+from shoal.evaluation import execution, isolation, sandbox, solutions
+from shoal.evaluation.execution import ExecutionResult, Solution
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.solutions import SUMMARY, VERDICTS
+from shoal.evaluation.solutions import RESULTS, SUMMARY
 
 COMMON = ("functions", "--limit", "4", "--solutions", "canonical", "--json")
 
 
-def shoal(capsys: pytest.CaptureFixture[str], *arguments: object, way: str = "") -> tuple[int, dict[str, Any], str]:
+def shoal(capsys: pytest.CaptureFixture[str], *arguments: object, backend: str = "") -> tuple[int, dict[str, Any], str]:
     capsys.readouterr()
-    code = command_line(["eval", *map(str, arguments), "--sandbox", way or strongest()])
+    code = command_line(["eval", *map(str, arguments), "--sandbox", backend or strongest()])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out.strip() else {}, err
 
@@ -32,15 +31,15 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The task ids that are judged, by a judge whom the second of them interrupts."""
     asked: list[str] = []
 
-    def interrupted(pairs: list[Pair], *_: object) -> Iterator[Verdict]:
+    def interrupted(pairs: list[Solution], *_: object) -> Iterator[ExecutionResult]:
         for problem, _completion in pairs:
             if len(asked) == 2:
                 asked.append("interrupted")
                 raise KeyboardInterrupt
             asked.append(problem.task_id)
-            yield Verdict("passed" if len(asked) > 1 else "failed", "", 0.1)
+            yield ExecutionResult("passed" if len(asked) > 1 else "failed", "", 0.1)
 
-    monkeypatch.setattr(judging, "judge_all", interrupted)
+    monkeypatch.setattr(solutions, "execute_all", interrupted)
     return asked
 
 
@@ -51,7 +50,7 @@ def test_ctrl_c_keeps_the_verdicts(capsys: pytest.CaptureFixture[str], tmp_path:
     assert (summary["judged"], summary["solutions"]) == (2, 4)
     assert summary["languages"]["python"] == {"passed": 1, "total": 2, "problems": 4, "without_solution": 0}
     assert [failure["task_id"] for failure in summary["failures"]] == judged[:1]
-    assert [json.loads(line)["task_id"] for line in (tmp_path / VERDICTS).read_text().splitlines()] == judged[:2]
+    assert [json.loads(line)["task_id"] for line in (tmp_path / RESULTS).read_text().splitlines()] == judged[:2]
     assert json.loads((tmp_path / SUMMARY).read_text()) == summary
     code, summary, _ = shoal(capsys, *COMMON, "--out", tmp_path)  # goes on: the first two are not judged again
     assert (code, summary["judged"]) == (0, 4)
@@ -72,7 +71,7 @@ def test_every_completion_of_a_problem_is_kept(capsys: pytest.CaptureFixture[str
     command = ("humaneval", "--data", tmp_path / "set.jsonl", "--solutions", tmp_path / "given.jsonl", "--json")
     code, summary, _ = shoal(capsys, *command, "--out", tmp_path / "out")
     assert (code, summary["judged"], summary["languages"]["python"]["passed"]) == (0, 3, 2)
-    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "out" / VERDICTS).read_text().splitlines()]
+    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "out" / RESULTS).read_text().splitlines()]
     assert outcomes == ["passed", "failed", "passed"]
     (tmp_path / "given.jsonl").write_text("\n".join(lines[:2]))
     code, summary, _ = shoal(capsys, *command, "--out", tmp_path / "out")
@@ -84,13 +83,13 @@ def test_the_isolation_is_told_before_a_program_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    real = judge.judge
+    real = execution.execute
 
-    def first(*arguments: Any) -> Verdict:
+    def first(*arguments: Any) -> ExecutionResult:
         told.append(capsys.readouterr().err)
         return real(*arguments)
 
-    monkeypatch.setattr(judge, "judge", first)
+    monkeypatch.setattr(execution, "execute", first)
     code, summary, _ = shoal(capsys, *COMMON, "--workers", 1)
     assert code == 0
     assert told[0].startswith(f"programs are executed in: {strongest()}")
@@ -101,11 +100,11 @@ def test_a_weak_sandbox_is_refused_before_anything_is_executed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "TOOLS", {"bubblewrap": "no-such-tool", "namespaces": "no-such-tool"})
-    code, summary, _ = shoal(capsys, *COMMON, way="auto")
+    code, summary, _ = shoal(capsys, *COMMON, backend="auto")
     assert (code, summary.keys()) == (2, {"error"})
     assert "install bubblewrap" in summary["error"]["message"]
     assert "--sandbox limits" in summary["error"]["message"]
-    code, summary, err = shoal(capsys, *COMMON, way="limits")
+    code, summary, err = shoal(capsys, *COMMON, backend="limits")
     assert (code, summary["judged"]) == (0, 4)
     assert err.startswith("programs are executed in: limits")
     assert "NOT kept from: " in err
@@ -116,7 +115,7 @@ def test_the_sandbox_is_chosen_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
     monkeypatch.setattr(sandbox.isolation, "TOOLS", {"bubblewrap": "no-such-tool", "namespaces": "no-such-tool"})
-    code, summary, _ = shoal(capsys, "functions", "--limit", 1, "--json", way="auto")
+    code, summary, _ = shoal(capsys, "functions", "--limit", 1, "--json", backend="auto")
     assert code == 2
     assert "install bubblewrap" in summary["error"]["message"]
 
@@ -125,14 +124,14 @@ def test_an_interrupted_sandbox_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_p
     """What raises between two verdicts, in the progress bar say, closes the sandbox too."""
     from shoal.evaluation.tasks import function_problems
 
-    def broken(_: str, verdicts: Iterator[Verdict], __: int) -> Iterator[Verdict]:
-        yield next(verdicts)
+    def broken(_: str, results: Iterator[ExecutionResult], __: int) -> Iterator[ExecutionResult]:
+        yield next(results)
         raise KeyboardInterrupt
 
     problems = function_problems(3)
     with Sandbox(strongest()) as box:
-        held = judging.Solutions(tmp_path, [(problem, problem.canonical or "") for problem in problems], {})
+        held = solutions.Solutions(tmp_path, [(problem, problem.canonical or "") for problem in problems], {})
         with pytest.raises(KeyboardInterrupt):
-            held.judge(box, 1, broken)  # type: ignore[arg-type]
-        assert len(held.verdicts) == 1
+            held.execute(box, 1, broken)  # type: ignore[arg-type]
+        assert len(held.results) == 1
         assert box._closed

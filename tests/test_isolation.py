@@ -1,4 +1,4 @@
-"""What surrounds judged programs, seen without running an attack: commands, visible paths, Landlock alone, the seccomp filter."""
+"""The isolation of tested programs, checked without running an attack: commands, visible paths, Landlock, seccomp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import RequestError
-from shoal.evaluation import confine, isolation, seccomp
+from shoal.evaluation import isolation, sandbox_exec, seccomp
 from shoal.evaluation.sandbox import Bounds, Sandbox, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
@@ -26,15 +26,15 @@ KERNEL_HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), c
 
 
 def test_both_ways_with_namespaces_take_one_for_the_network() -> None:
-    assert "--unshare-net" in isolation.around("bubblewrap", "/room", [])
-    assert "--net" in isolation.around("namespaces", "/room", [])
+    assert "--unshare-net" in isolation.wrapper_command("bubblewrap", "/workdir", [])
+    assert "--net" in isolation.wrapper_command("namespaces", "/workdir", [])
 
 
 def test_the_root_of_bubblewrap_is_empty_but_for_what_is_listed() -> None:
-    words = isolation.around("bubblewrap", "/tmp/room", ["/usr/bin", "/opt/node"])
+    words = isolation.wrapper_command("bubblewrap", "/tmp/workdir", ["/usr/bin", "/opt/node"])
     mounted = [words[place + 1] for place, word in enumerate(words) if word in ("--bind", "--ro-bind", "--ro-bind-try")]
-    assert mounted == ["/usr/bin", "/opt/node", "/tmp/room"]
-    assert words[words.index("--bind") + 1] == "/tmp/room"
+    assert mounted == ["/usr/bin", "/opt/node", "/tmp/workdir"]
+    assert words[words.index("--bind") + 1] == "/tmp/workdir"
     assert "/" in [words[place + 1] for place, word in enumerate(words) if word == "--remount-ro"]
 
 
@@ -47,7 +47,7 @@ def test_users_may_make_no_more_user_namespaces(
     tool.chmod(0o755)
     monkeypatch.setitem(isolation.TOOLS, "bubblewrap", str(tool))
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    words = isolation.around("bubblewrap", "/room", [])
+    words = isolation.wrapper_command("bubblewrap", "/workdir", [])
     assert "--unshare-user" in words
     assert ("--disable-userns" in words) is given
 
@@ -83,22 +83,22 @@ def test_an_installation_is_visible_and_what_lies_around_it_is_not(tmp_path: Pat
 def test_nothing_personal_is_visible_by_default() -> None:
     shown = isolation.visible(["/bin/sh", "/usr/bin/python3"], [])
     assert not {"/", "/usr", "/usr/local", "/usr/src", "/etc", "/etc/passwd", "/var", "/tmp", "/home", "/root"} & set(shown)
-    assert not [path for path in shown if isolation._below(__file__, [path])]
+    assert not [path for path in shown if isolation._is_inside(__file__, [path])]
 
 
 @pytest.mark.skipif(not KERNEL_HAS_LANDLOCK, reason="the kernel has no Landlock")
 def test_landlock_alone_closes_files(tmp_path: Path) -> None:
     """The last step without any namespaces around it, and as the same user, so that nothing else can refuse."""
-    assert confine.landlock_version() > 0
-    room, secret = tmp_path / "room", tmp_path / "secret"
-    room.mkdir()
+    assert sandbox_exec.landlock_version() > 0
+    workdir, secret = tmp_path / "workdir", tmp_path / "secret"
+    workdir.mkdir()
     secret.write_text("told")
     line = f"cat {secret}; echo written > {secret}; echo inside > here; cat here"
     spec: dict[str, Any] = {
-        "command": ["/bin/sh", "-c", line], "environment": {"PATH": "/usr/bin:/bin"}, "room": str(room), "uid": None,
+        "command": ["/bin/sh", "-c", line], "environment": {"PATH": "/usr/bin:/bin"}, "workdir": str(workdir), "uid": None,
         "visible": isolation.visible(["/bin/sh"], []), "filter": "", "bounds": {**vars(Bounds())},
     }  # fmt: skip
-    command = [sys.executable, "-I", "-S", confine.__file__, json.dumps(spec)]
+    command = [sys.executable, "-I", "-S", sandbox_exec.__file__, json.dumps(spec)]
     reporting = ["/bin/sh", "-c", 'exec 3> "$0"; exec "$@"', str(tmp_path / "report"), *command]
     done = subprocess.run(reporting, capture_output=True, text=True, check=False)
     assert (tmp_path / "report").read_text() == "go"
@@ -108,7 +108,7 @@ def test_landlock_alone_closes_files(tmp_path: Path) -> None:
 def test_walls_that_hold_nothing_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decides is what a first program reaches, not what a tool is called."""
     monkeypatch.setattr(isolation, "TOOLS", {})
-    monkeypatch.setattr(isolation, "around", lambda *_: [])
+    monkeypatch.setattr(isolation, "wrapper_command", lambda *_: [])
     with pytest.raises(RequestError, match=r"bubblewrap: programs reach .*the network; namespaces: programs reach"):
         Sandbox()
 
@@ -116,7 +116,7 @@ def test_walls_that_hold_nothing_are_found_out(monkeypatch: pytest.MonkeyPatch) 
 def test_files_in_reach_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = lambda *_: [f"/{name}" for name in os.listdir("/")]  # noqa: E731
     monkeypatch.setattr(isolation, "TOOLS", {})
-    monkeypatch.setattr(isolation, "around", lambda *_: [])
+    monkeypatch.setattr(isolation, "wrapper_command", lambda *_: [])
     monkeypatch.setattr(isolation, "visible", everything)
     with pytest.raises(RequestError, match="programs reach files and the network"):
         Sandbox()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import RequestError
-from shoal.evaluation.judge import read_solutions
+from shoal.evaluation.execution import read_solutions
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 
 RECORD = {

@@ -20,17 +20,17 @@ import pytest
 
 import shoal
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, confine, isolation, sandbox, seccomp, toolchains, warden
-from shoal.evaluation.sandbox import MIB, Bounds, Ended, Sandbox, Step
+from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, seccomp, supervisor, toolchains
+from shoal.evaluation.sandbox import MIB, Bounds, ProcessResult, Sandbox, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 
 BOUNDS = Bounds(cpu_seconds=20, wall_seconds=60.0, memory_bytes=192 * MIB, processes=24, output_bytes=50_000)
 
 
-@pytest.fixture(scope="module", params=isolation.WAYS)
+@pytest.fixture(scope="module", params=isolation.BACKENDS)
 def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """A sandbox of each way."""
+    """A sandbox of each backend."""
     try:
         made = Sandbox(request.param)
     except RequestError as error:
@@ -72,10 +72,10 @@ def running(word: str) -> list[str]:
 
 
 @pytest.fixture
-def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., Ended]:
+def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., ProcessResult]:
     """Runs the source of a Python program."""
 
-    def run(source: str, **bounds: float) -> Ended:
+    def run(source: str, **bounds: float) -> ProcessResult:
         step = toolchains.steps("python", box)[-1]
         step = replace(step, command=[step.command[0], "main.py", token], bounds=replace(BOUNDS, **bounds))  # type: ignore[arg-type]
         return box.run({"main.py": textwrap.dedent(source)}, step)
@@ -84,16 +84,18 @@ def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., Ended]:
 
 
 def kept_from(box: Sandbox, what: str) -> None:
-    """Skips a test whose attack this way lets pass on this machine, and says so."""
-    if not isolation.barriers(box.way)[what]:
-        pytest.skip(f"{box.way}: programs are not kept from {what} here, and the description says so")
+    """Skips a test whose attack this backend lets pass on this machine, and says so."""
+    if not isolation.protections(box.backend)[what]:
+        pytest.skip(f"{box.backend}: programs are not kept from {what} here, and the description says so")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What an honest program sees
 
 
-def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(attack: Callable[..., Ended], folder: Path) -> None:
+def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(
+    attack: Callable[..., ProcessResult], folder: Path
+) -> None:
     ended = attack(
         """
         import os, sys
@@ -106,7 +108,7 @@ def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(attack: Call
     assert (ended.step, ended.reason, ended.returncode, ended.stderr) == (0, "exit", 3, "warning\n")
     names = ["HOME", "LANG", "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "TMPDIR"]
     assert ended.stdout.replace("'LC_CTYPE', ", "") == f"True {names} ['main.py']\n"
-    assert not ended.well
+    assert not ended.succeeded
 
 
 def test_steps_follow_each_other_while_they_end_well(box: Sandbox, folder: Path) -> None:
@@ -118,14 +120,14 @@ def test_steps_follow_each_other_while_they_end_well(box: Sandbox, folder: Path)
     assert box.run({"a": "first\n"}, sh("cat a > b"), sh("cat a b")).stdout == "first\nfirst\n"
 
 
-def test_a_signal_is_told(attack: Callable[..., Ended]) -> None:
+def test_a_signal_is_told(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert (ended.reason, ended.returncode) == ("exit", -11)
 
 
 def test_a_command_that_does_not_exist_is_no_program_that_failed(box: Sandbox, folder: Path) -> None:
     ended = box.run({}, Step(["/nowhere/at/all"]))
-    assert (ended.reason, ended.well) == ("setup", False)
+    assert (ended.reason, ended.succeeded) == ("setup", False)
     assert "/nowhere/at/all" in ended.stderr
 
 
@@ -133,7 +135,7 @@ def test_a_command_that_does_not_exist_is_no_program_that_failed(box: Sandbox, f
 # Too much of something
 
 
-def test_a_fork_bomb_is_killed(attack: Callable[..., Ended]) -> None:
+def test_a_fork_bomb_is_killed(attack: Callable[..., ProcessResult]) -> None:
     ended = attack(
         """
         import os
@@ -146,7 +148,7 @@ def test_a_fork_bomb_is_killed(attack: Callable[..., Ended]) -> None:
     assert ended.reason in ("time", "processes")
 
 
-def test_processes_are_counted(attack: Callable[..., Ended]) -> None:
+def test_processes_are_counted(attack: Callable[..., ProcessResult]) -> None:
     ended = attack(
         """
         import os, time
@@ -159,17 +161,17 @@ def test_processes_are_counted(attack: Callable[..., Ended]) -> None:
             print(started)
         """
     )
-    if ended.reason != "processes":  # stopped by the kernel, before the warden looked
+    if ended.reason != "processes":  # stopped by the kernel, before the supervisor looked
         assert 0 < int(ended.stdout) < BOUNDS.processes
 
 
-def test_endless_output_is_cut(attack: Callable[..., Ended]) -> None:
+def test_endless_output_is_cut(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("while True: print('x' * 1000)")
     assert (ended.reason, ended.returncode) == ("output", None)
     assert ended.stdout == ("x" * 1000 + "\n") * 49 + "x" * 951
 
 
-def test_ten_gigabytes_are_refused(attack: Callable[..., Ended]) -> None:
+def test_ten_gigabytes_are_refused(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("bytearray(10 * 2**30)")
     assert ended.reason == "exit"
     assert ended.stderr.endswith("MemoryError\n")
@@ -181,7 +183,7 @@ IN_A_CONTAINER = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all")
 
 @pytest.fixture(params=["with all rights", "in a container"])
 def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wardens start with the rights of this process, then with those that root has in most containers."""
+    """Supervisors start with the rights of this process, then with those that root has in most containers."""
     if request.param == "with all rights":
         return
     if os.getuid() != 0 or not shutil.which(IN_A_CONTAINER[0]):
@@ -192,7 +194,7 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["private", "shared"])
-def test_memory_is_summed_over_processes(attack: Callable[..., Ended], kind: str) -> None:
+def test_memory_is_summed_over_processes(attack: Callable[..., ProcessResult], kind: str) -> None:
     ended = attack(
         f"""
         import mmap, os, time
@@ -208,7 +210,7 @@ def test_memory_is_summed_over_processes(attack: Callable[..., Ended], kind: str
 
 
 @pytest.mark.usefixtures("rights")
-def test_memory_that_forks_share_is_counted_once(attack: Callable[..., Ended]) -> None:
+def test_memory_that_forks_share_is_counted_once(attack: Callable[..., ProcessResult]) -> None:
     ended = attack(
         """
         import os, time
@@ -220,28 +222,28 @@ def test_memory_that_forks_share_is_counted_once(attack: Callable[..., Ended]) -
         for _ in range(4): os.wait()
         """
     )
-    assert ended.well
+    assert ended.succeeded
 
 
-def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., Ended]) -> None:
+def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("import time; time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, ended.returncode) == ("time", None)
     assert ended.seconds >= 1
 
 
-def test_a_program_that_computes_forever_is_killed(attack: Callable[..., Ended]) -> None:
+def test_a_program_that_computes_forever_is_killed(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("while True: pass", cpu_seconds=1)
     assert (ended.reason, ended.returncode) == ("time", -24)
 
 
-def test_a_large_file_is_refused(attack: Callable[..., Ended]) -> None:
+def test_a_large_file_is_refused(attack: Callable[..., ProcessResult]) -> None:
     ended = attack("open('large', 'wb').write(bytes(4 * 2**20))", file_bytes=MIB)
     assert "File too large" in ended.stderr or ended.reason == "files"
-    assert not ended.well
+    assert not ended.succeeded
 
 
 @pytest.mark.parametrize("kind", ["large", "many"])
-def test_a_full_room_is_cleared(attack: Callable[..., Ended], kind: str) -> None:
+def test_a_full_room_is_cleared(attack: Callable[..., ProcessResult], kind: str) -> None:
     ended = attack(
         f"""
         import os
@@ -250,15 +252,15 @@ def test_a_full_room_is_cleared(attack: Callable[..., Ended], kind: str) -> None
             with open(str(number), "wb") as file: file.write(content)
         import time; time.sleep(1000)
         """,
-        room_bytes=16 * MIB,
-        room_files=500,
+        workdir_bytes=16 * MIB,
+        workdir_files=500,
     )
     assert ended.reason == "files"
 
 
 @pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["removed", "in memory"])
-def test_files_without_a_name_are_counted(attack: Callable[..., Ended], kind: str) -> None:
+def test_files_without_a_name_are_counted(attack: Callable[..., ProcessResult], kind: str) -> None:
     ended = attack(
         f"""
         import os, time
@@ -272,7 +274,7 @@ def test_files_without_a_name_are_counted(attack: Callable[..., Ended], kind: st
         for descriptor in held: os.write(descriptor, bytes(2 * 2**20))
         time.sleep(1000)
         """,
-        room_bytes=16 * MIB,
+        workdir_bytes=16 * MIB,
     )
     assert ended.reason == "files"
 
@@ -281,7 +283,7 @@ def test_files_without_a_name_are_counted(attack: Callable[..., Ended], kind: st
 # Where it has no business
 
 
-def test_nothing_is_written_outside(attack: Callable[..., Ended], box: Sandbox, folder: Path, token: str) -> None:
+def test_nothing_is_written_outside(attack: Callable[..., ProcessResult], box: Sandbox, folder: Path, token: str) -> None:
     kept_from(box, "writing outside its directory")
     places = [folder, "/tmp", "/var/tmp", "/dev/shm", "/", "/run", "/etc", "/usr/local", Path.home(), Path(__file__).parent]
     ended = attack(
@@ -296,11 +298,11 @@ def test_nothing_is_written_outside(attack: Callable[..., Ended], box: Sandbox, 
         os.mkdir("inside")
         """
     )
-    assert ended.well
+    assert ended.succeeded
     assert not [place for place in places if (Path(place) / token).exists()]
 
 
-def test_other_peoples_files_are_not_read(attack: Callable[..., Ended], box: Sandbox, folder: Path) -> None:
+def test_other_peoples_files_are_not_read(attack: Callable[..., ProcessResult], box: Sandbox, folder: Path) -> None:
     kept_from(box, "reading files but the system's and its language's")
     secret = folder / "secret"
     secret.write_text("told")
@@ -311,25 +313,25 @@ def test_other_peoples_files_are_not_read(attack: Callable[..., Ended], box: San
     assert ended.stderr.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
 
 
-def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[..., Ended], folder: Path) -> None:
+def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[..., ProcessResult], folder: Path) -> None:
     (folder / "kept").mkdir(mode=0o777)
     (folder / "kept" / "file").touch()
-    assert attack(f"import os; os.symlink({str(folder / 'kept')!r}, 'link')").well
+    assert attack(f"import os; os.symlink({str(folder / 'kept')!r}, 'link')").succeeded
     (folder / "kept" / "file").unlink()
     (folder / "kept").rmdir()
 
 
 def test_a_link_in_place_of_the_room_is_removed_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir(mode=0o500)
-    (tmp_path / "room").symlink_to(tmp_path / "kept")
-    warden._clear(str(tmp_path / "room"))
+    (tmp_path / "workdir").symlink_to(tmp_path / "kept")
+    supervisor._remove_workdir(str(tmp_path / "workdir"))
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o500
 
 
-def test_no_file_systems_are_mounted(attack: Callable[..., Ended]) -> None:
+def test_no_file_systems_are_mounted(attack: Callable[..., ProcessResult]) -> None:
     """Not even by root of a user namespace, as which programs may still declare themselves."""
-    if not confine.landlock_version():
+    if not sandbox_exec.landlock_version():
         pytest.skip("the kernel has no Landlock, which refuses mounts")
     ended = attack(
         """
@@ -342,7 +344,7 @@ def test_no_file_systems_are_mounted(attack: Callable[..., Ended]) -> None:
     assert ended.stdout in ("0 -1 1\n", "-1 -1 1\n")  # EPERM
 
 
-def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., Ended]) -> None:
+def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., ProcessResult]) -> None:
     ended = attack(
         """
         import os
@@ -354,10 +356,10 @@ def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., E
             os.chdir("d")
         """
     )
-    assert ended.well
+    assert ended.succeeded
 
 
-def test_nobody_else_is_killed(attack: Callable[..., Ended], box: Sandbox) -> None:
+def test_nobody_else_is_killed(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
     kept_from(box, "signals to other processes")
     ended = attack(
         """
@@ -375,12 +377,12 @@ def test_nobody_else_is_killed(attack: Callable[..., Ended], box: Sandbox) -> No
         print("alive")
         """
     )
-    assert ended.well
+    assert ended.succeeded
     assert ended.stdout == "alive\n"
 
 
 def test_the_environment_is_not_told(
-    attack: Callable[..., Ended], box: Sandbox, monkeypatch: pytest.MonkeyPatch, token: str
+    attack: Callable[..., ProcessResult], box: Sandbox, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     kept_from(box, "the environment of other processes")
     monkeypatch.setenv("SHOAL_SECRET", "told")
@@ -397,11 +399,11 @@ def test_the_environment_is_not_told(
     )
     assert "told" in Path(f"/proc/{other.pid}/environ").read_text()
     other.communicate(b"\n")
-    assert ended.well
+    assert ended.succeeded
     assert "told" not in ended.stdout
 
 
-def test_system_v_memory_is_not_left_behind(attack: Callable[..., Ended], box: Sandbox, token: str) -> None:
+def test_system_v_memory_is_not_left_behind(attack: Callable[..., ProcessResult], box: Sandbox, token: str) -> None:
     kept_from(box, "System V memory, which outlives its processes")
     key = int(token[:7], 16)
     ended = attack(f"import ctypes; print(ctypes.CDLL(None).shmget({key}, 2**20, 0o1600) >= 0)")
@@ -409,7 +411,9 @@ def test_system_v_memory_is_not_left_behind(attack: Callable[..., Ended], box: S
     assert str(key) not in Path("/proc/sysvipc/shm").read_text().split()
 
 
-def test_only_the_system_and_the_language_are_readable(attack: Callable[..., Ended], box: Sandbox, folder: Path) -> None:
+def test_only_the_system_and_the_language_are_readable(
+    attack: Callable[..., ProcessResult], box: Sandbox, folder: Path
+) -> None:
     """Not the file of problems, wherever it lies, nor this repository, nor settings of the machine."""
     kept_from(box, "reading files but the system's and its language's")
     with tempfile.NamedTemporaryFile(dir="/var/tmp", suffix=".jsonl") as data:
@@ -437,19 +441,19 @@ def test_only_the_system_and_the_language_are_readable(attack: Callable[..., End
                     except OSError: pass
             """
         )
-    assert (ended.well, ended.stdout) == (True, "")
+    assert (ended.succeeded, ended.stdout) == (True, "")
 
 
 def test_python_in_a_home_can_be_judged(box: Sandbox, folder: Path) -> None:
     """The interpreter of these tests, wherever it is installed, a virtual environment included."""
-    if box.way != "bubblewrap":
+    if box.backend != "bubblewrap":
         pytest.skip("only mounts reach into a directory that is closed to the program's user")
     ended = box.run({"main.py": "import json, sys; print(sys.prefix)"}, Step([sys.executable, "main.py"]))
     assert (ended.stderr, ended.stdout) == ("", sys.prefix + "\n")
 
 
 @pytest.mark.skipif(not seccomp.program(), reason="no seccomp here, or its numbers are not known")
-def test_system_calls_are_refused(attack: Callable[..., Ended], box: Sandbox) -> None:
+def test_system_calls_are_refused(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
     names = (
         "ptrace",
         "unshare",
@@ -477,20 +481,20 @@ def test_system_calls_are_refused(attack: Callable[..., Ended], box: Sandbox) ->
     assert (ended.stdout, ended.stderr) == ("[]\nEPERM ENOSYS\nthreads\n", "")
 
 
-def test_programs_are_the_first_to_end_when_memory_does(attack: Callable[..., Ended]) -> None:
+def test_programs_are_the_first_to_end_when_memory_does(attack: Callable[..., ProcessResult]) -> None:
     assert attack("print(open('/proc/self/oom_score_adj').read())").stdout.strip() == "1000"
 
 
-def test_the_network_is_one_of_its_own(attack: Callable[..., Ended], box: Sandbox) -> None:
+def test_the_network_is_one_of_its_own(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
     kept_from(box, "the network by other protocols")
     ended = attack("import os, socket; print(os.readlink('/proc/self/ns/net'), [name for _, name in socket.if_nameindex()])")
-    assert ended.well
+    assert ended.succeeded
     assert os.readlink("/proc/self/ns/net") not in ended.stdout
     assert ended.stdout.rpartition("] ")[2].strip() == "['lo']"
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_the_network_is_not_reached(attack: Callable[..., Ended], box: Sandbox, protocol: str) -> None:
+def test_the_network_is_not_reached(attack: Callable[..., ProcessResult], box: Sandbox, protocol: str) -> None:
     kept_from(box, "the network by TCP" if protocol == "TCP" else "the network by other protocols")
     kind = socket.SOCK_STREAM if protocol == "TCP" else socket.SOCK_DGRAM
     with socket.socket(type=kind) as server, socket.socket(type=kind) as client:
@@ -511,7 +515,7 @@ def test_the_network_is_not_reached(attack: Callable[..., Ended], box: Sandbox, 
         first = connection.recv(100)
         connection.close()
     assert first == b"friend"
-    assert (not ended.well) if protocol == "TCP" else True
+    assert (not ended.succeeded) if protocol == "TCP" else True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -533,12 +537,12 @@ os.wait()
 """
 
 
-def test_a_daemon_ends_with_its_program(attack: Callable[..., Ended], token: str) -> None:
+def test_a_daemon_ends_with_its_program(attack: Callable[..., ProcessResult], token: str) -> None:
     ended = attack(DAEMON + "print('left')")
-    assert (ended.well, ended.stdout, running(token)) == (True, "left\n", [])
+    assert (ended.succeeded, ended.stdout, running(token)) == (True, "left\n", [])
 
 
-def test_a_daemon_is_killed_with_its_program(attack: Callable[..., Ended], token: str) -> None:
+def test_a_daemon_is_killed_with_its_program(attack: Callable[..., ProcessResult], token: str) -> None:
     ended = attack(DAEMON + "time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, running(token)) == ("time", [])
 
@@ -549,8 +553,8 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_closing_the_sandbox_stops_what_runs(box: Sandbox, folder: Path, token: str) -> None:
-    with Sandbox(box.way) as other:
-        ended: list[Ended] = []
+    with Sandbox(box.backend) as other:
+        ended: list[ProcessResult] = []
         step = Step(["/bin/sh", "-c", "sleep 1000; : " + token])
         threads = [threading.Thread(target=lambda: ended.append(other.run({}, step))) for _ in range(3)]
         for thread in threads:
@@ -570,7 +574,7 @@ sys.modules["shoal"] = package = types.ModuleType("shoal")  # what follows does 
 package.__path__ = [{str(Path(shoal.__file__).parent)!r}]
 tempfile.tempdir = {str(folder)!r}
 from shoal.evaluation.sandbox import Sandbox, Step
-Sandbox({box.way!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
+Sandbox({box.backend!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
 """
     evaluation = subprocess.Popen([sys.executable, "-c", code])
     # Not before the program itself runs: the first program, which tries the walls, has a file of its own for a moment.
@@ -580,15 +584,15 @@ Sandbox({box.way!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
     _wait_for(lambda: not running(token) and not list(folder.iterdir()))
 
 
-def test_a_killed_warden_is_reported(box: Sandbox, folder: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_supervisor_is_reported(box: Sandbox, folder: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed_at_once() -> subprocess.Popen[bytes]:
-        made = new_warden()
+        made = start_supervisor()
         made.kill()
         return made
 
-    new_warden = sandbox._new_warden
-    monkeypatch.setattr(sandbox, "_new_warden", killed_at_once)
-    with pytest.raises(InternalError, match="warden"):
+    start_supervisor = sandbox._start_supervisor
+    monkeypatch.setattr(sandbox, "_start_supervisor", killed_at_once)
+    with pytest.raises(InternalError, match="supervisor"):
         box.run({}, Step(["/bin/sh", "-c", ": " + token]))
 
 
@@ -603,7 +607,7 @@ def test_a_weak_way_is_taken_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -
     ):
         Sandbox()
     with Sandbox("limits") as made:
-        assert made.way == "limits"
+        assert made.backend == "limits"
         assert made.isolation.startswith("limits")
         assert "NOT kept from: " in made.isolation
     with pytest.raises(RequestError, match="'bubblewrap' does not work here: there is no no-such-tool on PATH"):
@@ -613,8 +617,8 @@ def test_a_weak_way_is_taken_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confine, "landlock_version", lambda: 3)
-    monkeypatch.setattr(warden, "spare_uid", lambda: None)
+    monkeypatch.setattr(sandbox_exec, "landlock_version", lambda: 3)
+    monkeypatch.setattr(supervisor, "spare_uid", lambda: None)
     monkeypatch.setattr(seccomp, "program", lambda: b"")
     assert isolation.describe("limits", cgroup=False).endswith(
         "kept from: writing outside its directory, reading files but the system's and its language's, "
@@ -623,25 +627,25 @@ def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
         "sockets in the file system, System V memory, which outlives its processes, "
         "system calls that programs have no use for"
     )
-    monkeypatch.setattr(confine, "landlock_version", lambda: 0)
+    monkeypatch.setattr(sandbox_exec, "landlock_version", lambda: 0)
     assert "kept from: nothing; NOT kept from" in isolation.describe("limits", cgroup=False)
     monkeypatch.setattr(seccomp, "program", lambda: b"a filter")
     assert "NOT" not in isolation.describe("bubblewrap", cgroup=False)
 
 
-def test_a_user_id_is_spare_and_differs_between_wardens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_id_is_spare_and_differs_between_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 0)
     ids = set()
     for pid in (1, 2):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
-        ids.add(warden.spare_uid())
+        ids.add(supervisor.spare_uid())
     assert ids == {None} or len(ids) == 2  # None: this machine maps no others
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert warden.spare_uid() is None
+    assert supervisor.spare_uid() is None
 
 
 def test_the_two_programs_need_the_standard_library_only() -> None:
-    for module in (warden, confine, cgroup):
+    for module in (supervisor, sandbox_exec, cgroup, process_tree):
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text()], capture_output=True
         )

@@ -18,7 +18,7 @@ from shoal import Shoal, cli, custom_generate
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.evaluation.sampling import Plan, Sampler
+from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
@@ -226,7 +226,7 @@ def test_the_command_line_gives_what_the_library_gives(
 def test_an_evaluation_gives_what_the_library_gives(shoal: Shoal) -> None:
     tasks = [Task(name, name, (), lambda _, name=name: name, lambda text, _: text) for name in ("world", "hello")]
     options = {"temperature": 0.9, "max_new_tokens": NEW}
-    entries = Sampler(shoal, Plan(2, options, 3, seed=7, ways=("plain", "batched"))).run(tasks)
+    entries = Sampler(shoal, SamplingConfig(2, options, 3, seed=7, methods=("plain", "batched"))).run(tasks)
     for entry, expected in zip(entries, texts(shoal, ["world", "hello"], 2, 7), strict=True):
         for attempt in entry["attempts"].values():
             assert [sample["text"] for sample in attempt["samples"]] == expected

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shoal.evaluation.grading import Grader
     from shoal.evaluation.problems import Problem
     from shoal.evaluation.run import Evaluation
-    from shoal.evaluation.sampling import Plan
+    from shoal.evaluation.sampling import SamplingConfig
     from shoal.evaluation.sandbox import Sandbox
     from shoal.evaluation.tasks import Task
 
@@ -234,20 +234,20 @@ def parse_budgets(text: str) -> list[float]:
     return budgets
 
 
-def _plan(source: Source, ways: str | None, n: int, lookahead: str, seed: int | None, **options: Any) -> Plan:
+def _plan(source: Source, ways: str | None, n: int, lookahead: str, seed: int | None, **options: Any) -> SamplingConfig:
     """Checked before a model is loaded."""
-    from shoal.evaluation.sampling import PLAIN, WAYS, Plan
+    from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
 
     length = parse_lookahead(lookahead)
     speculative = (source.model is None or source.draft is not None) and length not in ("off", 0)
-    possible = WAYS if speculative else (PLAIN,)
+    possible = METHODS if speculative else (PLAIN,)
     chosen = possible if ways is None else tuple(part.strip() for part in ways.split(",") if part.strip())
     if not speculative and set(chosen) - {PLAIN}:
         raise RequestError("only --ways plain is left without a drafter or with --lookahead off")
-    return Plan(n, options, length, seed, chosen)
+    return SamplingConfig(n, options, length, seed, chosen)
 
 
-def _settings(suite: Suite, source: Source, plan: Plan) -> dict[str, Any]:
+def _settings(suite: Suite, source: Source, plan: SamplingConfig) -> dict[str, Any]:
     """All that the samples and their times depend on."""
     import torch
 
@@ -257,7 +257,7 @@ def _settings(suite: Suite, source: Source, plan: Plan) -> dict[str, Any]:
     return {
         "set": suite.name, "file": suite.file, "fingerprint": suite.fingerprint, "chat": suite.chat,
         "model": "bundled pair", **models, "n": plan.n, **plan.options, "lookahead": plan.lookahead, "seed": plan.seed,
-        "ways": list(plan.ways), "threads": torch.get_num_threads(), "shoal": __version__,
+        "ways": list(plan.methods), "threads": torch.get_num_threads(), "shoal": __version__,
     }  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def _evaluate(
     try:
         with _grader(suite, workers, sandbox) as (grader, extra):
             if evaluation.missing:
-                evaluation.sample(Sampler(source.load(), evaluation.plan), _watch)
+                evaluation.sample(Sampler(source.load(), evaluation.config), _watch)
             evaluation.grade(grader, _watch)
     except KeyboardInterrupt:
         done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)
@@ -357,7 +357,7 @@ def _judge(
     suite: Suite, solutions: str, workers: int | None, isolation: Isolation, directory: Path, *, as_json: bool
 ) -> int:  # fmt: skip
     """Judges given completions; says how many passed, and which did not. After Ctrl-C of those that were judged by then."""
-    from shoal.evaluation.judge import read_solutions
+    from shoal.evaluation.execution import read_solutions
     from shoal.evaluation.solutions import Solutions
 
     if not suite.problems:
@@ -367,9 +367,9 @@ def _judge(
     with _sandbox(isolation) as sandbox:
         held = Solutions(directory, pairs, _judging(suite, solutions, sandbox))
         try:
-            held.judge(sandbox, workers, _watch)
+            held.execute(sandbox, workers, _watch)
         except KeyboardInterrupt:
-            stderr().print(f"interrupted: {len(held.verdicts)} of {len(pairs)} judged; with --out, the same command goes on")
+            stderr().print(f"interrupted: {len(held.results)} of {len(pairs)} judged; with --out, the same command goes on")
             code = EXIT_INTERRUPTED
     summary = held.report(suite.problems, {"isolation": sandbox.isolation})
     if as_json:
@@ -384,7 +384,7 @@ def _judging(suite: Suite, solutions: str, sandbox: Sandbox) -> dict[str, Any]:
     given = {"solutions": solutions, "solutions_fingerprint": "" if solutions == "canonical" else _digest(Path(solutions))}
     return {
         "set": suite.name, "file": suite.file, "fingerprint": suite.fingerprint, "problems": len(suite.problems), **given,
-        "sandbox": sandbox.way,
+        "sandbox": sandbox.backend,
     }  # fmt: skip
 
 

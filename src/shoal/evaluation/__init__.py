@@ -1,1 +1,4 @@
-"""Quality within a time budget: problems, their programs executed in a sandbox, and what the verdicts come to."""
+"""Quality within a time budget: sampling by every method, execution in a sandbox, metrics and report.
+
+No serving, no training, no command line.
+"""

@@ -1,7 +1,7 @@
-"""Where a completion ends: stop strings while it is written, a cut afterwards.
+"""Where a completion ends: stop strings during generation, a cut afterwards.
 
-A model goes on after the function it was asked for. Stop strings end most rows early; the cut is made on the text: Python by the
-last top-level block that parses, languages with braces where the function's brace closes.
+A model continues behind the function that it was asked for. Stop strings end most rows early; the cut is made on the text: in
+Python behind the last top-level block that parses, in languages with braces behind the function's closing brace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ending:
 
     Attributes:
         stops: strings that end a row; the text is cut before them.
-        cut: (prompt, text, stopped) -> the completion to judge. stopped: a stop string ended the row.
+        cut: (prompt, text, stopped) -> the completion. stopped: a stop string ended the row.
     """
 
     stops: tuple[str, ...]
@@ -31,7 +31,7 @@ class Ending:
 
 
 def ending(language: str) -> Ending:
-    """How completions in a language end; in an unknown one, only by EOS and limits."""
+    """The ending of a language; in an unknown one, completions end only by EOS and limits."""
     return _ENDINGS.get(language, Ending((), _whole))
 
 
@@ -40,7 +40,7 @@ def _whole(_prompt: str, text: str, _stopped: bool) -> str:
 
 
 def _python(prompt: str, text: str, _stopped: bool) -> str:
-    """Up to the last line without indent before which everything parses; the first block if nothing does."""
+    """The longest text before a line without indent that parses; the first block if none does."""
     ends = [match.start() + 1 for match in re.finditer(r"\n(?=[^\s)\]}])", text)] + [len(text)]
     whole = (end for end in reversed(ends) if _parses(prompt + text[:end]))
     return text[: next(whole, ends[0])]
@@ -48,7 +48,7 @@ def _python(prompt: str, text: str, _stopped: bool) -> str:
 
 def _parses(source: str) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the code that is judged: invalid escapes and the like
+        warnings.simplefilter("ignore")  # of the parsed code: invalid escapes and the like
         try:
             ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -61,18 +61,18 @@ C_COMMENTS, HASH_COMMENTS = r"//[^\n]*|/\*.*?\*/", r"(?:^|(?<=\s))\#[^\n]*"
 
 
 def _braces(prompt: str, text: str, stopped: bool, *, comments: str) -> str:
-    """Up to the brace that closes what the prompt opened; the one that a stop string took away is put back."""
-    tokens = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
-    depth = sum(_step(match[0]) for match in tokens.finditer(prompt))
-    for match in tokens.finditer(text):
-        depth += _step(match[0])
+    """Up to the brace that closes the one opened by the prompt; a brace that a stop string removed is put back."""
+    symbols = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
+    depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
+    for match in symbols.finditer(text):
+        depth += _depth_change(match[0])
         if depth == 0 and match[0] == "}":
             return text[: match.end()]
     return text + CLOSING if stopped and depth == 1 else text
 
 
-def _step(token: str) -> int:
-    return {"{": 1, "}": -1}.get(token, 0)
+def _depth_change(symbol: str) -> int:
+    return {"{": 1, "}": -1}.get(symbol, 0)
 
 
 def _ruby(_prompt: str, text: str, stopped: bool) -> str:

@@ -1,4 +1,4 @@
-"""The BASS figure: quality over the time budget, a curve per way of decoding.
+"""The BASS figure: quality over the time budget, a curve per method of decoding.
 
 python -m shoal.evaluation.figure PICTURE.png SUMMARY.json ...     one picture of several runs
 """
@@ -16,10 +16,10 @@ from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
 
 COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
-"""Of Okabe and Ito's palette: told apart with any colour vision, on light and on dark."""
+"""From Okabe and Ito's palette: distinguishable with any colour vision, on light and dark backgrounds."""
 LABELS = {PLAIN: "no drafter, all samples at once", SINGLE: "speculative, one by one", BATCHED: "speculative, all at once"}
 DPI = 150
-INK = "#808080"  # of the page's figure: read on light and on dark
+INK = "#808080"  # of the page's figure: readable on light and dark backgrounds
 
 
 def require_matplotlib() -> Any:
@@ -54,14 +54,14 @@ INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytic
 
 
 def png(summaries: Sequence[Mapping[str, Any]]) -> bytes:
-    """For documents, on white."""
+    """For documents, on a white background."""
     target = io.BytesIO()
     draw(summaries).savefig(target, format="png", dpi=DPI)
     return target.getvalue()
 
 
 def svg(summary: Mapping[str, Any]) -> str:
-    """For a page, on whatever it lies."""
+    """For a page, with a transparent background."""
     target = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     draw([summary], ink=INK).savefig(target, format="svg", transparent=True, metadata=nothing)
@@ -86,9 +86,9 @@ def metric_name(score: str, which: str) -> str:
 
 def _curves(axes: Any, summary: Mapping[str, Any], metric: str) -> None:
     budgets = summary["curves"]["budgets"]
-    for way, colour in COLOURS.items():
-        if way in summary["curves"] and budgets:
-            bands = summary["curves"][way][metric]
+    for method, colour in COLOURS.items():
+        if method in summary["curves"] and budgets:
+            bands = summary["curves"][method][metric]
             axes.plot(budgets, bands["mean"], color=colour, linewidth=1.8, drawstyle="steps-post")
             axes.fill_between(budgets, bands["low"], bands["high"], color=colour, alpha=0.15, linewidth=0, step="post")
     if budgets:
@@ -112,9 +112,9 @@ def _log_scale(axes: Any) -> None:
 def _legend(axes: Any, summary: Mapping[str, Any]) -> None:
     from matplotlib.lines import Line2D
 
-    ways = [way for way in COLOURS if way in summary["curves"]]
-    handles = [Line2D([], [], color=COLOURS[way], linewidth=2) for way in ways]
-    axes.legend(handles, [LABELS[way] for way in ways], loc="lower right", fontsize=8, frameon=False)
+    methods = [method for method in COLOURS if method in summary["curves"]]
+    handles = [Line2D([], [], color=COLOURS[method], linewidth=2) for method in methods]
+    axes.legend(handles, [LABELS[method] for method in methods], loc="lower right", fontsize=8, frameon=False)
     axes.set_title("shading: 95 % bootstrap over problems", loc="left", fontsize=8, pad=10)
 
 

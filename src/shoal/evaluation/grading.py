@@ -1,4 +1,4 @@
-"""Completions -> grades: programs that are run, summaries that are compared with those people wrote."""
+"""Completions -> grades: programs are executed, summaries are compared with reference summaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.errors import RequestError
-from shoal.evaluation.judge import judge_all
+from shoal.evaluation.execution import execute_all
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.tasks import Document
@@ -16,16 +16,16 @@ from shoal.evaluation.toolchains import require
 PASSED = "passed"
 ROUGE = ("rougeL", "rouge1", "rouge2")
 
-Graded = Iterable[tuple[str, str]]
+Completions = Iterable[tuple[str, str]]
 """Task ids and completions."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion is worth.
+    """The scores of a completion.
 
     Attributes:
-        scores: 0..1 each. outcome: one word, "syntax" for a syntax error. detail: what a person should see, the error say.
+        scores: 0..1 each. outcome: one word, "syntax" for a syntax error. detail: text for the report, such as the error.
     """
 
     scores: dict[str, float]
@@ -33,7 +33,7 @@ class Grade:
     detail: str = ""
 
 
-Grader = Callable[[Graded], Iterator[Grade]]
+Grader = Callable[[Completions], Iterator[Grade]]
 """Grades completions in their order."""
 
 
@@ -46,9 +46,9 @@ def code_grader(problems: Sequence[Problem], sandbox: Sandbox, workers: int | No
     require(problems, sandbox)
     known = {problem.task_id: problem for problem in problems}
 
-    def grade(completions: Graded) -> Iterator[Grade]:
-        for verdict in judge_all(((known[task_id], text) for task_id, text in completions), sandbox, workers):
-            yield Grade({PASSED: float(verdict.passed)}, verdict.outcome, verdict.detail)
+    def grade(completions: Completions) -> Iterator[Grade]:
+        for result in execute_all(((known[task_id], text) for task_id, text in completions), sandbox, workers):
+            yield Grade({PASSED: float(result.passed)}, result.outcome, result.detail)
 
     return grade
 
@@ -65,7 +65,7 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
         raise RequestError("summaries are compared by the rouge-score package: pip install '.[eval]'") from None
     scorer, references = RougeScorer(list(ROUGE), use_stemmer=True), {d.task_id: d.summary for d in documents}
 
-    def grade(completions: Graded) -> Iterator[Grade]:
+    def grade(completions: Completions) -> Iterator[Grade]:
         for task_id, text in completions:
             scores = scorer.score(references[task_id], text)
             yield Grade({name: float(scores[name].fmeasure) for name in ROUGE}, "compared")
@@ -76,7 +76,7 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
 def grade_entries(entries: Sequence[Mapping[str, Any]], grader: Grader) -> Generator[dict[str, Any], None, None]:
     """An entry for the journal of grades per entry of samples, in order.
 
-    What is not finished gets no grade; the same completion of a problem is graded once, whichever ways wrote it.
+    Unfinished samples get no grade; equal completions of a problem are graded once, whichever methods wrote them.
     """
     wanted = [(entry["task_id"], text) for entry in entries for text in _completions(entry)]
     grades = iter(grader(wanted))
@@ -85,8 +85,8 @@ def grade_entries(entries: Sequence[Mapping[str, Any]], grader: Grader) -> Gener
         yield {
             "task_id": entry["task_id"],
             "grades": {
-                way: [found[sample["completion"]] if sample["finished"] else None for sample in attempt["samples"]]
-                for way, attempt in entry["attempts"].items()
+                method: [found[sample["completion"]] if sample["finished"] else None for sample in attempt["samples"]]
+                for method, attempt in entry["attempts"].items()
             },
         }
 

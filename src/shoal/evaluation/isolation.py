@@ -1,4 +1,4 @@
-"""What surrounds a program: namespaces around it, the paths that it sees, and what of this holds on this machine."""
+"""The isolation of a program: its namespaces, the paths that it can read, and what is enforced on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import lru_cache
 from glob import glob
 from pathlib import Path
 
-from shoal.evaluation import confine, seccomp, warden
+from shoal.evaluation import sandbox_exec, seccomp, supervisor
 
-WAYS = ("bubblewrap", "namespaces", "limits")
+BACKENDS = ("bubblewrap", "namespaces", "limits")
 """From the strongest to the weakest."""
 
 TOOLS = {"bubblewrap": "bwrap", "namespaces": "unshare"}
@@ -24,70 +24,72 @@ SYSTEM = (
     *(f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in _PARTS),
     *("/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/java-*", "/etc/php", "/etc/perl"),
 )
-"""What every program may read: programs, libraries and their settings, and nothing that belongs to a person or a service."""
+"""Readable for every program: programs, libraries and their settings, but nothing that belongs to a person or a service."""
 
 
-def around(way: str, room: str, visible: Iterable[str]) -> list[str]:
-    """The command that puts what follows it into namespaces; none for limits alone.
+def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[str]:
+    """The command that runs the command behind it in namespaces; empty for the backend "limits".
 
-    `room` may be written to; `visible` are the paths that may be read.
+    `workdir` is writable, the paths `visible` are readable.
     """
-    return {"bubblewrap": _bubblewrap, "namespaces": _unshare, "limits": lambda *_: []}[way](room, list(visible))
+    return {"bubblewrap": _bubblewrap, "namespaces": _unshare, "limits": lambda *_: []}[backend](workdir, list(visible))
 
 
 def visible(programs: Iterable[str], more: Iterable[str]) -> list[str]:
-    """All that may be read: the system's paths, installations of programs (absolute paths) and of this Python, and `more`."""
+    """All readable paths: the system's, the installations of programs (absolute paths) and of this Python, and `more`."""
     system = [path for pattern in SYSTEM for path in sorted(glob(pattern))]
-    absolute = filter(os.path.isabs, [*programs, confine_python()])
-    hops = [hop for program in absolute for hop in _hops(Path(program)) if not _below(str(hop), system)]
-    outside = sorted(path for path in {*more, *(str(_installation(hop)) for hop in hops)} if not _below(path, system))
-    return [*system, *(path for path in outside if not _below(path, set(outside) - {path}))]
+    absolute = filter(os.path.isabs, [*programs, sandbox_python()])
+    links = [link for program in absolute for link in _symlink_chain(Path(program)) if not _is_inside(str(link), system)]
+    outside = sorted(path for path in {*more, *(str(_installation(link)) for link in links)} if not _is_inside(path, system))
+    return [*system, *(path for path in outside if not _is_inside(path, set(outside) - {path}))]
 
 
-def confine_python() -> str:
-    """The interpreter that confines: the one that a virtual environment was made of, so that only this must be visible."""
+def sandbox_python() -> str:
+    """The interpreter of sandbox_exec.py: the base of a virtual environment, so that only its installation must be visible."""
     return str(Path(sys.executable).resolve())
 
 
-def barriers(way: str) -> dict[str, bool]:
-    """What a program may want to reach, and whether it is kept from it on this machine."""
-    strongest, namespaces, landlock = way == "bubblewrap", way != "limits", confine.landlock_version()
-    own_user = warden.spare_uid() is not None
+def protections(backend: str) -> dict[str, bool]:
+    """What a program could reach, and whether this machine prevents it."""
+    strongest, namespaces, landlock = backend == "bubblewrap", backend != "limits", sandbox_exec.landlock_version()
+    own_user = supervisor.spare_uid() is not None
     return {
-        "the network by TCP": namespaces or landlock >= confine.TCP_SINCE,
+        "the network by TCP": namespaces or landlock >= sandbox_exec.TCP_SINCE,
         "the network by other protocols": namespaces,
         "writing outside its directory": strongest or landlock >= 1,
         "reading files but the system's and its language's": strongest or landlock >= 1,
         "the environment of other processes": namespaces or own_user or landlock >= 1,
-        "signals to other processes": namespaces or own_user or landlock >= confine.SIGNALS_SINCE,
+        "signals to other processes": namespaces or own_user or landlock >= sandbox_exec.SIGNALS_SINCE,
         "sockets in the file system": strongest,
         "System V memory, which outlives its processes": namespaces,
         "system calls that programs have no use for": bool(seccomp.program()),
     }
 
 
-def describe(way: str, *, cgroup: bool) -> str:
-    """What a way keeps programs from on this machine, and what not, in one line; `cgroup`: each program has one."""
-    user = " with a user id for each program" if warden.spare_uid() is not None else ""
+def describe(backend: str, *, cgroup: bool) -> str:
+    """One line on what a backend prevents on this machine and what it does not; `cgroup`: each program has one."""
+    user = " with a user id for each program" if supervisor.spare_uid() is not None else ""
     by = "a cgroup for each program" if cgroup else "no cgroup, none is delegated here"
     always = f"limits on time, memory, files, processes and output ({by}); killed whole, daemons included"
-    kept, open_ = (", ".join(name for name, holds in barriers(way).items() if holds is wanted) for wanted in (True, False))
-    return f"{way}{user}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
+    kept, open_ = (
+        ", ".join(name for name, holds in protections(backend).items() if holds is wanted) for wanted in (True, False)
+    )
+    return f"{backend}{user}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
 
 
-def _bubblewrap(room: str, visible: list[str]) -> list[str]:
+def _bubblewrap(workdir: str, visible: list[str]) -> list[str]:
     return [
         _tool("bubblewrap"),
-        *_each("--dir", _parents([*visible, room])),  # otherwise made for root alone
+        *_each("--dir", _parents([*visible, workdir])),  # otherwise only root could enter them
         *[word for path in visible for word in ("--ro-bind-try", path, path)],
-        *["--dev", "/dev", "--proc", "/proc", "--bind", room, room, "--remount-ro", "/dev", "--remount-ro", "/"],
+        *["--dev", "/dev", "--proc", "/proc", "--bind", workdir, workdir, "--remount-ro", "/dev", "--remount-ro", "/"],
         *["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session"],
         *[*_rights(), "--"],
     ]
 
 
 def _rights() -> list[str]:
-    """Root stays root until confine.py takes another user: only so are namespaces made without one for users."""
+    """Root keeps its id until sandbox_exec.py changes it: bubblewrap then needs no user namespace."""
     if os.getuid() == 0:
         return ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return ["--unshare-user", *(["--disable-userns"] if _disables_userns(_tool("bubblewrap")) else [])]
@@ -95,37 +97,37 @@ def _rights() -> list[str]:
 
 @lru_cache
 def _disables_userns(tool: str) -> bool:
-    """Whether this bubblewrap can forbid further user namespaces: since version 0.8."""
+    """Whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
     return "--disable-userns" in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
 
 
-def _unshare(room: str, visible: list[str]) -> list[str]:
+def _unshare(workdir: str, visible: list[str]) -> list[str]:
     user = [] if os.getuid() == 0 else ["--user", "--map-current-user"]
     spaces = ["--net", "--pid", "--ipc", "--mount", "--mount-proc", "--fork", "--kill-child"]
     return [_tool("namespaces"), *user, *spaces, "--"]
 
 
-def _tool(way: str) -> str:
-    return shutil.which(TOOLS[way]) or TOOLS[way]
+def _tool(backend: str) -> str:
+    return shutil.which(TOOLS[backend]) or TOOLS[backend]
 
 
 def _each(option: str, paths: Iterable[str]) -> list[str]:
     return [word for path in paths for word in (option, path)]
 
 
-def _below(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is, or lies in, one of these."""
+def _is_inside(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of these folders or lies in one."""
     return any(Path(folder) in (Path(path), *Path(path).parents) for folder in folders)
 
 
 def _parents(paths: Iterable[str]) -> list[str]:
-    """The directories above these that are made for them, from the outside in."""
+    """The directories above these paths, outermost first."""
     return sorted({str(folder) for path in paths for folder in Path(path).parents if folder != Path("/")})
 
 
-def _hops(program: Path) -> Iterator[Path]:
-    """A path and all that it leads to through links."""
-    for _ in range(40):  # as many as the kernel follows
+def _symlink_chain(program: Path) -> Iterator[Path]:
+    """A path and the targets of its symbolic links, one after the other."""
+    for _ in range(40):  # the kernel's limit
         yield program
         if not program.is_symlink():
             break
@@ -134,16 +136,16 @@ def _hops(program: Path) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """The directory that a program and what it needs were installed in; never a home or a repository."""
+    """The directory that holds a program and what was installed with it; never a home or a repository."""
     for folder in program.parents:
         if folder.name == "node_modules":
             return folder
     folder = program.parent
     whole = folder.parent if folder.name == "bin" else folder
-    if not _personal(whole):
+    if not _is_personal(whole):
         return whole
-    return program if _personal(folder) else folder
+    return program if _is_personal(folder) else folder
 
 
-def _personal(folder: Path) -> bool:
+def _is_personal(folder: Path) -> bool:
     return folder in (Path("/"), Path.home(), Path.home() / ".local") or (folder / ".git").exists()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.durable import mend, sync, sync_entry, write_synced
 from shoal.errors import RequestError
+
+SETTINGS = "settings.json"
+Value = TypeVar("Value")
+ShowProgress = Callable[[str, Iterable[Value], int], Iterable[Value]]
+"""(task, results as they come, their number) -> the same results; shows progress."""
 
 
 class Journal:
     """An append-only JSON Lines file of objects with a "task_id".
 
-    Opening it mends what a kill or a crash may have left: a damaged end is cut off, and those problems are done again.
+    Opening it repairs a file after a kill or a crash: a damaged end is cut off, and its problems are done again.
 
     Raises:
         RequestError: for a line in the middle that is no such object, with its number; for a file that cannot be written.
@@ -54,13 +60,17 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     return entry
 
 
-def settle(path: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings of a new run (whole, even in a crash), or holds those of an old one against them.
+def open_directory(directory: Path, settings: dict[str, Any]) -> None:
+    """Makes the directory if necessary and writes the settings of a new run (atomically), or compares them with its old ones.
 
     Raises:
-        RequestError: if the directory holds results of other settings; it names the first that differs.
+        RequestError: if it cannot be used, or holds results of other settings; names the first that differs.
     """
-    settings = json.loads(json.dumps(settings))
+    path, settings = directory / SETTINGS, json.loads(json.dumps(settings))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot use {str(directory)!r}: {error.strerror}") from error
     if not path.exists():
         write_synced(path, json.dumps(settings, indent=1) + "\n")
         return

@@ -1,7 +1,7 @@
-"""The languages whose programs can be judged: how one is compiled and run, and what that takes.
+"""The supported languages: how a program is compiled and run, and what must be installed.
 
-A program ends with a statement that prints a word of ours; where statements stand in functions only, a second file calls the
-tests' `main` and then prints it. A completion that ends the process early, exit code 0, has not passed its tests.
+An epilogue after the tests prints a random marker. In languages that allow statements only in functions, a second file calls the
+tests' `main` and then prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.evaluation.sandbox import MIB, Bounds
 
 @dataclass(frozen=True)
 class Library:
-    """Something that tests load. `loaded_by`: how a test names it; `probe`: a command that loads it."""
+    """A library that tests load. `loaded_by`: its name in a test; `probe`: a command that loads it."""
 
     loaded_by: str
     probe: tuple[str, ...]
@@ -27,15 +27,15 @@ class Language:
 
     Attributes:
         title: its name in prose.
-        file: what the source file is called.
+        file: name of the source file.
         run, compile: commands, run in the program's directory; programs are found on PATH. A compiler that refuses a program
             ends with an exit code other than 0.
         install: what provides them.
-        probe: arguments with which each of these programs says that it is there.
-        last_words: what prints the word put in for {}, after the tests: at the end of the program, or in `last_file`.
-        last_file: "", or a second source file, which calls the program's `main` and is started in its place.
-        syntax: what the interpreter writes to standard error when it cannot read a program; any of these.
-        memory: what it writes when it gets no more memory; any of these.
+        probe: arguments with which each of these programs succeeds if it is installed.
+        epilogue: format string; prints the marker after the tests, at the end of the program or in `epilogue_file`.
+        epilogue_file: "", or a second source file, which calls the program's `main` and is started in its place.
+        syntax: texts of which the interpreter writes one to standard error when it cannot parse a program.
+        memory: the same for an allocation that fails.
         libraries: what tests may load beside the standard library.
         environment: variables that its programs need.
         bounds: what a program may use while it runs.
@@ -47,8 +47,8 @@ class Language:
     install: str
     compile: tuple[str, ...] = ()
     probe: tuple[str, ...] = ("--version",)
-    last_words: str = ""
-    last_file: str = ""
+    epilogue: str = ""
+    epilogue_file: str = ""
     syntax: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     libraries: tuple[Library, ...] = ()
@@ -62,7 +62,7 @@ class Language:
 
 
 COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
-_MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that set memory aside for themselves
+_MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that reserve memory
 _NODE = "Node.js (package nodejs, or https://nodejs.org)"
 _LODASH = Library("lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)")
 _COMPARE = Library("Data::Compare", ("perl", "-MData::Compare", "-e", "1"), "Data::Compare (package libdata-compare-perl)")
@@ -75,7 +75,7 @@ LANGUAGES = {
         file="main.py",
         run=("python3", "main.py"),
         install="Python 3 (package python3)",
-        last_words="print({!r})",
+        epilogue="print({!r})",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},
@@ -85,7 +85,7 @@ LANGUAGES = {
         file="main.js",
         run=("node", "main.js"),
         install=_NODE,
-        last_words="console.log({!r});",
+        epilogue="console.log({!r});",
         syntax=("\nSyntaxError:",),
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
@@ -94,11 +94,11 @@ LANGUAGES = {
     "typescript": Language(
         title="TypeScript",
         file="main.ts",
-        # Types are not judged, as in MBXP's own harness: its programs load modules whose types nobody installed.
+        # Types are not checked, as in MBXP's own harness: its programs import modules without installed types.
         compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
         run=("node", "main.js"),
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
-        last_words="console.log({!r});",
+        epilogue="console.log({!r});",
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
         bounds=_MANAGED,
@@ -106,13 +106,13 @@ LANGUAGES = {
     "java": Language(
         title="Java",
         file="Main.java",
-        compile=("javac", *_JAVAC_OPTIONS, "Main.java", "LastWords.java"),
-        run=("java", *_JAVA_MEMORY, "-cp", ".", "LastWords"),
+        compile=("javac", *_JAVAC_OPTIONS, "Main.java", "Epilogue.java"),
+        run=("java", *_JAVA_MEMORY, "-cp", ".", "Epilogue"),
         install="a Java development kit (package default-jdk-headless)",
-        last_words="""class LastWords {{
+        epilogue="""class Epilogue {{
     public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}"); }}
 }}""",
-        last_file="LastWords.java",
+        epilogue_file="Epilogue.java",
         memory=("java.lang.OutOfMemoryError",),
         bounds=_MANAGED,
     ),
@@ -122,13 +122,13 @@ LANGUAGES = {
         compile=("g++", "-std=c++17", "-w", "-Wl,--wrap=main", "-o", "main", "main.cpp", "last.cpp"),
         run=("./main",),
         install="g++ (package g++)",
-        last_words="""extern "C" int __real_main(int, char **);
+        epilogue="""extern "C" int __real_main(int, char **);
 extern "C" int __wrap_main(int count, char **arguments) {{
     int code = __real_main(count, arguments);
     __builtin_puts("{}");
     return code;
 }}""",
-        last_file="last.cpp",
+        epilogue_file="last.cpp",
         memory=("std::bad_alloc", "std::bad_array_new_length"),
     ),
     "perl": Language(
@@ -136,7 +136,7 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         file="main.pl",
         run=("perl", "main.pl"),
         install="Perl (package perl)",
-        last_words="print {!r};",
+        epilogue="print {!r};",
         syntax=("syntax error at", "aborted due to compilation errors"),
         memory=("Out of memory",),
         libraries=(_COMPARE,),
@@ -147,10 +147,10 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         compile=("go", "build", "-o", "main", "main.go", "words.go"),
         run=("./main",),
         install="Go (package golang-go, or https://go.dev)",
-        last_words="""package main
+        epilogue="""package main
 import "os"
 func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
-        last_file="words.go",  # after main.go, so that its init comes last
+        epilogue_file="words.go",  # after main.go, so that its init comes last
         probe=("version",),
         memory=("out of memory", "cannot allocate memory"),
         environment={"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"},
@@ -161,7 +161,7 @@ func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         file="main.rb",
         run=("ruby", "main.rb"),
         install="Ruby (package ruby)",
-        last_words="puts {!r}",
+        epilogue="puts {!r}",
         syntax=("syntax error", "(SyntaxError)"),
         memory=("NoMemoryError",),
     ),
@@ -170,7 +170,7 @@ func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         file="main.php",
         run=("php", "-d", "display_errors=stderr", "main.php"),
         install="PHP's command line (package php-cli)",
-        last_words="echo {!r};",
+        epilogue="echo {!r};",
         syntax=("PHP Parse error:", "Parse error:"),
         memory=("Allowed memory size",),
     ),

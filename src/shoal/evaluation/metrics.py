@@ -1,6 +1,6 @@
-"""What samples with a moment and a score come to within a budget. Pure functions on arrays.
+"""Metrics of samples with finishing times and scores, within a time budget. Pure functions on arrays.
 
-Shapes: P problems, n samples of each, in row order; B budgets. Every figure is a mean over problems, and its interval the middle
+Shapes: P problems, n samples of each, in row order; B budgets. Every estimate is a mean over problems; its interval is the middle
 95 % of the means of resampled problems (percentile bootstrap, Efron 1979).
 """
 
@@ -19,12 +19,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Table:
-    """All samples of one way.
+    """All samples of one method.
 
     Attributes:
         finished_at: seconds from submission, [P, n]; inf for a sample that never finished.
         mean_logprob: [P, n]; -inf where there is none. score: 0..1, [P, n]. tokens, syntax_error: [P, n].
-        seconds: until the last sample of a problem was there, [P].
+        seconds: until the last sample of a problem was finished, [P].
     """
 
     finished_at: Floats
@@ -39,7 +39,7 @@ class Table:
         return self.finished_at.shape[1]
 
     def finished(self, budget: float) -> npt.NDArray[np.bool_]:
-        """Which samples were ready in time, [P, n]."""
+        """Which samples were finished in time, [P, n]."""
         return (self.finished_at <= budget) & np.isfinite(self.finished_at)
 
     def first(self, budget: float) -> Floats:
@@ -70,22 +70,22 @@ class Table:
 
 
 def pass_at(passed: npt.NDArray[np.int64], n: int, k: int) -> Floats:
-    """1 - C(n - passed, k) / C(n, k): the chance that k of n samples, drawn without putting back, hold one that passed."""
+    """1 - C(n - passed, k) / C(n, k): probability that k of n samples, drawn without replacement, include one that passed."""
     factors = [1 - k / np.arange(n - c + 1, n + 1) for c in range(n + 1)]
     table = np.array([1 - np.prod(f) if n - c >= k else 1.0 for c, f in enumerate(factors)])
     return table[passed]
 
 
 class Bootstrap:
-    """Resamples of P problems, the same for every figure, so that figures of two ways can be subtracted.
+    """Resamples of P problems, the same for every estimate, so that estimates of two methods can be subtracted.
 
     Attributes:
-        weights: how often each problem is in each resample, as a share, [resamples, P]. ends: of an interval, percent.
+        weights: share of each problem in each resample, [resamples, P]. ends: percentiles of an interval.
     """
 
     def __init__(self, problems: int, seed: int = 0) -> None:
-        dice = np.random.default_rng(seed)
-        self.weights = dice.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES) / problems
+        rng = np.random.default_rng(seed)
+        self.weights = rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES) / problems
         tail = 50 * (1 - CONFIDENCE)
         self.ends = (tail, 100 - tail)
 
@@ -95,10 +95,10 @@ class Bootstrap:
         return low, high
 
 
-def share_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
+def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
     """Two-sided p-value of "pass@k is the same by both ways", whatever the budget: a permutation test within problems.
 
-    If samples of both ways have the same law, any n of a problem's 2n outcomes may be called the first way's: exact.
+    Exact: if samples of both methods have the same distribution, a problem's 2n outcomes are exchangeable between them.
     """
     ours, theirs = table.passed(np.inf), other.passed(np.inf)
     problems, n = ours.shape

@@ -14,7 +14,7 @@ from shoal.evaluation.tables import columns, findings, legend, rows
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 MARKS = {True: "✓", False: "✗", None: "–"}
-"""Of a sample that passed, one that did not, one that was not finished."""
+"""Of a sample that passed, one that failed, and an unfinished one."""
 LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
 
 STYLE = """
@@ -68,7 +68,7 @@ In the texts, <span class="accepted">accepted draft tokens</span> and <span clas
 
 
 def text(value: object) -> str:
-    """Anything as text that a browser shows and never obeys."""
+    """A value as HTML text without markup or control characters."""
     return html.escape(str(value).translate(CONTROLS))
 
 
@@ -79,7 +79,7 @@ def _table(summary: Mapping[str, Any]) -> str:
 
 
 def _settings(summary: Mapping[str, Any]) -> str:
-    """What was asked and where it ran; what is empty is left out."""
+    """The settings and the machine, without empty values."""
     known = {**summary["settings"], **summary.get("machine", {}), "sandbox": summary.get("isolation")}
     body = "".join(f"<dt>{text(name)}<dd>{text(value)}" for name, value in known.items() if value not in (None, "", False))
     return f"<details><summary>Settings and machine</summary><dl>{body}</dl></details>"
@@ -89,7 +89,7 @@ def _problem(results: Results, name: str, prompt: str) -> str:
     attempts, error = results.attempts[name]["attempts"], results.attempts[name]["error"]
     if error:
         return f"<details><summary>{text(name)} <span class=failed>not asked: {text(error)}</span></summary></details>"
-    parts = [_way(results, name, way, shown=place == 0) for place, way in enumerate(reversed(list(attempts)))]
+    parts = [_method(results, name, method, shown=place == 0) for place, method in enumerate(reversed(list(attempts)))]
     last = list(attempts)[-1]
     marks = "".join(_mark(grade, results.scores[0]) for _, _, grade in _ranked(results, name, last))
     return (
@@ -98,20 +98,20 @@ def _problem(results: Results, name: str, prompt: str) -> str:
     )
 
 
-def _way(results: Results, name: str, way: str, shown: bool) -> str:
-    attempt = results.attempts[name]["attempts"][way]
+def _method(results: Results, name: str, method: str, shown: bool) -> str:
+    attempt = results.attempts[name]["attempts"][method]
     samples = "".join(
         _sample(results, rank, place, sample, grade)
-        for rank, (place, sample, grade) in enumerate(_ranked(results, name, way), 1)
+        for rank, (place, sample, grade) in enumerate(_ranked(results, name, method), 1)
     )
-    head = f"{LABELS[way]}: {attempt['seconds']:.3f} s, acceptance length {attempt['stats']['acceptance_length']:.2f}"
+    head = f"{LABELS[method]}: {attempt['seconds']:.3f} s, acceptance length {attempt['stats']['acceptance_length']:.2f}"
     return f"<details{' open' if shown else ''}><summary>{text(head)}</summary>{samples}</details>"
 
 
-def _ranked(results: Results, name: str, way: str) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
+def _ranked(results: Results, name: str, method: str) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
     """(row number, sample, grade), best rank first: finished, then by mean log-probability."""
-    samples = results.attempts[name]["attempts"][way]["samples"]
-    found = list(zip(range(1, len(samples) + 1), samples, results.grades[name]["grades"][way], strict=True))
+    samples = results.attempts[name]["attempts"][method]["samples"]
+    found = list(zip(range(1, len(samples) + 1), samples, results.grades[name]["grades"][method], strict=True))
 
     def key(item: tuple[int, Mapping[str, Any], Any]) -> tuple[bool, float]:
         mean = item[1]["mean_logprob"]
@@ -131,9 +131,9 @@ def _mark(grade: Mapping[str, Any] | None, score: str) -> str:
 
 def _sample(results: Results, rank: int, place: int, sample: Mapping[str, Any], grade: Mapping[str, Any] | None) -> str:
     score = results.scores[0]
-    verdict = (sample["error"] or "not finished") if grade is None else grade["outcome"]
+    outcome = (sample["error"] or "not finished") if grade is None else grade["outcome"]
     if grade is not None and score != PASSED:
-        verdict = ", ".join(f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items())
+        outcome = ", ".join(f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items())
     mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"
     head = (
         f"rank {rank}, sample {place}: ready at {sample['finished_at']:.3f} s ({sample['finish_reason']}), "
@@ -142,11 +142,11 @@ def _sample(results: Results, rank: int, place: int, sample: Mapping[str, Any], 
     )
     kind = "" if grade is None else "passed" if grade["outcome"] in ("passed", "compared") else "failed"
     detail = f'<pre class="error">{text(grade["detail"])}</pre>' if grade is not None and grade["detail"] else ""
-    return f'<p><small>{text(head)}<b class="{kind}">{text(verdict)}</b></small></p><pre>{"".join(_spans(sample))}</pre>{detail}'
+    return f'<p><small>{text(head)}<b class="{kind}">{text(outcome)}</b></small></p><pre>{"".join(_spans(sample))}</pre>{detail}'
 
 
 def _spans(sample: Mapping[str, Any]) -> Iterator[str]:
-    """The text coloured by who chose it, and dimmed where it does not belong to the completion."""
+    """The text coloured by drafter and target, and dimmed behind the end of the completion."""
     kept = len(sample["completion"]) if sample["text"].startswith(sample["completion"]) else len(sample["text"])
     place = 0
     for piece, drafted in sample["spans"]:

@@ -1,8 +1,8 @@
-"""Problems to write a program for, read from the files in which HumanEval and MBXP are published.
+"""Programming problems, read from the files of HumanEval and MBXP.
 
 HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 2023, arXiv 2210.14868) are JSON lines, plain
-or gzipped. A model sees `prompt` (and `suffix`, where a middle is to be filled in); its completion passes if the program
-made of both and the tests ends well. Nothing is downloaded and nothing is bundled.
+or gzipped. A model sees `prompt` (and `suffix` in infilling problems); its completion passes if the program made of both
+and the tests succeeds. Nothing is downloaded and nothing is bundled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.evaluation.languages import LANGUAGES
 
 @dataclass(frozen=True)
 class Problem:
-    """One program to complete, and what it must then do.
+    """One program to complete, with its tests.
 
     `prompt` + completion + `suffix` + `tests` is a whole program. `canonical` is the completion published with the problem,
     None if there is none. `entry_point` is the function that the tests call.
@@ -35,7 +35,7 @@ class Problem:
     suffix: str = ""
 
     def program(self, completion: str) -> str:
-        """The source text that is run: it passes if it ends with exit code 0, its last statement reached."""
+        """The source text that is run; it passes if it reaches its last statement and exits with code 0."""
         return f"{self.prompt}{completion}{self.suffix}\n{self.tests}"
 
 
@@ -113,9 +113,7 @@ def _problem(record: dict[str, Any], language: str | None, where: str) -> Proble
         language = known_language(text_field(record, "language", where), where)
     entry_point = text_field(record, "entry_point", where)
     tests = text_field(record, "test", where)
-    if (
-        language == "python"
-    ):  # elsewhere tests run as they are loaded; some functions to be tested are called `check` themselves
+    if language == "python":  # its tests define `check`, which must be called; a function under test may have that name too
         tests = f"_candidate = {entry_point}\n{tests}\ncheck(_candidate)\n"
     return Problem(
         task_id=text_field(record, "task_id", where),

@@ -1,32 +1,28 @@
-"""An evaluation in a directory: sample, grade, report. Each step goes on where a killed one stopped."""
+"""An evaluation in a directory: sample, grade, report. A killed step continues where it stopped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.errors import RequestError
 from shoal.evaluation.figure import png, svg
 from shoal.evaluation.grading import Grader, grade_entries
-from shoal.evaluation.journal import Journal, settle
+from shoal.evaluation.journal import Journal, ShowProgress, open_directory
 from shoal.evaluation.page import page
-from shoal.evaluation.sampling import Plan, Sampler
+from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.summary import Results, summarize
 from shoal.evaluation.tasks import Task
 
-SETTINGS, SAMPLES, GRADES = "settings.json", "samples.jsonl", "grades.jsonl"
+SAMPLES, GRADES = "samples.jsonl", "grades.jsonl"
 SUMMARY, FIGURE, PAGE = "summary.json", "quality.png", "report.html"
-
-Value = TypeVar("Value")
-Watch = Callable[[str, Iterable[Value], int], Iterable[Value]]
-"""(what is done, its results as they come, how many there will be) -> the same results; shows progress."""
 
 
 class Evaluation:
-    """Tasks and what is known of them.
+    """Tasks with their samples and grades.
 
     Args:
         settings: everything that the samples depend on; a directory with results of other settings is refused.
@@ -35,15 +31,11 @@ class Evaluation:
         RequestError: if the directory cannot be used, see `shoal.evaluation.journal`.
     """
 
-    def __init__(self, directory: Path, tasks: Sequence[Task], plan: Plan, settings: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, tasks: Sequence[Task], config: SamplingConfig, settings: Mapping[str, Any]) -> None:
         if not tasks:
             raise RequestError("nothing to evaluate: give a --limit of at least 1")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(f"cannot use {str(directory)!r}: {error.strerror}") from error
-        settle(directory / SETTINGS, dict(settings))
-        self.directory, self.tasks, self.plan, self.settings = directory, list(tasks), plan, dict(settings)
+        open_directory(directory, dict(settings))
+        self.directory, self.tasks, self.config, self.settings = directory, list(tasks), config, dict(settings)
         self.samples, self.grades = Journal(directory / SAMPLES), Journal(directory / GRADES)
 
     @property
@@ -51,14 +43,14 @@ class Evaluation:
         """Tasks without samples."""
         return [task for task in self.tasks if task.task_id not in self.samples.entries]
 
-    def sample(self, sampler: Sampler, watch: Watch[dict[str, Any]]) -> None:
-        """Draws what is missing."""
+    def sample(self, sampler: Sampler, watch: ShowProgress[dict[str, Any]]) -> None:
+        """Draws the missing samples."""
         missing = self.missing
         for entry in watch("sampling", sampler.run(missing), len(missing)):
             self.samples.append(entry)
 
-    def grade(self, grader: Grader, watch: Watch[dict[str, Any]]) -> None:
-        """Grades what was sampled and has no grades."""
+    def grade(self, grader: Grader, watch: ShowProgress[dict[str, Any]]) -> None:
+        """Grades the samples that have no grades."""
         names = [task.task_id for task in self.tasks if task.task_id not in self.grades.entries]
         entries = [self.samples.entries[name] for name in names if name in self.samples.entries]
         with closing(grade_entries(entries, grader)) as grades:
@@ -66,14 +58,14 @@ class Evaluation:
                 self.grades.append(entry)
 
     def loaded(self) -> list[dict[str, Any]]:
-        """What was chosen when the models were loaded, each choice once: a run that went on elsewhere may have had others."""
+        """The distinct settings with which the models were loaded: a run may be continued on another machine."""
         found = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
-        return [one for i, one in enumerate(found) if one not in found[:i]]
+        return [settings for i, settings in enumerate(found) if settings not in found[:i]]
 
     def results(self, scores: Sequence[str]) -> Results:
-        """All of it."""
+        """All samples and grades."""
         names = [task.task_id for task in self.tasks]
-        return Results(names, self.plan.ways, self.plan.n, scores, self.samples.entries, self.grades.entries)
+        return Results(names, self.config.methods, self.config.n, scores, self.samples.entries, self.grades.entries)
 
     def report(
         self, scores: Sequence[str], budgets: Sequence[float], extra: Mapping[str, Any], *, plot: bool

@@ -1,4 +1,4 @@
-"""n samples of every problem by every way of decoding, with the moment at which each was ready."""
+"""n samples of every problem by every decoding method, each with the time at which it was finished."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ COUNTS = (
     "rounds", "target_passes", "draft_passes", "prefills", "row_rounds", "drafted", "accepted", "committed", "acceptance_length",
 )  # fmt: skip
 PLAIN, SINGLE, BATCHED = "plain", "single", "batched"
-WAYS = (PLAIN, SINGLE, BATCHED)
+METHODS = (PLAIN, SINGLE, BATCHED)
 """Plain decoding of n rows at once; speculation on one row, sample after sample; speculation on n rows at once."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked for each problem.
+class SamplingConfig:
+    """The samples to draw of each problem.
 
     Attributes:
         n: samples. options: of `Shoal.generate`, without stop strings, seed and lookahead.
-        lookahead: of the speculative ways. seed: of every problem; None = fresh entropy.
-        ways: some of `WAYS`.
+        lookahead: of the speculative methods. seed: of every problem; None = fresh entropy.
+        methods: some of `METHODS`.
     """
 
     n: int
     options: Mapping[str, Any]
     lookahead: str | int = "auto"
     seed: int | None = None
-    ways: tuple[str, ...] = WAYS
+    methods: tuple[str, ...] = METHODS
 
     def __post_init__(self) -> None:
-        if unknown := [way for way in self.ways if way not in WAYS]:
-            raise RequestError(f"ways must be some of {', '.join(WAYS)}, got {unknown[0]!r}")
-        if not self.ways:
-            raise RequestError(f"no way of decoding is left: give some of {', '.join(WAYS)}")
+        if unknown := [method for method in self.methods if method not in METHODS]:
+            raise RequestError(f"ways must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
+        if not self.methods:
+            raise RequestError(f"no way of decoding is left: give some of {', '.join(METHODS)}")
         split_options(self.options)
 
 
 class Sampler:
-    """Draws attempts. Each way has a `Shoal` of its own, so that each learns its own prices."""
+    """Draws samples. Each method has its own `Shoal`, so that draft length control measures its costs separately."""
 
-    def __init__(self, pair: Shoal, plan: Plan) -> None:
+    def __init__(self, pair: Shoal, config: SamplingConfig) -> None:
         if pair.tokenizer is None:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
-        self.plan, self.tokenizer, self.loaded = plan, pair.tokenizer, pair.loaded
-        if pair.draft_model is None and (missing := [way for way in plan.ways if way != PLAIN]):
+        self.config, self.tokenizer, self.loaded = config, pair.tokenizer, pair.loaded
+        if pair.draft_model is None and (missing := [method for method in config.methods if method != PLAIN]):
             raise RequestError(f"the way {missing[0]!r} needs a drafter: give one, or --ways plain")
         self.shoals = {
-            way: Shoal(
-                pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if way == SINGLE else pair.max_batch,
+            method: Shoal(
+                pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if method == SINGLE else pair.max_batch,
                 prefix_sharing=pair.prefix_sharing,
             )
-            for way in plan.ways
+            for method in config.methods
         }  # fmt: skip
 
     def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
-        """An entry for the journal per problem, ways in turns; the first one that can be asked is run twice, to warm up.
+        """A journal entry per problem; the order of the methods rotates. The first problem is run twice, to warm up.
 
-        A problem that is refused (its prompt is too long, say) becomes an entry with an "error" and no attempts.
+        A problem that is refused, for example because its prompt is too long, becomes an entry with an "error" and no attempts.
 
         Raises:
             RequestError: if the tokenizer cannot make the tasks' prompts.
@@ -74,28 +74,28 @@ class Sampler:
         warm = False
         for place, task in enumerate(tasks):
             prompt = task.read(self.tokenizer)
-            turn = place % len(self.plan.ways)
-            ways = self.plan.ways[turn:] + self.plan.ways[:turn]
+            turn = place % len(self.config.methods)
+            methods = self.config.methods[turn:] + self.config.methods[:turn]
             try:
-                for way in () if warm else ways:
-                    self.attempt(way, task, prompt)
-                warm, attempts = True, {way: self.attempt(way, task, prompt) for way in ways}
+                for method in () if warm else methods:
+                    self.attempt(method, task, prompt)
+                warm, attempts = True, {method: self.attempt(method, task, prompt) for method in methods}
             except RequestError as error:
                 yield {"task_id": task.task_id, "error": str(error), "attempts": {}, "loaded": self.loaded}
                 continue
-            found = {way: attempts[way] for way in self.plan.ways}
+            found = {method: attempts[method] for method in self.config.methods}
             yield {"task_id": task.task_id, "error": None, "attempts": found, "loaded": self.loaded}
 
-    def attempt(self, way: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
-        """One problem by one way; times are seconds from its submission, the prompt's pass included."""
-        lookahead = "off" if way == PLAIN else self.plan.lookahead
-        options = {**self.plan.options, "stop": task.stops, "seed": self.plan.seed, "lookahead": lookahead}
+    def attempt(self, method: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
+        """One problem by one method; times are seconds from its submission, prefill included."""
+        lookahead = "off" if method == PLAIN else self.config.lookahead
+        options = {**self.config.options, "stop": task.stops, "seed": self.config.seed, "lookahead": lookahead}
         try:
-            result = self.shoals[way].generate([prompt] if isinstance(prompt, list) else prompt, self.plan.n, **options)
+            result = self.shoals[method].generate([prompt] if isinstance(prompt, list) else prompt, self.config.n, **options)
         except ShoalError as error:
             if error.result is None:
                 raise
-            result = error.result  # some rows failed: they are not finished, the others count
+            result = error.result  # failed rows are not finished, the others count
         (output,) = result
         return {
             "seconds": result.stats.seconds,
@@ -122,7 +122,7 @@ class Sampler:
 
 
 def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
-    """A sample's text in pieces that were accepted drafts (True) or drawn from the target (False); joined, they are the text."""
+    """A sample's text in spans that were accepted drafts (True) or drawn from the target (False); joined, they are the text."""
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     for token in sample.token_ids:
         detokenizer.push(token)
@@ -130,9 +130,9 @@ def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tup
     found: list[tuple[str, bool]] = []
     start = 0
     for end, drafted in zip(ends, sample.from_draft, strict=False):
-        piece, start = sample.text[start:end], max(start, end)
+        text, start = sample.text[start:end], max(start, end)
         if found and found[-1][1] == drafted:
-            found[-1] = (found[-1][0] + piece, drafted)
-        elif piece:
-            found.append((piece, drafted))
+            found[-1] = (found[-1][0] + text, drafted)
+        elif text:
+            found.append((text, drafted))
     return found

@@ -1,8 +1,9 @@
-"""Programs that nobody has read are executed here: in a room of their own, within bounds, and killed whole.
+"""Executes untrusted programs in a working directory of their own, within bounds, and kills all their processes at the end.
 
-Three ways: bubblewrap; namespaces through `unshare`; limits alone (isolation.py), which must be asked for by name. In each a
-program runs in its own session and directory with an environment of ours, a warden watches the whole tree of its processes
-(warden.py), and a last step confines it (confine.py). `Sandbox.isolation` says what is enforced here and what is not.
+Three backends (isolation.py): bubblewrap; namespaces through `unshare`; limits alone, which must be asked for by name. In each a
+program runs in its own session and directory with a minimal environment, a supervisor watches its whole process tree
+(supervisor.py), and sandbox_exec.py restricts the process before it executes the program. `Sandbox.isolation` says what is
+enforced on this machine and what is not.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, confine, isolation, seccomp, warden
+from shoal.evaluation import cgroup, isolation, sandbox_exec, seccomp, supervisor
 
-LAST_SIGNAL = 64  # Perl and PHP end with 255, which is none
+LAST_SIGNAL = 64  # Perl and PHP exit with 255, which means no signal
 MIB = 2**20
 PATH = "/usr/local/bin:/usr/bin:/bin"
 OWN_NETWORK = "/proc/self/ns/net"  # a link that names the network namespace
 SECRET = "a file of somebody else"
 PROBE = f"""true > "$HOME/here" || exit 1; cat "$0"; true > "$0"; readlink {OWN_NETWORK}; exit 0"""
-PASSED_BY_SIGNAL = {-signal.SIGXCPU: "time", -signal.SIGXFSZ: "files"}
+BOUND_OF_SIGNAL = {-signal.SIGXCPU: "time", -signal.SIGXFSZ: "files"}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a program may use. Processor time and file size hold for each process, the rest for all of them together.
+    """What a program may use. Processor time and file size are bounded per process, everything else in total.
 
     Attributes:
         cpu_seconds: processor time of one process.
         wall_seconds: from start to end.
-        memory_bytes: private memory, of one process and of all.
+        memory_bytes: private memory, of one process and in total.
         file_bytes: of one file.
-        room_bytes, room_files: of all files in its directory, and how many.
-        processes: processes and threads at a time.
+        workdir_bytes, workdir_files: total size and number of the files in its directory.
+        processes: processes and threads at the same time.
         output_bytes: standard output and standard error together.
     """
 
@@ -52,19 +53,19 @@ class Bounds:
     wall_seconds: float = 120.0
     memory_bytes: int = 1024 * MIB
     file_bytes: int = 64 * MIB
-    room_bytes: int = 256 * MIB
-    room_files: int = 10_000
+    workdir_bytes: int = 256 * MIB
+    workdir_files: int = 10_000
     processes: int = 128
     output_bytes: int = MIB
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command to run in the room, its program by absolute path or as "./name" in the room.
+    """A command to run in the working directory; its program is an absolute path, or "./name" in that directory.
 
     Attributes:
         environment: variables besides PATH, HOME, TMPDIR and LANG.
-        readable: paths that it may read besides the system's and those where its program is installed.
+        readable: paths that it may read besides the system's and the installation of its program.
     """
 
     command: Sequence[str]
@@ -74,15 +75,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How the last step ended.
 
     Attributes:
         step: its number, from 0; a step is started only if the one before ended with exit code 0.
-        reason: "exit", or the bound that was passed: "time", "memory", "output", "processes", "files"; "setup": the
-            command could not be started; "stopped": the sandbox was closed.
+        reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files"; "setup": the command could
+            not be started; "stopped": the sandbox was closed.
         returncode: exit code, or minus the signal that ended it; None if it was killed.
-        stdout, stderr: what it wrote, within the bound; the room's own path is left out.
+        stdout, stderr: what it wrote, up to the bound, without the path of the working directory.
         seconds: wall time.
     """
 
@@ -94,36 +95,38 @@ class Ended:
     seconds: float
 
     @property
-    def well(self) -> bool:
-        """True if it ended by itself with exit code 0."""
+    def succeeded(self) -> bool:
+        """True if it exited with code 0."""
         return self.reason == "exit" and self.returncode == 0
 
 
-STOPPED = Ended(0, "stopped", None, "", "", 0.0)
+STOPPED = ProcessResult(0, "stopped", None, "", "", 0.0)
 
 
 class Sandbox:
     """Runs programs, any number at a time (from several threads), and stops them all when it is closed.
 
     Args:
-        way: one of `isolation.WAYS`, or "auto": the first of them that keeps programs from files and network here, as a
-            first program finds out.
+        backend: one of `isolation.BACKENDS`, or "auto": the first of them with which a probe program reaches neither files of
+            others nor the network.
 
     Raises:
-        RequestError: that way does not work here, with what it said; no way isolates and none was named.
+        RequestError: that backend does not work here, with its message; or none isolates programs and none was named.
     """
 
-    def __init__(self, way: str = "auto") -> None:
-        if way not in ("auto", *isolation.WAYS):
-            raise RequestError(f"unknown way to isolate programs {way!r}: expected auto, {', '.join(isolation.WAYS)}")
+    def __init__(self, backend: str = "auto") -> None:
+        if backend not in ("auto", *isolation.BACKENDS):
+            raise RequestError(
+                f"unknown way to isolate programs {backend!r}: expected auto, {', '.join(isolation.BACKENDS)}"
+            )
         if not sys.platform.startswith("linux"):
             raise RequestError("programs are only executed on Linux: elsewhere there is nothing to confine them with")
-        self._wardens: set[subprocess.Popen[bytes]] = set()
+        self._supervisors: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._groups = cgroup.delegated()
-        self.way = self._first_that_isolates() if way == "auto" else self._named(way)
-        self.isolation = isolation.describe(self.way, cgroup=bool(self._groups))
+        self.backend = self._first_that_isolates() if backend == "auto" else self._named(backend)
+        self.isolation = isolation.describe(self.backend, cgroup=bool(self._groups))
 
     def __enter__(self) -> Sandbox:
         return self
@@ -131,131 +134,133 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, files: Mapping[str, str], *steps: Step) -> Ended:
-        """Writes `files` (name: text) into a new room and runs the steps there, one after another while they end well."""
-        return self._run(self.way, files, steps)
+    def run(self, files: Mapping[str, str], *steps: Step) -> ProcessResult:
+        """Writes `files` (name: text) into a new directory and runs the steps there, one after another while they succeed."""
+        return self._run(self.backend, files, steps)
 
     def close(self) -> None:
-        """Kills what runs and clears it away; a call of `run` that waits returns with the reason "stopped"."""
+        """Kills running programs and removes their files; a waiting call of `run` returns with the reason "stopped"."""
         with self._lock:
             self._closed = True
-            for running in self._wardens:
-                _let_go(running)
+            for running in self._supervisors:
+                _close_stdin(running)
 
-    def _named(self, way: str) -> str:
-        ended, _ = self._probe(way)
-        if not ended.well:
-            raise RequestError(f"the sandbox {way!r} does not work here: {_why(ended)}")
-        return way
+    def _named(self, backend: str) -> str:
+        ended, _ = self._probe(backend)
+        if not ended.succeeded:
+            raise RequestError(f"the sandbox {backend!r} does not work here: {_failure(ended)}")
+        return backend
 
     def _first_that_isolates(self) -> str:
         refusals = []
-        for way in isolation.WAYS:
-            ended, reached = self._probe(way)
-            if ended.well and not reached:
-                return way
-            refusals.append(f"{way}: {'programs reach ' + ' and '.join(reached) if ended.well else _why(ended)}")
+        for backend in isolation.BACKENDS:
+            ended, reached = self._probe(backend)
+            if ended.succeeded and not reached:
+                return backend
+            refusals.append(
+                f"{backend}: {'programs reach ' + ' and '.join(reached) if ended.succeeded else _failure(ended)}"
+            )
         raise RequestError(
             f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): install bubblewrap (package "
             "bubblewrap), or accept a weaker one by its name: --sandbox limits"
         )
 
-    def _probe(self, way: str) -> tuple[Ended, list[str]]:
-        """How a first program ended, and what it reached that it should not."""
-        tool = isolation.TOOLS.get(way)
+    def _probe(self, backend: str) -> tuple[ProcessResult, list[str]]:
+        """How a probe program ended, and what it reached although it should not."""
+        tool = isolation.TOOLS.get(backend)
         if tool and not shutil.which(tool):
-            return Ended(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
+            return ProcessResult(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
         with tempfile.NamedTemporaryFile("w+", prefix="shoal-probe-") as other:
             os.fchmod(other.fileno(), 0o666)
             other.write(SECRET)
             other.flush()
-            ended = self._run(way, {}, [Step(["/bin/sh", "-c", PROBE, other.name])])
+            ended = self._run(backend, {}, [Step(["/bin/sh", "-c", PROBE, other.name])])
             files = SECRET in ended.stdout or Path(other.name).read_text(encoding="utf-8") != SECRET
         network = os.readlink(OWN_NETWORK) in ended.stdout
         return ended, [name for name, reached in {"files": files, "the network": network}.items() if reached]
 
-    def _run(self, way: str, files: Mapping[str, str], steps: Sequence[Step]) -> Ended:
-        room = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
+    def _run(self, backend: str, files: Mapping[str, str], steps: Sequence[Step]) -> ProcessResult:
+        workdir = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
         programs, more = [step.command[0] for step in steps], [path for step in steps for path in step.readable]
         visible = isolation.visible(programs, more)
         job = {
-            "room": room,
-            "cgroup": os.path.join(self._groups, os.path.basename(room)) if self._groups else "",
+            "workdir": workdir,
+            "cgroup": os.path.join(self._groups, os.path.basename(workdir)) if self._groups else "",
             "files": dict(files),
-            "steps": [_as_job(step, room) for step in steps],
-            "around": isolation.around(way, room, visible),
+            "steps": [_as_job(step, workdir) for step in steps],
+            "wrapper": isolation.wrapper_command(backend, workdir, visible),
             "visible": visible,
             "filter": seccomp.program().hex(),
-            "python": isolation.confine_python(),
-            "confine": Path(confine.__file__).read_text(encoding="utf-8"),
+            "python": isolation.sandbox_python(),
+            "sandbox_exec": Path(sandbox_exec.__file__).read_text(encoding="utf-8"),
         }
-        return _ended(self._ask_warden(job), way, room)
+        return _result(self._run_supervisor(job), backend, workdir)
 
-    def _ask_warden(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _run_supervisor(self, job: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             if self._closed:
                 return asdict(STOPPED)
-            running = _new_warden()
-            self._wardens.add(running)
+            running = _start_supervisor()
+            self._supervisors.add(running)
         try:
-            answer, complaint = _converse(running, json.dumps(job).encode() + b"\n")
+            answer, errors = _exchange(running, json.dumps(job).encode() + b"\n")
         finally:
             with self._lock:
-                self._wardens.discard(running)
-            _let_go(running)
+                self._supervisors.discard(running)
+            _close_stdin(running)
             running.wait()
         if answer:
             return json.loads(answer)
         if self._closed:
             return asdict(STOPPED)
         cgroup.remove(job["cgroup"])
-        shutil.rmtree(job["room"], ignore_errors=True)
-        raise InternalError(f"the warden of a program ended without an answer: {complaint.decode(errors='replace')}")
+        shutil.rmtree(job["workdir"], ignore_errors=True)
+        raise InternalError(f"the supervisor of a program ended without an answer: {errors.decode(errors='replace')}")
 
 
-def _why(ended: Ended) -> str:
+def _failure(ended: ProcessResult) -> str:
     return ended.stderr.strip() or f"a first program ended by: {ended.reason}"
 
 
-def _new_warden() -> subprocess.Popen[bytes]:
+def _start_supervisor() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(warden.__file__)],
+        [sys.executable, "-I", "-S", str(supervisor.__file__)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for us, who then tell it
+        start_new_session=True,  # Ctrl-C must not reach it: it is stopped through its standard input
         env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
     )
 
 
-def _converse(running: subprocess.Popen[bytes], job: bytes) -> tuple[bytes, bytes]:
-    """What a warden writes to standard output and standard error once it has done its job."""
+def _exchange(running: subprocess.Popen[bytes], job: bytes) -> tuple[bytes, bytes]:
+    """Sends the job; what the supervisor then writes to standard output and standard error."""
     assert running.stdin is not None
     assert running.stdout is not None
     assert running.stderr is not None
-    with suppress(BrokenPipeError, ValueError):  # it died, or `close` came first: then there is no answer
+    with suppress(BrokenPipeError, ValueError):  # it was killed, or `close` came first: then there is no answer
         running.stdin.write(job)
         running.stdin.flush()
     with running.stdout, running.stderr:
         return running.stdout.read(), running.stderr.read()
 
 
-def _let_go(running: subprocess.Popen[bytes]) -> None:
-    """Tells a warden to stop: its standard input ends."""
+def _close_stdin(running: subprocess.Popen[bytes]) -> None:
+    """Tells a supervisor to stop by the end of its standard input."""
     assert running.stdin is not None
     with suppress(BrokenPipeError):
         running.stdin.close()
 
 
-def _as_job(step: Step, room: str) -> dict[str, Any]:
-    own = {"PATH": PATH, "HOME": room, "TMPDIR": room, "LANG": "C.UTF-8"}
+def _as_job(step: Step, workdir: str) -> dict[str, Any]:
+    own = {"PATH": PATH, "HOME": workdir, "TMPDIR": workdir, "LANG": "C.UTF-8"}
     return {"command": [*step.command], "bounds": asdict(step.bounds), "environment": {**own, **step.environment}}
 
 
-def _ended(answer: dict[str, Any], way: str, room: str) -> Ended:
+def _result(answer: dict[str, Any], backend: str, workdir: str) -> ProcessResult:
     code = answer["returncode"]
-    if way != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
-        code = 128 - code  # what is first in a namespace tells of a signal like a shell
-    reason = PASSED_BY_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
-    texts = {name: answer[name].replace(f"{room}/", "") for name in ("stdout", "stderr")}
-    return Ended(**{**answer, **texts, "returncode": code, "reason": reason})
+    if backend != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
+        code = 128 - code  # the first process of a namespace reports a signal like a shell
+    reason = BOUND_OF_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
+    texts = {name: answer[name].replace(f"{workdir}/", "") for name in ("stdout", "stderr")}
+    return ProcessResult(**{**answer, **texts, "returncode": code, "reason": reason})

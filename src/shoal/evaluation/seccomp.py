@@ -1,7 +1,7 @@
-"""The system calls that judged programs are refused, as a program for the kernel's seccomp filter.
+"""The system calls that tested programs are refused, as a program for the kernel's seccomp filter.
 
-Classic BPF (Linux, Documentation/userspace-api/seccomp_filter.rst): a refused call returns EPERM. Refused are those by which
-programs reach other processes, mount, make namespaces, or use parts of the kernel in which most of its faults are found.
+Classic BPF (Linux, Documentation/userspace-api/seccomp_filter.rst): a refused call returns EPERM. The list has the calls that reach
+other processes, mount, make namespaces, or use parts of the kernel with a history of vulnerabilities.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import struct
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""What the kernel calls an architecture (linux/audit.h)."""
+"""The kernel's numbers of the architectures (linux/audit.h)."""
 
 _COLUMNS = ("x86_64", "aarch64")
 NUMBERS: dict[str, int | tuple[int, int]] = {  # of system calls (asm/unistd.h); one number: the same on both
@@ -32,7 +32,7 @@ NUMBERS: dict[str, int | tuple[int, int]] = {  # of system calls (asm/unistd.h);
 CLONE, CLONE3 = (56, 220), 435
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET
 
-_X32 = 0x40000000  # x86_64 has every call a second time from here on
+_X32 = 0x40000000  # x86_64 numbers every call a second time from here on
 _ACTIONS = "/proc/sys/kernel/seccomp/actions_avail"
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _FLAGS_AT = 0, 4, 16  # offsets in struct seccomp_data; the flags are the first argument's lower half
@@ -46,9 +46,10 @@ def program() -> bytes:
 
 
 def assemble(machine: str) -> bytes:
-    """The filter of an architecture: what is not refused is allowed; clone3, whose flags no filter sees, does not exist.
+    """The filter of an architecture: every call that is not refused is allowed.
 
-    C libraries then use clone, which is refused with the flags for new namespaces.
+    clone3 passes its flags in memory, which no filter can read, so it returns ENOSYS. C libraries then use clone, which is
+    refused with the flags for new namespaces.
     """
     refused = [_of(machine, number) for number in NUMBERS.values()]
     many = len(refused)

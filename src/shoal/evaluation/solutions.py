@@ -1,71 +1,64 @@
-"""Given completions and the verdicts on them, in a directory: what was judged stays when the rest is interrupted."""
+"""Given completions and their results in a directory, where results survive an interruption."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import RequestError
-from shoal.evaluation.journal import Journal, settle
-from shoal.evaluation.judge import Pair, Verdict, judge_all, tallies
+from shoal.evaluation.execution import ExecutionResult, Solution, execute_all, pass_counts
+from shoal.evaluation.journal import Journal, ShowProgress, open_directory
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
 
-SETTINGS, VERDICTS, SUMMARY = "settings.json", "verdicts.jsonl", "summary.json"
-Watch = Callable[[str, Iterable[Verdict], int], Iterable[Verdict]]
-"""(what is done, verdicts as they come, how many there will be) -> the same verdicts; shows progress."""
+RESULTS, SUMMARY = "results.jsonl", "summary.json"
 
 
 class Solutions:
-    """Completions to judge. A directory that holds verdicts on some of them is gone on with.
+    """Completions to execute. A directory that has results of some of them is continued.
 
     Args:
-        settings: what the verdicts depend on; a directory with verdicts of other settings is refused.
+        settings: everything that the results depend on; a directory with results of other settings is refused.
 
     Raises:
         RequestError: if the directory cannot be used, see `shoal.evaluation.journal`.
     """
 
-    def __init__(self, directory: Path, pairs: Sequence[Pair], settings: Mapping[str, Any]) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(f"cannot use {str(directory)!r}: {error.strerror}") from error
-        settle(directory / SETTINGS, dict(settings))
+    def __init__(self, directory: Path, pairs: Sequence[Solution], settings: Mapping[str, Any]) -> None:
+        open_directory(directory, dict(settings))
         self.directory, self.pairs = directory, list(pairs)
         self._names = _names(pairs)
-        self._journal = Journal(directory / VERDICTS)
+        self._journal = Journal(directory / RESULTS)
 
-    def judge(self, sandbox: Sandbox, workers: int | None, watch: Watch) -> None:
-        """Judges those without a verdict; each verdict is on the disk before the next is waited for."""
-        missing = self._names[len(self.verdicts) :]
-        with closing(judge_all(self.pairs[len(self.verdicts) :], sandbox, workers)) as verdicts:
-            for name, verdict in zip(missing, watch("judging", verdicts, len(missing)), strict=True):
-                self._journal.append({"task_id": name, **asdict(verdict)})
+    def execute(self, sandbox: Sandbox, workers: int | None, watch: ShowProgress[ExecutionResult]) -> None:
+        """Executes those without a result; each result is on the disk before the next is awaited."""
+        missing = self._names[len(self.results) :]
+        with closing(execute_all(self.pairs[len(self.results) :], sandbox, workers)) as results:
+            for name, result in zip(missing, watch("judging", results, len(missing)), strict=True):
+                self._journal.append({"task_id": name, **asdict(result)})
 
     @property
-    def verdicts(self) -> list[Verdict]:
-        """Of the first completions: verdicts come in the order of the completions."""
+    def results(self) -> list[ExecutionResult]:
+        """Of the first completions, in their order."""
         entries = [self._journal.entries[name] for name in self._names if name in self._journal.entries]
-        return [Verdict(**{name: entry[name] for name in Verdict.__dataclass_fields__}) for entry in entries]
+        return [ExecutionResult(**{name: entry[name] for name in ExecutionResult.__dataclass_fields__}) for entry in entries]
 
     def report(self, problems: Sequence[Problem], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of those that were judged; written to the directory, and returned."""
-        verdicts = self.verdicts
+        """Writes the summary to the directory and returns it."""
+        results = self.results
         failures = [
-            {"task_id": problem.task_id, "language": problem.language, "headline": verdict.headline, **asdict(verdict)}
-            for (problem, _), verdict in zip(self.pairs, verdicts, strict=False)
-            if not verdict.passed
+            {"task_id": problem.task_id, "language": problem.language, "headline": result.headline, **asdict(result)}
+            for (problem, _), result in zip(self.pairs, results, strict=False)
+            if not result.passed
         ]
-        counted = {name: asdict(tally) for name, tally in tallies(problems, self.pairs, verdicts).items()}
+        counted = {name: asdict(counts) for name, counts in pass_counts(problems, self.pairs, results).items()}
         summary = {
             **extra,
-            "judged": len(verdicts),
+            "judged": len(results),
             "solutions": len(self.pairs),
             "languages": counted,
             "failures": failures,
@@ -74,8 +67,8 @@ class Solutions:
         return summary
 
 
-def _names(pairs: Sequence[Pair]) -> list[str]:
-    """Their task ids, from the second completion of a problem on with its number."""
+def _names(pairs: Sequence[Solution]) -> list[str]:
+    """Their task ids; a further completion of the same problem has its number behind it."""
     seen: Counter[str] = Counter()
     names = []
     for problem, _ in pairs:

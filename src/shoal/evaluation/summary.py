@@ -1,4 +1,4 @@
-"""Journals of samples and grades -> figures with intervals: at the budgets asked for, over all budgets, and way against way."""
+"""Journals of samples and grades -> estimates with intervals: at given budgets, over all budgets, and method against method."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any
 import numpy as np
 
 from shoal.evaluation.grading import PASSED
-from shoal.evaluation.metrics import Bootstrap, Floats, Table, share_test
+from shoal.evaluation.metrics import Bootstrap, Floats, Table, permutation_test
 
 Entries = Mapping[str, Mapping[str, Any]]
-Figure = dict[str, float | None]
-"""mean, low, high; null where nothing can be counted, as the syntax errors of no sample."""
+Estimate = dict[str, float | None]
+"""mean, low, high; null without any samples to count."""
 
-CURVE = 96  # budgets of a curve
+CURVE = 96  # number of budgets of a curve
 
 
 @dataclass(frozen=True)
 class Results:
-    """All that was sampled and graded.
+    """All samples and grades.
 
     Attributes:
-        names: of the problems, in order. ways, n, scores: what was asked, the first score the most important.
+        names: of the problems, in order. methods, n: as configured. scores: the most important first.
         attempts, grades: of the journals, by problem.
     """
 
     names: Sequence[str]
-    ways: Sequence[str]
+    methods: Sequence[str]
     n: int
     scores: Sequence[str]
     attempts: Entries
     grades: Entries
 
-    def table(self, way: str, score: str) -> Table:
-        """One way's samples as arrays; a problem that could not be asked has none that finished."""
+    def table(self, method: str, score: str) -> Table:
+        """One method's samples as arrays; a refused problem has no finished samples."""
         shape = len(self.names), self.n
         table = Table(
             finished_at=np.full(shape, np.inf), mean_logprob=np.full(shape, -np.inf), score=np.zeros(shape),
             tokens=np.zeros(shape), syntax_error=np.zeros(shape), seconds=np.zeros(len(self.names)),
         )  # fmt: skip
         for i, name in enumerate(self.names):
-            attempt = self.attempts[name]["attempts"].get(way)
+            attempt = self.attempts[name]["attempts"].get(method)
             if attempt is None:
                 continue
             table.seconds[i] = attempt["seconds"]
-            for j, (sample, grade) in enumerate(zip(attempt["samples"], self.grades[name]["grades"][way], strict=True)):
+            for j, (sample, grade) in enumerate(zip(attempt["samples"], self.grades[name]["grades"][method], strict=True)):
                 table.tokens[i, j] = len(sample["token_ids"])
                 if sample["mean_logprob"] is not None:
                     table.mean_logprob[i, j] = sample["mean_logprob"]
@@ -59,15 +59,15 @@ class Results:
         return table
 
     def errors(self) -> dict[str, str]:
-        """Problems that could not be asked, and why."""
+        """Refused problems and the reasons."""
         return {name: self.attempts[name]["error"] for name in self.names if self.attempts[name]["error"]}
 
 
 def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
-    """All figures, ready for JSON; an unlimited budget is null there."""
+    """All estimates, ready for JSON, where an unlimited budget is null."""
     bootstrap = Bootstrap(len(results.names))
-    tables = {(way, score): results.table(way, score) for way in results.ways for score in results.scores}
-    main = {way: tables[way, results.scores[0]] for way in results.ways}
+    tables = {(method, score): results.table(method, score) for method in results.methods for score in results.scores}
+    main = {method: tables[method, results.scores[0]] for method in results.methods}
     grid = _grid(list(main.values()))
     return {
         "problems": len(results.names),
@@ -75,35 +75,35 @@ def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
         "scores": list(results.scores),
         "errors": results.errors(),
         "lines": [
-            {"way": way, "budget": budget if math.isfinite(budget) else None}
-            | _line([tables[way, score] for score in results.scores], results.scores, budget, bootstrap)
+            {"way": method, "budget": budget if math.isfinite(budget) else None}
+            | _line([tables[method, score] for score in results.scores], results.scores, budget, bootstrap)
             for budget in budgets
-            for way in results.ways
+            for method in results.methods
         ],
-        "curves": {"budgets": grid} | {way: _curves(table, grid, bootstrap) for way, table in main.items()},
+        "curves": {"budgets": grid} | {method: _curves(table, grid, bootstrap) for method, table in main.items()},
         "against": [
-            _against(results, main, way, other, grid, bootstrap) for other, way in combinations(results.ways, 2)
+            _against(results, main, method, other, grid, bootstrap) for other, method in combinations(results.methods, 2)
         ],
     }  # fmt: skip
 
 
 def _line(tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap) -> dict[str, Any]:
-    """One way at one budget."""
+    """One method at one budget."""
     table = tables[0]
     done = table.finished(budget)
     many, ones = done.sum(axis=1).astype(float), np.ones(len(done))
-    figures = {}
+    estimates = {}
     for name, of in zip(scores, tables, strict=True):
-        figures[f"{name}_first"] = _figure(of.first(budget), ones, bootstrap)
-        figures[f"{name}_all"] = _figure(of.best(budget), ones, bootstrap)
+        estimates[f"{name}_first"] = _estimate(of.first(budget), ones, bootstrap)
+        estimates[f"{name}_all"] = _estimate(of.best(budget), ones, bootstrap)
     if scores[0] == PASSED:
         for k in _ks(table.n):
-            figures[f"pass@{k}"] = _figure(table.at(k, budget), ones, bootstrap)
-        figures["syntax_errors"] = _figure((table.syntax_error * done).sum(axis=1), many, bootstrap)
-    return figures | {
-        "finished": _figure(many, ones * table.n, bootstrap),
-        "tokens": _figure((table.tokens * done).sum(axis=1), many, bootstrap),
-        "seconds": _figure(np.minimum(table.seconds, budget), ones, bootstrap),
+            estimates[f"pass@{k}"] = _estimate(table.at(k, budget), ones, bootstrap)
+        estimates["syntax_errors"] = _estimate((table.syntax_error * done).sum(axis=1), many, bootstrap)
+    return estimates | {
+        "finished": _estimate(many, ones * table.n, bootstrap),
+        "tokens": _estimate((table.tokens * done).sum(axis=1), many, bootstrap),
+        "seconds": _estimate(np.minimum(table.seconds, budget), ones, bootstrap),
     }
 
 
@@ -112,7 +112,7 @@ def _ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def _figure(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Figure:
+def _estimate(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Estimate:
     """The ratio of two sums over problems."""
     if not counts.any():
         return {"mean": None, "low": None, "high": None}
@@ -124,10 +124,10 @@ def _figure(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Figure:
 
 def _grid(tables: Sequence[Table]) -> list[float]:
     """Budgets from just before the first finished sample to just after the last."""
-    moments = np.concatenate([table.finished_at[np.isfinite(table.finished_at)] for table in tables])
-    if not len(moments):
+    times = np.concatenate([table.finished_at[np.isfinite(table.finished_at)] for table in tables])
+    if not len(times):
         return []
-    return [float(b) for b in np.geomspace(moments.min() * 0.9, moments.max() * 1.1, CURVE)]
+    return [float(b) for b in np.geomspace(times.min() * 0.9, times.max() * 1.1, CURVE)]
 
 
 METRICS: dict[str, Callable[[Table, float], Floats]] = {"first": Table.first, "all": Table.best}
@@ -148,35 +148,35 @@ def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:
 
 
 def _against(
-    results: Results, tables: Mapping[str, Table], way: str, other: str, grid: Sequence[float], bootstrap: Bootstrap
+    results: Results, tables: Mapping[str, Table], method: str, other: str, grid: Sequence[float], bootstrap: Bootstrap
 ) -> dict[str, Any]:  # fmt: skip
-    """One way minus another: over all budgets, and without one."""
-    found: dict[str, Any] = {"way": way, "other": other, "samples": len(results.names) * results.n}
+    """One method minus another: over all budgets, and without a budget."""
+    found: dict[str, Any] = {"way": method, "other": other, "samples": len(results.names) * results.n}
     found["same_ids"] = sum(
         mine["token_ids"] == theirs["token_ids"]
         for name in results.names
-        for mine, theirs in zip(*(_samples(results, name, w) for w in (way, other)), strict=True)
+        for mine, theirs in zip(*(_samples(results, name, w) for w in (method, other)), strict=True)
     )
     for name, metric in METRICS.items():
-        bands = _bands(_over(tables[way], grid, metric) - _over(tables[other], grid, metric), bootstrap)
+        bands = _bands(_over(tables[method], grid, metric) - _over(tables[other], grid, metric), bootstrap)
         found[name] = _dominance(bands, grid)
     if results.scores[0] == PASSED:
         for k in _ks(results.n):
-            difference = tables[way].at(k, math.inf) - tables[other].at(k, math.inf)
+            difference = tables[method].at(k, math.inf) - tables[other].at(k, math.inf)
             low, high = bootstrap.interval(difference)
             found[f"pass@{k}"] = {
                 "mean": float(difference.mean()), "low": float(low), "high": float(high),
-                "p": share_test(tables[way], tables[other], k),
+                "p": permutation_test(tables[method], tables[other], k),
             }  # fmt: skip
     return found
 
 
-def _samples(results: Results, name: str, way: str) -> Sequence[Mapping[str, Any]]:
-    return results.attempts[name]["attempts"].get(way, {"samples": ()})["samples"]
+def _samples(results: Results, name: str, method: str) -> Sequence[Mapping[str, Any]]:
+    return results.attempts[name]["attempts"].get(method, {"samples": ()})["samples"]
 
 
 def _dominance(bands: Mapping[str, Sequence[float]], grid: Sequence[float]) -> dict[str, Any]:
-    """Of the budgets of the curve: how many are won and lost beyond the interval, and the largest gain and loss."""
+    """The number of budgets with a significant gain or loss, and the largest gain and loss."""
     if not grid:
         return {"budgets": 0}
     most, least = (int(choose(bands["mean"])) for choose in (np.argmax, np.argmin))

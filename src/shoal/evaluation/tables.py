@@ -1,4 +1,4 @@
-"""The figures as rows of text, for the terminal and for the page, and what they say in sentences."""
+"""The estimates as rows of text for the terminal and the page, and the findings in sentences."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from shoal.evaluation.grading import PASSED
 
 
 def columns(summary: Mapping[str, Any]) -> list[str]:
-    """The heads."""
+    """The column heads."""
     scores = [metric_name(score, which) for score in summary["scores"] for which in ("first", "all")]
     return ["budget", "way", *scores, *(["pass@1", "syntax err."] if _is_code(summary) else []), "finished", "tokens", "s"]
 
 
 def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row per budget and way; shares in per cent with their intervals."""
+    """A row per budget and method; shares in per cent with their intervals."""
     names = [f"{score}_{which}" for score in summary["scores"] for which in ("first", "all")]
     names += ["pass@1", "syntax_errors"] if _is_code(summary) else []
     for line in summary["lines"]:
         budget = "none" if line["budget"] is None else f"{line['budget']:g} s"
-        shares = [share(line[name]) for name in [*names, "finished"]]
+        shares = [percent(line[name]) for name in [*names, "finished"]]
         yield [budget, line["way"], *shares, number(line["tokens"], ".1f"), number(line["seconds"], ".3f")]
 
 
-def share(figure: Mapping[str, float | None]) -> str:
+def percent(estimate: Mapping[str, float | None]) -> str:
     """Such as "61.5 [58, 65]"."""
-    mean, low, high = figure["mean"], figure["low"], figure["high"]
+    mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
     return "–" if mean is None or low is None or high is None else f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def number(figure: Mapping[str, float | None], form: str) -> str:
+def number(estimate: Mapping[str, float | None], form: str) -> str:
     """A mean without its interval."""
-    return "–" if figure["mean"] is None else format(figure["mean"], form)
+    return "–" if estimate["mean"] is None else format(estimate["mean"], form)
 
 
 def legend(summary: Mapping[str, Any]) -> str:
-    """What the columns are."""
-    ways = "; ".join(f"{way}: {LABELS[way]}" for way in dict.fromkeys(line["way"] for line in summary["lines"]))
+    """The meaning of the columns."""
+    methods = "; ".join(f"{method}: {LABELS[method]}" for method in dict.fromkeys(line["way"] for line in summary["lines"]))
     syntax = " syntax err.: of those, what does not parse or compile;" if _is_code(summary) else ""
     return (
-        f"Per cent with 95 % intervals; {ways}. finished: of all samples, in time;{syntax} tokens: of a finished sample; "
+        f"Per cent with 95 % intervals; {methods}. finished: of all samples, in time;{syntax} tokens: of a finished sample; "
         "s: until a problem's last sample, or the budget."
     )
 
 
 def findings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Way against way, in sentences."""
+    """Method against method, in sentences."""
     for pair in summary["against"]:
         yield from (_over_budgets(summary, pair, which) for which in ("first", "all") if pair[which]["budgets"])
         yield f"{_names(pair)}: the same token ids in {pair['same_ids']} of {pair['samples']} samples."

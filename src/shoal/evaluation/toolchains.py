@@ -1,4 +1,4 @@
-"""The compilers and interpreters of this machine that a sandbox can run, and what is missing."""
+"""The compilers and interpreters that a sandbox can run on this machine, and the missing ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import PATH, Bounds, Sandbox, Step
 
 Programs = Mapping[str, str]
-"""Names of programs, and the paths at which they lie."""
+"""Names of programs and their paths."""
 
 
 def steps(language: str, sandbox: Sandbox) -> list[Step]:
-    """From a source file in the room to a program that has run: compiling, where that is needed, and running.
+    """The steps that compile (if the language needs it) and run a source file in the working directory.
 
     Raises: RequestError naming what to install.
     """
@@ -29,9 +29,9 @@ def steps(language: str, sandbox: Sandbox) -> list[Step]:
 
 
 def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
-    """Makes sure that everything is here that these problems' programs are run with, libraries that tests load included.
+    """Checks that all programs and libraries that these problems need are installed.
 
-    Raises: RequestError naming everything that is to be installed.
+    Raises: RequestError naming everything that is missing.
     """
     tests: dict[str, list[str]] = {}
     for problem in problems:
@@ -56,7 +56,7 @@ def _missing(language: str, tests: list[str], sandbox: Sandbox) -> Iterator[str]
 
 @lru_cache
 def _programs(language: str, sandbox: Sandbox) -> Programs:
-    """For each program of a language the first one on PATH that the sandbox can run: its users may not enter every directory."""
+    """The first path of each program that works in the sandbox, whose users may not enter every directory."""
     known = LANGUAGES[language]
     found: dict[str, str] = {}
     for name in known.programs:
@@ -72,14 +72,14 @@ def _programs(language: str, sandbox: Sandbox) -> Programs:
 
 
 def _candidates(name: str) -> list[str]:
-    """Paths of programs of that name: as on PATH, then where systems have them, then this very Python."""
+    """Paths of a program: on PATH, in the system's directories, and for Python the running interpreter."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), *PATH.split(":")]
     paths = [path for folder in folders if folder and (path := shutil.which(name, path=folder))]
     return list(dict.fromkeys([*paths, sys.executable] if name == "python3" else paths))
 
 
 def _step(language: Language, command: tuple[str, ...], programs: Programs, bounds: Bounds) -> Step:
-    folders = dict.fromkeys(str(Path(path).parent) for path in programs.values())  # tsc, say, is a script for node
+    folders = dict.fromkeys(str(Path(path).parent) for path in programs.values())  # tsc, for example, is a script for node
     modules = _node_modules(programs.get("node"))
     environment = {**language.environment, "PATH": ":".join([*folders, PATH])}
     if modules:
@@ -88,7 +88,7 @@ def _step(language: Language, command: tuple[str, ...], programs: Programs, boun
 
 
 def _node_modules(node: str | None) -> list[str]:
-    """Where Node.js finds what was installed globally, by variable and by custom."""
+    """Directories of globally installed Node.js modules: those of NODE_PATH and the usual ones."""
     if node is None:
         return []
     customary = [Path(node).resolve().parents[1] / "lib" / "node_modules", Path("/usr/local/lib/node_modules")]
@@ -97,4 +97,4 @@ def _node_modules(node: str | None) -> list[str]:
 
 
 def _works(step: Step, sandbox: Sandbox) -> bool:
-    return sandbox.run({}, step).well
+    return sandbox.run({}, step).succeeded

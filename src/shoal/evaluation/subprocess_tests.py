@@ -1,13 +1,14 @@
-"""Runs a completion in one process and its tests in another, so that neither tests nor verdict are within its reach.
+"""Runs a completion in one process and its tests in another, so that it can reach neither the tests nor their result.
 
     python main.py            the tests: reads job.json, removes it, and starts
     python main.py DESCRIPTOR the completion, which is called through this socket
 
-Both run in one sandbox. The tests call a function that sends its arguments as plain data, and compare the plain data that comes
-back: numbers, text, containers. Nothing that the completion defines enters the process of the tests, whose memory the kernel
+Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers, text, containers) and returns
+the plain data of the answer. No object that the completion defines enters the process of the tests, whose memory the kernel
 hides from its user (PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
 
-Copied into the room and run there by the Python that is judged, 3.7 or newer: it imports the standard library only.
+Copied into the working directory and run there by the Python of the problems, 3.7 or newer: it imports the standard library
+only.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import types
 from typing import Any
 
 JOB = "job.json"
-"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "word": to be printed in the end}"""
+"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "marker": to be printed in the end}"""
 SHARED = "arguments that only a shared process can pass"
-"""Follows the word if the tests call with what is no plain data, a function say."""
+"""Printed behind the marker if the tests pass an argument that is not plain data, such as a function."""
 
 _PR_SET_DUMPABLE = 4
 _LENGTH = struct.Struct("=Q")
@@ -40,25 +41,25 @@ _TEXTS: dict[str, Any] = {
     "int": lambda text: int(text, 16), "complex": complex, "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
     "Decimal": decimal.Decimal, "Fraction": fractions.Fraction,
 }  # fmt: skip
-_SINGLE: tuple[Any, ...] = (int, float, str, complex, bytes, bytearray, decimal.Decimal, fractions.Fraction)
+_SCALARS: tuple[Any, ...] = (int, float, str, complex, bytes, bytearray, decimal.Decimal, fractions.Fraction)
 
 
-class Unsendable(TypeError):
-    """A value that is no plain data."""
+class NotSerializable(TypeError):
+    """A value that is not plain data."""
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON: what JSON has as it is, everything else as [kind, ...]. Subclasses become what they extend.
+    """Plain data as JSON: types of JSON unchanged, everything else as [kind, ...]. Subclasses become their base type.
 
     Iterators are read to their end.
 
-    Raises: Unsendable.
+    Raises: NotSerializable.
     """
     if value is None or isinstance(value, bool) or type(value) in (str, float):
         return value
-    for kind in _SINGLE:
+    for kind in _SCALARS:
         if isinstance(value, kind):
-            return _number_or_text(kind, value)
+            return _encode_scalar(kind, value)
     for name, sequence in _SEQUENCES.items():
         if isinstance(value, sequence):
             return [name, *map(encode, value)]
@@ -68,14 +69,14 @@ def encode(value: Any) -> Any:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, collections.abc.Iterator):
         return ["iterator", *map(encode, value)]
-    raise Unsendable(f"a value of the type {type(value).__name__!r} cannot pass between a completion and its tests")
+    raise NotSerializable(f"a value of the type {type(value).__name__!r} cannot pass between a completion and its tests")
 
 
-def decode(found: Any) -> Any:
-    """The value that was encoded; its types are those of `encode` and no others, whatever was received."""
-    if not isinstance(found, list):
-        return found
-    kind, *parts = found
+def decode(message: Any) -> Any:
+    """The value that was encoded; it has only types that `encode` knows, whatever was received."""
+    if not isinstance(message, list):
+        return message
+    kind, *parts = message
     if kind in _TEXTS:
         return _TEXTS[kind](*parts)
     if kind == "dict":
@@ -86,7 +87,7 @@ def decode(found: Any) -> Any:
     return iter(values) if kind == "iterator" else _SEQUENCES[kind](values)
 
 
-def _number_or_text(kind: Any, value: Any) -> Any:
+def _encode_scalar(kind: Any, value: Any) -> Any:
     if kind is int:
         return int(value) if abs(value) < 2**53 else ["int", f"{int(value):x}"]
     if kind in (float, str):
@@ -119,7 +120,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def serve(descriptor: int) -> None:
-    """Runs the program that arrives first, then calls its function as often as is asked."""
+    """Runs the program in the first message, then answers one call of its function per message."""
     connection = socket.socket(fileno=descriptor)
     program, entry_point = _receive(connection)
     module = types.ModuleType("__main__")
@@ -137,18 +138,18 @@ def serve(descriptor: int) -> None:
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
             answer["trace"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        _send(connection, {**answer, "changed": [_or_nothing(argument) for argument in arguments]})
+        _send(connection, {**answer, "changed": [_encode_or_none(argument) for argument in arguments]})
 
 
-def _or_nothing(value: Any) -> Any:
+def _encode_or_none(value: Any) -> Any:
     try:
         return encode(value)
-    except Unsendable:
+    except NotSerializable:
         return None
 
 
 def _compiled(source: str, name: str) -> types.CodeType:
-    """Code whose lines tracebacks can show, without a file."""
+    """Code whose source lines appear in tracebacks although there is no file."""
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     return code
@@ -158,30 +159,30 @@ def _compiled(source: str, name: str) -> types.CodeType:
 # The tests
 
 
-class Remote(Exception):
-    """Where in the completion an exception was raised."""
+class RemoteTraceback(Exception):
+    """The traceback of an exception in the process of the completion."""
 
 
-def test() -> None:
-    """Runs the tests; prints the word if they reach their end."""
+def run_tests() -> None:
+    """Runs the tests; prints the marker if they reach their end."""
     with open(JOB, encoding="utf-8") as file:
         job = json.load(file)
     os.remove(JOB)
     sys.path.pop(0)  # the completion can write there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    candidate = Candidate(job["program"], job["entry_point"])
+    completion = CompletionProcess(job["program"], job["entry_point"])
     names = _names(job["prompt"])
-    names[job["entry_point"]] = candidate.function
+    names[job["entry_point"]] = completion.function
     try:
         exec(_compiled(job["tests"], "tests.py"), names)
-    except Unsendable:
-        print(job["word"], SHARED)
+    except NotSerializable:
+        print(job["marker"], SHARED)
         raise
-    print(job["word"])
+    print(job["marker"])
 
 
-class Candidate:
-    """The process of a completion, and a function that calls the one in it."""
+class CompletionProcess:
+    """The process of a completion; `function` is a proxy of its function."""
 
     def __init__(self, program: str, entry_point: str) -> None:
         self.connection, other = socket.socketpair()
@@ -196,7 +197,7 @@ class Candidate:
                 _change(given, decode(changed))
             if "value" in answer:
                 return decode(answer["value"])
-            raise _exception(answer) from Remote(answer["trace"])
+            raise _exception(answer) from RemoteTraceback(answer["trace"])
 
         function.__name__ = function.__qualname__ = entry_point
         self.function = function
@@ -206,10 +207,10 @@ class Candidate:
             _send(self.connection, message)
             return _receive(self.connection)
         except (EOFError, OSError):
-            self._end_alike()
+            self._exit_like_child()
 
-    def _end_alike(self) -> None:
-        """Ends this process as the completion's has ended: by the same signal, or with the same exit code."""
+    def _exit_like_child(self) -> None:
+        """Ends this process like the completion's process: by the same signal, or with the same exit code."""
         _, status = os.waitpid(self.pid, 0)
         sys.stdout.flush()
         if os.WIFSIGNALED(status):
@@ -218,7 +219,7 @@ class Candidate:
 
 
 def _names(prompt: str) -> dict[str, Any]:
-    """What a prompt defines, for tests that use more of it than the function to be completed."""
+    """The definitions of a prompt, for tests that use more of it than the function to be completed."""
     names = {"__name__": "__main__"}
     for ending in ("", "\n    pass\n"):
         try:
@@ -230,7 +231,7 @@ def _names(prompt: str) -> dict[str, Any]:
 
 
 def _change(old: Any, new: Any) -> None:
-    """Makes a container equal to another of its type."""
+    """Copies the contents of a container into another of the same type."""
     if type(old) is not type(new):
         return
     if isinstance(old, (list, bytearray)):
@@ -241,7 +242,7 @@ def _change(old: Any, new: Any) -> None:
 
 
 def _exception(answer: dict[str, Any]) -> Exception:
-    """The exception, or the builtin one that it extends."""
+    """The builtin exception of that name, or the nearest builtin base class."""
     for name in answer["raised"]:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -253,4 +254,4 @@ def _exception(answer: dict[str, Any]) -> Exception:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1])) if len(sys.argv) > 1 else test()
+    serve(int(sys.argv[1])) if len(sys.argv) > 1 else run_tests()

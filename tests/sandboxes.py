@@ -11,11 +11,11 @@ from shoal.evaluation.sandbox import Sandbox
 
 @cache
 def strongest() -> str:
-    """The strongest way that works here; the weak ones count too, as they only do when they are named."""
-    for way in isolation.WAYS:
+    """The strongest backend that works here; the weak ones count too, as they only do when they are named."""
+    for backend in isolation.BACKENDS:
         try:
-            with Sandbox(way):
-                return way
+            with Sandbox(backend):
+                return backend
         except RequestError:
             continue
     raise RequestError("no sandbox works here")

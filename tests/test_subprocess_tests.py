@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judging import strongest
-from shoal.evaluation import apart
-from shoal.evaluation import judge as judging
-from shoal.evaluation.judge import judge
+from sandboxes import strongest
+from shoal.evaluation import execution, subprocess_tests
+from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.subprocess_tests import JOB, SHARED, NotSerializable, decode, encode
 from shoal.evaluation.toolchains import steps
 
 
@@ -48,7 +48,7 @@ while frame:
 for held in gc.get_objects():
     if isinstance(held, (str, dict, list)) and len(held) < 10000: told(repr(held))
 """
-READ_THE_ROOM = """
+READ_THE_WORKDIR = """
 import os, re
 for folder, _, names in os.walk("."):
     for name in names:
@@ -78,7 +78,7 @@ with open("colorsys.py", "w") as file:
     file.write("import os, sys\\nframe = sys._getframe()\\nwhile frame:\\n    if 'job' in frame.f_locals: "
                "print(frame.f_locals['job']['word'], flush=True); os._exit(0)\\n    frame = frame.f_back\\n")
 """
-CHANGE_THE_JUDGE = """
+CHANGE_THE_RESULT = """
 import builtins, sys
 builtins.AssertionError = type("Never", (Exception,), {})
 sys.modules["__main__"].check = lambda candidate: None
@@ -90,11 +90,11 @@ CHEATS = {
     "a number that equals everything": "    return type('Any', (int,), {'__eq__': lambda *_: True})()",
     "finds the word": f"    return 0\n{FIND_THE_WORD}",
     "finds the word when called": textwrap.indent(FIND_THE_WORD, "    "),
-    "reads the room": f"    return 0\n{READ_THE_ROOM}",
+    "reads the workdir": f"    return 0\n{READ_THE_WORKDIR}",
     "reads other processes": textwrap.indent(READ_PROCESSES, "    "),
     "leaves a module": f"    return 0\n{LEAVE_A_MODULE}",
-    "changes the judge": f"    return 0\n{CHANGE_THE_JUDGE}",
-    "asks for a shared process": f"    print({apart.SHARED!r}); raise type('Unsendable', (TypeError,), {{}})({apart.SHARED!r})",
+    "changes the result": f"    return 0\n{CHANGE_THE_RESULT}",
+    "asks for a shared process": f"    print({SHARED!r}); raise type('NotSerializable', (TypeError,), {{}})({SHARED!r})",
     "exits": "    import os; os._exit(0)",
     "kills the tests": "    import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
 }
@@ -111,10 +111,10 @@ def test_a_cheat_does_not_pass(box: Sandbox, name: str, monkeypatch: pytest.Monk
         return ended
 
     monkeypatch.setattr(box, "run", watched)
-    verdict = judge(ASKED, CHEATS[name], box)
-    assert not verdict.passed
-    assert verdict.apart, verdict.detail
-    assert verdict.outcome in ("failed", "crash")
+    result = execute(ASKED, CHEATS[name], box)
+    assert not result.passed
+    assert result.in_subprocess, result.detail
+    assert result.outcome in ("failed", "crash")
     assert not [text for text in written if SECRET in text]
 
 
@@ -126,9 +126,9 @@ def test_the_word_is_found_nowhere_but_in_the_end(box: Sandbox) -> None:
         "prompt": "def f(a):\n",
         "tests": "f(1)",
         "entry_point": "f",
-        "word": "b" * 32,
+        "marker": "b" * 32,
     }
-    files = {"main.py": Path(apart.__file__).read_text(), apart.JOB: json.dumps(job)}
+    files = {"main.py": Path(subprocess_tests.__file__).read_text(), JOB: json.dumps(job)}
     found = box.run(files, *steps("python", box)).stdout.split()
     assert "a" * 32 in found
     assert found.count("b" * 32) == 1
@@ -158,16 +158,16 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_passes_apart(box: Sandbox, name: str) -> None:
     body, tests = HONEST[name]
-    verdict = judge(problem(f"def check(candidate):\n    {tests}"), body, box)
-    assert (verdict.outcome, verdict.detail, verdict.apart) == ("passed", "", True)
+    result = execute(problem(f"def check(candidate):\n    {tests}"), body, box)
+    assert (result.outcome, result.detail, result.in_subprocess) == ("passed", "", True)
 
 
 def test_tests_may_use_what_the_prompt_defines(box: Sandbox) -> None:
     prompt = 'import math\n\ndef twice(a):\n    return 2 * a\n\ndef f(a):\n    """Twice."""\n'
     asked = problem("def check(candidate):\n    assert candidate(2) == twice(math.floor(2.5))", prompt)
-    assert judge(asked, "    return twice(a)", box).apart
-    assert judge(asked, "    return twice(a)", box).passed
-    assert not judge(asked, "    return a", box).passed
+    assert execute(asked, "    return twice(a)", box).in_subprocess
+    assert execute(asked, "    return twice(a)", box).passed
+    assert not execute(asked, "    return a", box).passed
 
 
 CLASS = "class Pair:\n    def __init__(self, a): self.a = a\n\ndef f(a):\n"
@@ -176,29 +176,29 @@ CLASS = "class Pair:\n    def __init__(self, a): self.a = a\n\ndef f(a):\n"
 def test_values_that_cannot_travel_share_a_process_for_the_problems_sake_only(box: Sandbox) -> None:
     returned = problem("def check(candidate):\n    assert candidate(1).a == 1", CLASS, "    return Pair(a)")
     for body, outcome in (("    return Pair(a)", "passed"), ("    return Pair(2)", "failed")):
-        verdict = judge(returned, body, box)
-        assert (verdict.outcome, verdict.apart) == (outcome, False)
+        result = execute(returned, body, box)
+        assert (result.outcome, result.in_subprocess) == (outcome, False)
     given = problem("def check(candidate):\n    assert candidate(lambda: 3) == 3")
-    verdict = judge(given, "    return a()", box)
-    assert (verdict.outcome, verdict.apart) == ("passed", False)
+    result = execute(given, "    return a()", box)
+    assert (result.outcome, result.in_subprocess) == ("passed", False)
     plain = problem("def check(candidate):\n    assert candidate(1) == 1", canonical="    return a")
-    verdict = judge(plain, CHEATS["equals everything"], box)
-    assert (verdict.outcome, verdict.apart) == ("failed", True)
-    assert "'Any' cannot pass between a completion and its tests" in verdict.detail
+    result = execute(plain, CHEATS["equals everything"], box)
+    assert (result.outcome, result.in_subprocess) == ("failed", True)
+    assert "'Any' cannot pass between a completion and its tests" in result.detail
 
 
 def test_a_problem_is_asked_once_whether_its_values_travel(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[tuple[str, bool]] = []
-    real = judging._judge
+    real = execution._execute
 
-    def counting(asked: Problem, completion: str, sandbox: Sandbox, *, apart: bool) -> Any:
-        judged.append((completion, apart))
-        return real(asked, completion, sandbox, apart=apart)
+    def counting(asked: Problem, completion: str, sandbox: Sandbox, *, in_subprocess: bool) -> Any:
+        judged.append((completion, in_subprocess))
+        return real(asked, completion, sandbox, in_subprocess=in_subprocess)
 
-    monkeypatch.setattr(judging, "_judge", counting)
+    monkeypatch.setattr(execution, "_execute", counting)
     asked = problem("def check(candidate):\n    assert candidate(1) == 1 # once", canonical="    return a")
     for _ in range(2):
-        judge(asked, "    return 2", box)
+        execute(asked, "    return 2", box)
     assert judged == [("    return 2", True), ("    return a", True), ("    return 2", True)]
 
 
@@ -213,7 +213,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_data_travels_unchanged(value: Any) -> None:
-    found = apart.decode(json.loads(json.dumps(apart.encode(value))))
+    found = decode(json.loads(json.dumps(encode(value))))
     assert found == value
     assert type(found) is type(value)
 
@@ -221,10 +221,10 @@ def test_plain_data_travels_unchanged(value: Any) -> None:
 def test_subclasses_become_what_they_extend() -> None:
     Point = namedtuple("Point", "x y")
     for value, base in ((Point(1, 2), tuple), (Counter("aab"), dict), (OrderedDict(a=1), dict), (Named("x"), str)):
-        found = apart.decode(apart.encode(value))
+        found = decode(encode(value))
         assert found == base(value)
         assert type(found) is base
-    assert apart.decode(apart.encode([True, 1, 1.0, Decimal("0.1"), Fraction(1, 3), range(3)]))[-1] == range(3)
+    assert decode(encode([True, 1, 1.0, Decimal("0.1"), Fraction(1, 3), range(3)]))[-1] == range(3)
 
 
 class Named(str):
@@ -238,11 +238,11 @@ class Named(str):
 
 @pytest.mark.parametrize("value", [len, object(), print, Exception("x"), [1, {2: len}], int])
 def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
-    with pytest.raises(apart.Unsendable):
-        apart.encode(value)
+    with pytest.raises(NotSerializable):
+        encode(value)
 
 
 @pytest.mark.parametrize("message", [["eval", "1"], ["object"], [[]], ["int", "z"], ["dict", 3], ["__import__", "os"], []])
 def test_nothing_else_is_made_of_what_arrives(message: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        apart.decode(message)
+        decode(message)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from judging import strongest
+from sandboxes import strongest
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import judge as judging
-from shoal.evaluation.judge import Tally, Verdict, judge, judge_all, read_solutions, tallies
+from shoal.evaluation import execution
+from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, execute_all, pass_counts, read_solutions
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 from shoal.evaluation.sandbox import Sandbox
@@ -96,8 +96,8 @@ def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
     except RequestError as error:
         pytest.skip(str(error))
     completions = [right, right.replace("+", "-"), right.replace("+", "+ ) +")]
-    outcomes = [judge(asked, completion, box).outcome for completion in completions]
-    early = judge(asked, right.replace("return", f"{EXIT[language]}; return"), box)
+    outcomes = [execute(asked, completion, box).outcome for completion in completions]
+    early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), box)
     assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
     # Without a compiler in between, C++ has no way to say "crash" but by std::terminate: an exception that nobody catches.
     assert outcomes == ["passed", "crash" if language == "cpp" else "failed", "syntax"]
@@ -125,13 +125,13 @@ def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, bo
     quick = replace(LANGUAGES["python"], bounds=replace(LANGUAGES["python"].bounds, cpu_seconds=1, wall_seconds=3.0))
     monkeypatch.setitem(LANGUAGES, "python", quick)
     prompt, _, tests = ADD["python"]
-    verdict = judge(problem("python", prompt, tests), f"    {body}", box)
-    assert verdict.outcome == outcome
-    assert verdict.passed is (outcome == "passed")
-    assert detail in verdict.detail
-    assert bool(verdict.detail) is not verdict.passed
-    assert "/shoal-" not in verdict.detail
-    assert verdict.seconds > 0
+    result = execute(problem("python", prompt, tests), f"    {body}", box)
+    assert result.outcome == outcome
+    assert result.passed is (outcome == "passed")
+    assert detail in result.detail
+    assert bool(result.detail) is not result.passed
+    assert "/shoal-" not in result.detail
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,16 @@ def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, bo
     ],
 )
 def test_the_line_that_says_most(outcome: Any, detail: str, headline: str) -> None:
-    assert Verdict(outcome, detail, 0.1).headline == headline
+    assert ExecutionResult(outcome, detail, 0.1).headline == headline
 
 
 def test_a_program_that_was_not_run_has_no_verdict() -> None:
     prompt, right, tests = ADD["python"]
     asked = problem("python", prompt, tests)
     with Sandbox(strongest()) as box:
-        assert judge(asked, right, box).passed
+        assert execute(asked, right, box).passed
     with pytest.raises(InternalError, match=r"the program for 'T/0' was not run \(stopped\)"):
-        judge(asked, right, box)
+        execute(asked, right, box)
 
 
 def test_verdicts_come_in_order_and_are_counted(box: Sandbox) -> None:
@@ -169,33 +169,37 @@ def test_verdicts_come_in_order_and_are_counted(box: Sandbox) -> None:
     pairs = [(problem("python", prompt, tests, f"T/{place}"), f"    {body}") for place, body in enumerate(bodies)]
     prompt, right, tests = ADD["perl"]
     pairs.append((problem("perl", prompt, tests, "T/4"), right))
-    verdicts = list(judge_all(pairs, box, workers=3))
-    assert [verdict.outcome for verdict in verdicts] == ["passed", "failed", "passed", "syntax", "passed"]
+    results = list(execute_all(pairs, box, workers=3))
+    assert [result.outcome for result in results] == ["passed", "failed", "passed", "syntax", "passed"]
     problems = [*(asked for asked, _ in pairs), problem("python", prompt, tests, "T/9"), problem("go", "", "", "T/10")]
-    counted = {"python": Tally(2, 4, problems=5, without_solution=1), "perl": Tally(1, 1, 1, 0), "go": Tally(0, 0, 1, 1)}
-    assert tallies(problems, pairs, verdicts) == counted
+    counted = {
+        "python": PassCounts(2, 4, problems=5, without_solution=1),
+        "perl": PassCounts(1, 1, 1, 0),
+        "go": PassCounts(0, 0, 1, 1),
+    }
+    assert pass_counts(problems, pairs, results) == counted
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, GeneratorExit])
 def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
     prompt, _, tests = ADD["python"]
     asked = problem("python", prompt, tests)
-    judged, real, lock = [], judging.judge, threading.Lock()
+    judged, real, lock = [], execution.execute, threading.Lock()
 
-    def counting(asked: Problem, completion: str, box: Sandbox) -> Verdict:
+    def counting(asked: Problem, completion: str, box: Sandbox) -> ExecutionResult:
         with lock:
             judged.append(completion)
         return real(asked, completion, box)
 
-    monkeypatch.setattr(judging, "judge", counting)
+    monkeypatch.setattr(execution, "execute", counting)
     with Sandbox(strongest()) as box:
         pairs = [(asked, "    return 3"), *[(asked, f"    import time; time.sleep(1000 + {n})") for n in range(9)]]
-        verdicts = judge_all(pairs, box, workers=2)
-        assert next(verdicts).passed
+        results = execute_all(pairs, box, workers=2)
+        assert next(results).passed
         with pytest.raises(interruption):
-            verdicts.throw(interruption)
+            results.throw(interruption)
         assert len(judged) <= 4  # those that ran were killed, the others never began
-        assert not box._wardens
+        assert not box._supervisors
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     asked = [problem(language, *ADD[language][::2], task_id=language) for language in ("ruby", "go", "python")]
     asked.append(problem("javascript", "", "require('no-such')", "javascript"))
     with Sandbox(strongest()) as box, pytest.raises(RequestError, match="these problems cannot be run here") as raised:
-        next(judge_all([(one, "") for one in asked], box))
+        next(execute_all([(one, "") for one in asked], box))
     message = str(raised.value)
     assert "Ruby cannot be run, there is no no-such-ruby on PATH: install Ruby (package ruby)" in message
     assert f"Go cannot be run, the sandbox cannot run {broken}: install Go" in message
@@ -237,6 +241,6 @@ def test_canonical_solutions_of_published_sets_pass(box: Sandbox, name: str) -> 
     except RequestError as error:
         pytest.skip(str(error))
     pairs = read_solutions("canonical", problems)
-    assert [verdict.outcome for verdict in judge_all(pairs, box)] == ["passed"] * len(problems)
+    assert [result.outcome for result in execute_all(pairs, box)] == ["passed"] * len(problems)
     empty = [(asked, "") for asked in islice(problems, 1)]
-    assert [verdict.passed for verdict in judge_all(empty, box)] == [False]
+    assert [result.passed for result in execute_all(empty, box)] == [False]

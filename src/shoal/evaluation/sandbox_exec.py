@@ -1,10 +1,10 @@
-"""The inner of the sandbox's two programs: confines itself, then becomes what is to be confined.
+"""The inner of the sandbox's two programs: restricts its own process, then executes the command in it.
 
-    python -I -S confine.py '{"command": [...], "environment": {...}, "room": "...", "visible": [...], "uid": ..., ...}'
+    python -I -S sandbox_exec.py '{"command": [...], "environment": {...}, "workdir": "...", "visible": [...], "uid": ..., ...}'
 
-It sets the limits, becomes the user of its room, gives up new privileges and, where the kernel has Landlock, every file that
-is not listed, signals outside, and mounts; where it has seccomp, the system calls that a filter refuses. On descriptor 3 it
-reports: "go" just before the program starts.
+It sets resource limits, changes to the user of its working directory and gives up new privileges. Where the kernel has
+Landlock, it gives up all files that are not listed, signals to other processes, and mounts; where the kernel has seccomp, the
+system calls that the filter refuses. On descriptor 3 it reports an error, or "go" just before the program starts.
 
 Run by path without the package around it, so it imports the standard library only.
 """
@@ -21,14 +21,14 @@ import sys
 from typing import Any
 
 REPORT = 3  # the descriptor to report on
-NICE = 10  # the warden must not queue behind a thousand of these
+NICE = 10  # the supervisor must be scheduled before a thousand of these
 WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 READABLE = ("/dev/random", "/dev/urandom", "/proc")
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
-_FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # kinds of file access known to a version of Landlock
+_FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file access rights by version of Landlock
 TCP_SINCE, SIGNALS_SINCE = 4, 6  # versions of Landlock
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,22 +53,22 @@ def landlock_version() -> int:
 
 
 def main() -> None:
-    """Confines this process as told by the first argument, and becomes the command."""
+    """Restricts this process as the first argument says and executes the command in it."""
     spec: dict[str, Any] = json.loads(sys.argv[1])
     fcntl.fcntl(REPORT, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     try:
-        os.chdir(spec["room"])
+        os.chdir(spec["workdir"])
         os.umask(0o077)
         os.nice(NICE)
         _limit(spec["bounds"], os.getuid() if spec["uid"] is None else spec["uid"])
         if spec["uid"] is not None:
-            _become(spec["uid"])
+            _set_user(spec["uid"])
         if os.getpid() == 1:
-            _stay_behind()
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone the warden's
+            _fork_from_init()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has reset the supervisor's setting
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _guard_files(spec["room"], spec["visible"])
-        _filter_calls(bytes.fromhex(spec["filter"]))
+        _apply_landlock(spec["workdir"], spec["visible"])
+        _apply_seccomp(bytes.fromhex(spec["filter"]))
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
         os.write(REPORT, b"go")
@@ -97,7 +97,7 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
 
 
 def _tasks(uid: int) -> int:
-    """Threads that the kernel already counts towards a user's limit, as far as they can be seen: in a namespace its own."""
+    """Visible threads that the kernel already counts towards a user's limit; in a namespace only its own are visible."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -108,27 +108,27 @@ def _tasks(uid: int) -> int:
     return count
 
 
-def _stay_behind() -> None:
-    """Goes on in a child, and ends as it does: the first process of a namespace ignores most signals, no program may be it."""
+def _fork_from_init() -> None:
+    """Continues in a child and exits like it: a namespace's first process ignores most signals, so the program must not be it."""
     child = os.fork()
     if child:
         ended = -1
-        while ended != child:  # the orphans of the namespace come here too
+        while ended != child:  # the namespace's orphans are reaped here too
             ended, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
         os._exit(code if code >= 0 else 128 - code)
 
 
-def _become(uid: int) -> None:
+def _set_user(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def _guard_files(room: str, visible: list[str]) -> None:
-    """Landlock: all in the room, reading what is listed; no TCP, no signals to others.
+def _apply_landlock(workdir: str, visible: list[str]) -> None:
+    """Landlock: every access in the working directory, reading of the listed paths; no TCP, no signals to other processes.
 
-    Mounts are then refused too, also in user namespaces, where a program could else fill memory with file systems of its own.
+    Landlock also refuses mounts, in user namespaces too, where a program could otherwise fill memory with file systems.
     """
     version = landlock_version()
     if not version:
@@ -140,13 +140,13 @@ def _guard_files(room: str, visible: list[str]) -> None:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in WRITABLE:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
-    _allow(ruleset, room, everything)
+    _allow(ruleset, workdir, everything)
     _checked(_libc.syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)))
     os.close(ruleset)
 
 
-def _filter_calls(program: bytes) -> None:
-    """Seccomp: the filter decides on every system call from now on."""
+def _apply_seccomp(program: bytes) -> None:
+    """Seccomp: from here on the filter checks every system call."""
     if program:
         lines = _Filter(len(program) // 8, program)
         _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(lines), 0, 0), "seccomp")
@@ -155,7 +155,7 @@ def _filter_calls(program: bytes) -> None:
 def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # not there, or not for this user: nothing to allow
+    except OSError:  # missing, or not accessible to this user: nothing to allow
         return
     if not os.path.isdir(path):
         access &= ~_READ_DIR

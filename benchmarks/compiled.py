@@ -28,7 +28,7 @@ from shoal.bench.measure import interleave
 from shoal.bench.provenance import require_place, write_results
 from shoal.models.compiled import executor_for
 from shoal.models.loading import bundled, load_runner
-from shoal.problems.problems import generate as problems
+from shoal.problems.generator import generate as problems
 
 ORDINARY, EAGER = "ordinary", "static"
 

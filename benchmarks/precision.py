@@ -23,7 +23,7 @@ from shoal.bench.measure import compared, interleave
 from shoal.models import linears
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
-from shoal.problems.problems import generate as problems
+from shoal.problems.generator import generate as problems
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 7), (4, 7), (8, 5), (8, 7))
 """Rows x positions."""

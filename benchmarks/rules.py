@@ -20,7 +20,7 @@ from torch import Tensor
 import shoal
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
-from shoal.problems.problems import generate as problems
+from shoal.problems.generator import generate as problems
 from shoal.sampling.acceptance import Coupled
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)

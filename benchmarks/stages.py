@@ -26,7 +26,7 @@ from shoal.engine import engine, verify
 from shoal.models import runner
 from shoal.models.cache import slots
 from shoal.models.runner import Runner
-from shoal.problems.problems import generate as problems
+from shoal.problems.generator import generate as problems
 from shoal.sampling import acceptance
 from shoal.types.stats import Stats
 

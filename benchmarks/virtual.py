@@ -37,7 +37,7 @@ from shoal.bench.regret import CONTROLLERS, SWEEP
 from shoal.bench.work import Stopwatch, timed
 from shoal.lookahead.controller import Controller, Knowledge, as_controller, by_name
 from shoal.models.runner import Runner
-from shoal.problems.problems import generate
+from shoal.problems.generator import generate
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 

@@ -278,7 +278,7 @@ def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[t
         dice = random.Random(job.seed)
         return [tuple(dice.choices(range(pair.target.vocab_size), k=prompt_tokens)) for _ in range(size)]
     if not texts:
-        from shoal.problems.problems import generate
+        from shoal.problems.generator import generate
 
         texts = [problem.prompt for problem in generate(PROBLEMS_SEED, size, "templates")]
     return [tuple(pair.tokenizer.encode(text)) for text in texts]

@@ -1,4 +1,4 @@
-"""What a model is asked: the text it reads, the strings that end its answer, the part of the answer that is graded."""
+"""Tasks for a model: the text that it reads, the stop strings, and the part of its answer that is graded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ CHAT = "Complete the following {language} code. Answer with the whole code and n
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
 SUMMARY = "{document}\n\nTL;DR:"
 FUNCTIONS_SEED, FUNCTIONS = 404, 200
-"""Of the held-out problems that are evaluated, and how many of them unless said otherwise."""
+"""Seed and default number of the held-out problems."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to write.
+    """One prompt with the processing of its samples.
 
     Attributes:
-        prompt: for people. stops: strings that end a sample.
-        read: tokenizer -> what the model reads, a text or ids.
-        complete: (generated text, whether a stop string ended it) -> what is graded.
+        prompt: text for the report. stops: strings that end a sample.
+        read: tokenizer -> the model's input, text or ids.
+        complete: (generated text, whether a stop string ended it) -> the completion that is graded.
     """
 
     task_id: str
@@ -87,26 +87,26 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
 
 
 def function_problems(count: int = FUNCTIONS) -> list[Problem]:
-    """Problems of the bundled pair's generator, kept out of its training: held-out templates and constants in turns, none twice."""
-    from shoal.problems.problems import generate
+    """Distinct problems held out of the bundled pair's training: templates and constants alternate."""
+    from shoal.problems.generator import generate
 
     templates, constants = (
         list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values())
         for split in ("templates", "constants")
     )
-    turns = [problem for both in zip(templates, constants, strict=False) for problem in both][:count]
+    alternating = [problem for both in zip(templates, constants, strict=False) for problem in both][:count]
     return [
         Problem(
             task_id=f"{problem.split}/{place:04}/{problem.name}", language="python", prompt=problem.prompt,
             tests="\n".join(problem.tests) + "\n", entry_point=problem.name, canonical=problem.solution,
         )
-        for place, problem in enumerate(turns)
+        for place, problem in enumerate(alternating)
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the summary that people wrote of it."""
+    """A text and its reference summary."""
 
     task_id: str
     text: str
@@ -117,7 +117,7 @@ def read_documents(path: Path) -> list[Document]:
     """The records of a summarisation set such as XSum: "document" or "article", "summary" or "highlights", maybe an "id".
 
     Raises:
-        RequestError: with file and line, as `shoal.evaluation.problems.records`; for an id met twice, and for an empty set.
+        RequestError: with file and line, as `shoal.evaluation.problems.records`; for a repeated id, and for an empty set.
     """
     documents: dict[str, Document] = {}
     for place, (where, record) in enumerate(records(path)):

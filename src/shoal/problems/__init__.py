@@ -1,4 +1,4 @@
-"""Small programming problems with tests, made by rules: what the bundled pair is trained on, and evaluations and benchmarks ask.
+"""Programming problems in Python, generated from templates with a seed.
 
-No model and no engine is imported here.
+The bundled pair was trained on their training split; evaluation and benchmarks use the held-out splits. No dependencies.
 """

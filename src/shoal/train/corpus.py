@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from shoal.problems.problems import Problem, generate
+from shoal.problems.generator import FunctionProblem, generate
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 
 Tokens = npt.NDArray[np.uint16]
@@ -94,7 +94,7 @@ def _pieces(text: str) -> Iterator[str]:
         yield piece.rstrip() + "\n"
 
 
-def problem_documents(problems: Sequence[Problem], rng: random.Random) -> Iterator[str]:
+def problem_documents(problems: Sequence[FunctionProblem], rng: random.Random) -> Iterator[str]:
     """Problems as documents: most with tests, some without, some two by two."""
     waiting = list(problems)
     while waiting:

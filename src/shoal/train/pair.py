@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from shoal.problems.problems import generate
+from shoal.problems.generator import generate
 from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
 from shoal.train.distil import distillation_loss
 from shoal.train.loop import Run, Schedule

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from shoal.problems.problems import Problem, Split, generate
+from shoal.problems.generator import FunctionProblem, Split, generate
 from shoal.train.corpus import Tokens, pack, stdlib_pieces
 from shoal.train.distil import acceptance
 from shoal.train.models import logits
@@ -145,7 +145,7 @@ def is_valid(source: str) -> bool:
     return True
 
 
-def passes(function: str, problem: Problem) -> bool:
+def passes(function: str, problem: FunctionProblem) -> bool:
     """Runs the tests of a problem on a function in a fresh interpreter."""
     program = "\n".join([function, *problem.tests])
     try:
@@ -164,7 +164,7 @@ class Sample:
 
 
 def code_figures(
-    pair: Pair, split: Split, problems: Sequence[Problem], temperature: float
+    pair: Pair, split: Split, problems: Sequence[FunctionProblem], temperature: float
 ) -> tuple[CodeFigures, list[Sample]]:
     """The figures of one sample per problem; and the samples."""
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]

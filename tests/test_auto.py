@@ -14,7 +14,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.acceptance import Acceptance
 from shoal.lookahead.controller import Auto, Controller, Heuristic, Knowledge, by_name
 from shoal.lookahead.costs import Curve
-from shoal.testing.law import chain_rule, chi_square
+from shoal.testing.distributions import chain_rule, chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome

@@ -33,7 +33,7 @@ from shoal.sampling.acceptance import Rejection
 from shoal.sampling.distributions import probabilities, race
 from shoal.sampling.uniforms import group_seed, race_luck, row_seed
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.law import chain_rule, chi_square, committed_law
+from shoal.testing.distributions import chain_rule, chi_square, committed_distribution
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
@@ -147,12 +147,13 @@ def test_the_law_is_that_of_the_masked_target_exactly() -> None:
     torch.testing.assert_close(p, plain, rtol=1e-12, atol=1e-12)
     assert (p - q).abs().max() > 0.05
     for lengths in ([1], [2], [2, 0, 1]):
-        law = committed_law(p, q, HORIZON, lengths)
+        law = committed_distribution(p, q, HORIZON, lengths)
         torch.testing.assert_close(law, chain_rule(plain, HORIZON), rtol=1e-10, atol=1e-12)
     unmasked = chain(drafter, lambda weights, _: weights)
-    torch.testing.assert_close(committed_law(p, unmasked, HORIZON, [2]), chain_rule(plain, HORIZON), rtol=1e-10, atol=1e-12)
+    exact = chain_rule(plain, HORIZON)
+    torch.testing.assert_close(committed_distribution(p, unmasked, HORIZON, [2]), exact, rtol=1e-10, atol=1e-12)
     # The control: a target without its mask.
-    loose = committed_law(chain(target, lambda weights, _: weights), q, HORIZON, [2])
+    loose = committed_distribution(chain(target, lambda weights, _: weights), q, HORIZON, [2])
     assert (loose - chain_rule(plain, HORIZON)).abs().max() > 0.01
 
 

@@ -18,7 +18,7 @@ from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_model
-from shoal.testing.law import chain_rule, chi_square
+from shoal.testing.distributions import chain_rule, chi_square
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
 from shoal.types.requests import Request, Row
 from test_auto import auto

@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Bass, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.law import chain_rule, chi_square, committed_law, independence
+from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, Row
 
@@ -84,7 +84,7 @@ def test_committed_tokens_have_the_law_of_the_target(pair: str, vocab: int, leng
     for seed in (10, 20) if vocab < 5 else (10,):
         p, q = PAIRS[pair](vocab, seed)
         clip = vocab > 3 or lengths[0] % 2 == 0
-        law = committed_law(p, q, 4, lengths, clip=clip)
+        law = committed_distribution(p, q, 4, lengths, clip=clip)
         torch.testing.assert_close(law, chain_rule(p, 4), rtol=0, atol=EXACT)
 
 
@@ -92,13 +92,13 @@ def test_committed_tokens_have_the_law_of_the_target(pair: str, vocab: int, leng
 @pytest.mark.parametrize(("vocab", "horizon"), [(8, 4), (8, 3), (7, 2), (6, 1)])
 def test_larger_vocabularies(pair: str, vocab: int, horizon: int) -> None:
     p, q = PAIRS[pair](vocab, 5)
-    torch.testing.assert_close(committed_law(p, q, horizon, (3, 1, 4)), chain_rule(p, horizon), rtol=0, atol=EXACT)
+    torch.testing.assert_close(committed_distribution(p, q, horizon, (3, 1, 4)), chain_rule(p, horizon), rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("vocab", [2, 3])
 def test_a_longer_memory(vocab: int) -> None:
     p, q = table(vocab, 1, order=3), table(vocab, 2, order=3, zeros=0.3)
-    torch.testing.assert_close(committed_law(p, q, 4, (4, 2), clip=False), chain_rule(p, 4), rtol=0, atol=EXACT)
+    torch.testing.assert_close(committed_distribution(p, q, 4, (4, 2), clip=False), chain_rule(p, 4), rtol=0, atol=EXACT)
 
 
 def test_the_chain_rule_by_hand() -> None:

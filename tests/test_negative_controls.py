@@ -25,7 +25,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
-from shoal.testing.law import chain_rule, chi_square, committed_law, independence
+from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import hashed, runner, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Proposal, Verdict
@@ -95,9 +95,9 @@ RULES: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_rule_shows_in_the_exact_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = P[0], Q[0]
-    assert (committed_law(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() <= EXACT
+    assert (committed_distribution(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() <= EXACT
     monkeypatch.setattr(shoal.sampling.acceptance, *RULES[name])
-    assert (committed_law(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() > 1e6 * EXACT
+    assert (committed_distribution(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() > 1e6 * EXACT
 
 
 @pytest.mark.parametrize("name", RULES)

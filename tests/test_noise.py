@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
-from shoal.testing.law import chi_square
+from shoal.testing.distributions import chi_square
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 

@@ -1,4 +1,7 @@
-"""Tiny models, a tokenizer and saved pairs to try shoal with: built in milliseconds, nothing is downloaded."""
+"""Tiny models, a tokenizer, scripted models and exact distributions for tests of the library, of drafters and of constraints.
+
+Everything is built in milliseconds from configs; nothing is downloaded.
+"""
 
 from shoal.testing.tiny import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 

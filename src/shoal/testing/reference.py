@@ -1,7 +1,7 @@
 """Plain decoding of one row, without cache, batch or drafter: the definition of correct.
 
-A greedy engine must return these very ids. A sampling engine must return ids of the same law; by the coupled rule, with lookahead
-"off", or with a drafter equal to the target, these very ids again.
+A greedy engine must return exactly these ids. A sampling engine must return ids of the same distribution; by the coupled rule, with
+lookahead "off", or with a drafter equal to the target, exactly these ids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny random models of every architecture shoal knows about, built from configs; a byte tokenizer that fits them.
 
-The weights are random but not small: logits spread over several units and greedy output wanders, so a wrong mask, position
-or cache column shows at once.
+The weights are random but not small: logits spread over several units and greedy output does not repeat, so a wrong mask,
+position or cache column changes the output.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ VOCABULARY = 256 + len(SPECIALS)
 END, BEGIN, PAD = 256, 257, 258
 
 WINDOW = 8
-"""Sliding window of the architectures that have one: short enough for a test to cross it."""
+"""Sliding window of the architectures that have one: short enough for a test to exceed it."""
 STD = 0.35
-"""Standard deviation of the weight matrices: 17 times what training starts from."""
+"""Standard deviation of the weight matrices: 17 times the usual initialisation."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How to make one architecture small.
+    """The config of one tiny architecture.
 
     Attributes:
         config: name of the Transformers config class. options: its arguments beyond those of `names`.
-        names: "llama" for today's argument names, "gpt2" for the older ones, "" for none but the vocabulary.
+        names: "llama" for current argument names, "gpt2" for older ones, "" for the vocabulary only.
         auto: Transformers' class that makes the model.
     """
 
@@ -53,7 +53,11 @@ NAMES: dict[str, dict[str, Any]] = {
 LAYERS = {"llama": "num_hidden_layers", "mha": "num_hidden_layers", "gpt2": "n_layer", "": "num_hidden_layers"}
 
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
-QWEN_SLIDING: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 1}  # layer 0 sees all, 1 slides
+QWEN_SLIDING: dict[str, Any] = {
+    **SLIDING,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+}  # layer 0: full attention
 MIXED: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 HEAD: dict[str, Any] = {"head_dim": 8}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -143,7 +147,7 @@ REFUSED: dict[str, Spec] = {
         },
     ),
 }  # fmt: skip
-"""Architectures whose rows cannot have lengths of their own, or that are no causal LMs."""
+"""Architectures that cannot have rows of different lengths, or that are not causal LMs."""
 
 
 def tiny_model(architecture: str, *, seed: int = 0, vocab_size: int = VOCABULARY, layers: int = 2, **overrides: Any) -> Any:
@@ -151,25 +155,25 @@ def tiny_model(architecture: str, *, seed: int = 0, vocab_size: int = VOCABULARY
 
     Args:
         architecture: a name in `ARCHITECTURES` or `REFUSED`.
-        seed: of the weights. layers: as many; those that mix layer types need two.
+        seed: of the weights. layers: their number; architectures that mix layer types need two.
         overrides: further arguments of the config.
 
     Returns:
-        A `PreTrainedModel` in evaluation mode, without EOS, so that it ends where it is told to.
+        A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings end a row.
     """
     spec = {**ARCHITECTURES, **REFUSED}[architecture]
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shape = {"vocab_size": vocab_size, LAYERS[spec.names]: layers, "tie_word_embeddings": False}
     config = getattr(transformers, spec.config)(**{**special, **shape, **NAMES[spec.names], **spec.options, **overrides})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for vectors that start random, such as GPT-OSS's sinks
+        torch.manual_seed(seed)  # for vectors with random initial values, such as GPT-OSS's sinks
         model = getattr(transformers, spec.auto).from_config(config, dtype=torch.float32)
     fill(model, seed)
     return model.eval()
 
 
 def fill(model: Any, seed: int, std: float = STD) -> None:
-    """Random weights, the same on every machine: matrices N(0, std²), vectors moved off their initial values."""
+    """Random weights, the same on every machine: matrices N(0, std²), vectors with noise added to their initial values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -180,7 +184,7 @@ def fill(model: Any, seed: int, std: float = STD) -> None:
 
 
 def tiny_tokenizer() -> Any:
-    """One token per byte, then `SPECIALS`; no files. Any text goes through it and comes back."""
+    """One token per byte, then `SPECIALS`; no files. Every text is encoded and decoded without loss."""
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

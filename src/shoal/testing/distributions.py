@@ -1,7 +1,7 @@
-"""The law of what is committed, computed instead of sampled: the real code of `accept` is asked at chosen uniforms.
+"""Exact enumeration of the output distribution by the real acceptance code, and tests that counts come from a distribution.
 
-Every decision of a round is a step function of its uniform, with steps at places that follow from p and q alone. One question per
-step, weighted by its width, integrates over all uniforms; no random number is drawn, so the result is exact up to rounding.
+Every decision of a round is a step function of its uniform, and p and q determine the steps. One evaluation per step, weighted
+by the step's width, integrates over all uniforms. No random number is drawn, so the result is exact up to rounding.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from shoal.sampling import acceptance, distributions
 
 EDGE = 1e-6
-"""Share of a step's width that its two margins take; they are asked too, so that a step in another place shows."""
+"""Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is noticed."""
 
 
 def draw_measure(weights: Tensor) -> Tensor:
-    """The law of `distributions.draw` for weights [n, vocab] float64; [n, vocab]."""
+    """The distribution of `distributions.draw` for weights [n, vocab] float64; [n, vocab]."""
     rows, vocab = weights.shape
     steps = _steps(weights / weights.sum(dim=-1, keepdim=True))
     measure = torch.zeros_like(weights)
@@ -32,7 +32,7 @@ def draw_measure(weights: Tensor) -> Tensor:
 
 
 def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
-    """The measure of uniforms that `acceptance.acceptance_mask` lets pass, for probabilities p and q of one shape, float64."""
+    """The measure of uniforms that `acceptance.acceptance_mask` accepts, for probabilities p and q of one shape, float64."""
     step = _threshold(p, q)
     measure = torch.zeros_like(p)
     for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
@@ -43,7 +43,7 @@ def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _threshold(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q), and 1 where q is 0: such a draft is never made."""
+    """min(1, p / q), and 1 where q is 0: such a token is never drafted."""
     return torch.where(q > 0, p / q, 1.0).clamp(max=1)
 
 
@@ -54,24 +54,26 @@ def _steps(p: Tensor) -> Tensor:
 
 
 def chain_rule(table: Tensor, horizon: int) -> Tensor:
-    """The law of `horizon` tokens drawn one by one from a Markov table after a prompt of zeros; [vocab] * horizon."""
+    """The distribution of `horizon` tokens drawn one by one from a Markov table after a prompt of zeros; [vocab] * horizon."""
     order, vocab = table.dim() - 1, table.shape[-1]
     histories = _digits(torch.arange(vocab**horizon), horizon, vocab)
     padded = torch.nn.functional.pad(histories, (order, 0))
-    law = torch.ones(vocab**horizon, dtype=table.dtype)
+    joint = torch.ones(vocab**horizon, dtype=table.dtype)
     for t in range(horizon):
-        law = law * table[tuple(padded[:, t : t + order + 1].unbind(dim=1))]
-    return law.view([vocab] * horizon)
+        joint = joint * table[tuple(padded[:, t : t + order + 1].unbind(dim=1))]
+    return joint.view([vocab] * horizon)
 
 
-def committed_law(target: Tensor, drafter: Tensor, horizon: int, lengths: Sequence[int], *, clip: bool = True) -> Tensor:
-    """The law of the first `horizon` committed tokens over repeated rounds of the real acceptance code.
+def committed_distribution(
+    target: Tensor, drafter: Tensor, horizon: int, lengths: Sequence[int], *, clip: bool = True
+) -> Tensor:
+    """The distribution of the first `horizon` committed tokens over repeated rounds of the real acceptance code.
 
     Args:
         target, drafter: Markov tables of one order, [vocab] * order + [vocab] float64; the prompt is zeros.
-        lengths: draft lengths that rounds may have; which one is a fixed function of the row's history, so the rows of one call
+        lengths: possible draft lengths of a round; a fixed function of the row's history chooses one, so the rows of one call
             have different ones.
-        clip: as the engine does, no row drafts more than it may still commit, minus one. Otherwise surplus tokens are cut off.
+        clip: no row drafts more than it may still commit, minus one, as in the engine. Otherwise surplus tokens are cut off.
 
     Returns:
         [vocab] * horizon float64.
@@ -81,19 +83,19 @@ def committed_law(target: Tensor, drafter: Tensor, horizon: int, lengths: Sequen
     mass[0][0] = 1.0
     for depth in range(horizon):
         codes = mass[depth].nonzero().squeeze(1)
-        if not len(codes):  # every round so far went further
+        if not len(codes):  # every round so far has committed more
             continue
         histories = _digits(codes, depth, vocab)
         own = torch.tensor(lengths)[(histories.sum(dim=1) + depth) % len(lengths)]
         own = own.clamp(max=horizon - depth - 1) if clip else own
-        for way in pair.round(histories, own):
-            _advance(mass, depth, codes[way.row], way)
+        for outcome in pair.round(histories, own):
+            _advance(mass, depth, codes[outcome.row], outcome)
     return mass[horizon].view([vocab] * horizon)
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """Ways a round can go: `drafts` [m, k], the verdict's `accepted` and `token` [m], the `row` they are of, their `weight`."""
+class _Outcomes:
+    """Outcomes of a round: `drafts` [m, k], the verdict's `accepted` and `token` [m], their `row` and their `weight`."""
 
     drafts: Tensor
     accepted: Tensor
@@ -102,13 +104,13 @@ class _Ways:
     weight: Tensor
 
 
-def _advance(mass: list[Tensor], depth: int, codes: Tensor, ways: _Ways) -> None:
-    """Moves the ways' share of mass[depth] to where their committed blocks lead; `codes` [m]: where they come from."""
+def _advance(mass: list[Tensor], depth: int, codes: Tensor, outcomes: _Outcomes) -> None:
+    """Moves the outcomes' share of mass[depth] to the histories after their blocks; `codes` [m]: the histories before."""
     vocab, remaining = len(mass[1]), len(mass) - 1 - depth
-    block = torch.cat([ways.drafts, ways.token[:, None]], dim=1)
-    block[torch.arange(len(block)), ways.accepted] = ways.token
-    committed = (ways.accepted + 1).clamp(max=remaining)
-    share, code = mass[depth][codes] * ways.weight, codes
+    block = torch.cat([outcomes.drafts, outcomes.token[:, None]], dim=1)
+    block[torch.arange(len(block)), outcomes.accepted] = outcomes.token
+    committed = (outcomes.accepted + 1).clamp(max=remaining)
+    share, code = mass[depth][codes] * outcomes.weight, codes
     for length in range(1, min(remaining, block.shape[1]) + 1):
         code = code * vocab + block[:, length - 1]
         ends = committed == length
@@ -127,8 +129,8 @@ class _Pair:
         self.drafted = draw_measure(self.drafter.reshape(-1, vocab)).view_as(self.drafter)
         self.accepts = acceptance_measure(self.target, self.drafter)
 
-    def round(self, histories: Tensor, lengths: Tensor) -> list[_Ways]:
-        """All ways one round can go, by how many drafts pass.
+    def round(self, histories: Tensor, lengths: Tensor) -> list[_Outcomes]:
+        """All outcomes of one round, by the number of accepted drafts.
 
         Args:
             histories: [rows, depth] new tokens so far. lengths: draft length of each row, [rows].
@@ -142,7 +144,7 @@ class _Pair:
         contexts = [tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)]
         inside = torch.arange(k) < own[:, None]
         of_draft = [(*context, drafts[:, j]) for j, context in enumerate(contexts[:k])]
-        # Padding is drafted uniformly: it must not matter.
+        # Padding is drafted uniformly, which must not change the result.
         made = _stack([self.drafted[index] for index in of_draft], len(row)).where(inside, 1 / vocab).prod(dim=1)
         passes = _stack([self.accepts[index] for index in of_draft], len(row))
         step = _stack([_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row))
@@ -155,12 +157,12 @@ class _Pair:
 
     def _outcome(
         self, j: int, drafts: Tensor, own: Tensor, p: Tensor, q: Tensor, step: Tensor, weight: Tensor, row: Tensor
-    ) -> _Ways:
-        """The rows' ways with exactly the first j drafts passing, asked at one uniform per step of the next token."""
+    ) -> _Outcomes:
+        """The outcomes with exactly the first j drafts accepted, evaluated at one uniform per step of the next token."""
         u_accept = step / 2
         if j < drafts.shape[1]:
             u_accept[:, j] = (1 + step[:, j]) / 2
-            u_accept[:, j + 1 :] = 0.0  # passes, and must not count any more
+            u_accept[:, j + 1 :] = 0.0  # accepted, which must not count behind a rejection
         rest = (p[:, j] - q[:, j]).clamp(min=0)
         total = rest.sum(dim=-1, keepdim=True)
         steps = torch.cat([_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1).sort(dim=1).values
@@ -171,11 +173,11 @@ class _Pair:
         verdict = acceptance.reject_and_replace(
             drafts[at], own[at], q[at, :k] if k else None, p[at], u_accept[at], u[:, None, None].expand(-1, k + 1, 2)
         )
-        return _Ways(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])
+        return _Outcomes(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])
 
 
 def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
-    """Probability that exactly the first j drafts pass, [rows]; 0 for rows that draft fewer than j."""
+    """Probability that exactly the first j drafts are accepted, [rows]; 0 for rows that draft fewer than j."""
     run = passes[:, :j].where(inside[:, :j], 0.0).prod(dim=1)
     if j < passes.shape[1]:
         run = run * torch.where(inside[:, j], 1 - passes[:, j], 1.0)

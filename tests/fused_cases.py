@@ -31,6 +31,7 @@ from shoal.models.cache import Plan
 from shoal.models.cache.plan import Prefix
 from shoal.testing import tiny_model
 from shoal.types.requests import Request
+from test_tree_passes import path_of, random_tree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -52,7 +53,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One ragged pass; `prompts` are the lengths of the shared prompts, which rows of a group have at their beginning."""
+    """One ragged pass; `prompts` are the lengths of the shared prompts, which rows of a group have at their beginning. With `trees`
+    rows feed random draft trees."""
 
     rows: tuple[Row, ...]
     prompts: tuple[int, ...] = ()
@@ -66,6 +68,7 @@ class Case:
     sinks: bool = False
     cut: Tiling = SMALL
     seed: int = 0
+    trees: bool = False
 
     @property
     def scale(self) -> float:
@@ -97,7 +100,7 @@ def fill(case: Case) -> Data:
     first = 1
     plan = Plan(
         range(first, first + len(case.rows)), [row.start for row in case.rows], [row.count for row in case.rows], DEVICE,
-        prefixes=prefixes,
+        prefixes=prefixes, parents=[random_tree(row.count - 1, generator) for row in case.rows] if case.trees else None,
     )  # fmt: skip
 
     def store(width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -126,21 +129,27 @@ def fill(case: Case) -> Data:
     return Data(problem, key_rows, value_rows)
 
 
+def tokens_seen(p: Problem, row: int, column: int) -> list[int]:
+    """Tokens of the row that a column sees: those before the block and its path, of them as many of the last as the window has."""
+    start = p.plan.starts[row]
+    path = range(column + 1) if p.plan.parents is None else path_of(p.plan.parents[row], column)
+    return [*range(start), *(start + c for c in path)][-(p.window or 0) :]
+
+
 def plainly(data: Data, dtype: torch.dtype) -> Tensor:
     """The definition, one query at a time in `dtype`; [rows, q, heads, value dim], zero in unused columns."""
     p = data.problem
     out = torch.zeros(*p.query.transpose(1, 2).shape[:3], p.value.shape[-1], dtype=dtype)
     for b, (row_keys, row_values) in enumerate(zip(data.keys, data.values, strict=True)):
         for j in range(p.plan.counts[b]):
-            end = p.plan.starts[b] + j + 1
-            begin = 0 if p.window is None else max(0, end - p.window)
-            keys, values = (t[begin:end].to(dtype).repeat_interleave(p.group, dim=1) for t in (row_keys, row_values))
+            seen = tokens_seen(p, b, j)
+            keys, values = (t[seen].to(dtype).repeat_interleave(p.group, dim=1) for t in (row_keys, row_values))
             scores = torch.einsum("hd,khd->hk", p.query[b, :, j].cpu().to(dtype), keys) * p.scale
             if p.softcap is not None:
                 scores = p.softcap * torch.tanh(scores / p.softcap)
             if p.sinks is not None:
                 scores = torch.cat([scores, p.sinks.cpu().to(dtype)[:, None]], dim=1)
-            out[b, j] = torch.einsum("hk,khv->hv", scores.softmax(-1)[:, : end - begin], values)
+            out[b, j] = torch.einsum("hk,khv->hv", scores.softmax(-1)[:, : len(seen)], values)
     return out
 
 
@@ -157,8 +166,8 @@ def run(data: Data, cut: Tiling, kernel: Any = attend, bounds: Tensor | None = N
     p = data.problem
     shared = None if p.shared_key is None or p.shared_value is None else (p.shared_key, p.shared_value)
     return kernel(
-        p.query, p.key, p.value, p.plan.bounds if bounds is None else bounds, p.scale, shared=shared, window=p.window,
-        softcap=p.softcap, sinks=p.sinks, cut=cut,
+        p.query, p.key, p.value, p.plan.bounds if bounds is None else bounds, p.scale, shared=shared,
+        tree=p.plan.tree(p.window), window=p.window, softcap=p.softcap, sinks=p.sinks, cut=cut,
     ).cpu()  # fmt: skip
 
 
@@ -195,14 +204,30 @@ def cases(draw: st.DrawFn) -> Case:
         value_dim=draw(st.sampled_from([dim, 40])), window=draw(st.sampled_from([None, None, 1, 7, 30])),
         softcap=draw(st.sampled_from([None, 2.0, 30.0])), sinks=draw(st.booleans()),
         cut=Tiling(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32])), splits),
-        seed=draw(st.integers(0, 1000)),
+        seed=draw(st.integers(0, 1000)), trees=draw(st.booleans()),
     )  # fmt: skip
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(cases())
 def test_the_kernel_is_the_definition(case: Case) -> None:
     assert excess(case) <= 1
+
+
+BRANCHING = Case((Row(40, 9), Row(0, 12), Row(37, 1), Row(33, 7, 0)), (33,), kv_heads=1, trees=True, seed=4)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_trees(window: int | None, splits: int) -> None:
+    """Windows that end in the tree, in the row's own keys and in its prompt."""
+    case = replace(BRANCHING, window=window, softcap=2.0, sinks=True, cut=Tiling(16, 16, splits))
+    assert fill(case).problem.plan.parents is not None
+    assert excess(case) <= 1
+
+
+def test_a_tree_of_all_bits_over_several_tiles() -> None:
+    assert excess(Case((Row(5, 64), Row(3, 2)), kv_heads=1, group=1, window=4, trees=True)) <= 1
 
 
 LONG = Case((Row(70, 3), Row(0, 1), Row(45, 2)), sinks=True)
@@ -260,6 +285,16 @@ class Launches:
         return launch
 
 
+def test_launches_of_trees_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any tree in the same buffers is the same launch."""
+    spy = Launches(kernels.attend)
+    monkeypatch.setattr(kernels, "attend", spy)
+    for seed in (1, 2):
+        assert excess(replace(BRANCHING, seed=seed)) <= 1
+    assert len(spy.seen) == 2
+    assert all(a == b for a, b in pairwise(spy.seen))
+
+
 def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph needs: other lengths in the same buffers are the same launch, and give the right result."""
     spy = Launches(kernels.attend)
@@ -301,7 +336,7 @@ MUTANTS = {
     "one key too many": ("cell[None, :] <= position", "cell[None, :] <= 1 + position"),
     "one key too few": ("cell[None, :] <= position", "cell[None, :] < position"),
     "window one short": ("> position[:, None] - window", "> position[:, None] - window + 1"),
-    "window ends early": ("first_column - window + 1", "first_column - window + 3"),
+    "window ends early": ("oldest - window + 1", "oldest - window + 3"),
     "unscaled": (" * scale\n", "\n"),
     "softcap forgotten": ("SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)", "scores"),
     "sink in every share": ("tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)", "sink, total + 1.0"),
@@ -312,6 +347,13 @@ MUTANTS = {
     "loads unmasked": ("mask=there[:, None] &", "mask=(cell >= 0)[:, None] &"),
     "shares unweighted": ("tl.sum(weights[:, None] * part, 0)", "tl.sum(part, 0)"),
 }
+TREE_MUTANTS = {
+    "siblings seen": ("((word[:, None] >> column[None, :]) & 1) != 0", "column[None, :] <= column[None, :]"),
+    "window by column": ("position = tl.load(positions + place, mask=real, other=-1).to(tl.int32)", "position = position"),
+    "begins too late": ("tl.min(tl.where(real, position, start + count), 0)", "oldest"),
+    "unused columns see": (" & (position[:, None] >= 0)", ""),
+    "another row's tree": ("words + place", "words + column"),
+}
 WEAK = Case(
     (Row(40, 3, 0), Row(37, 2), Row(20, 3, 1)),
     (17, 9),
@@ -321,12 +363,13 @@ WEAK = Case(
     sinks=True,
     cut=Tiling(16, 16, 2),
 )
+WEAK_TREE = replace(WEAK, rows=(Row(40, 9, 0), Row(37, 2), Row(20, 9, 1)), window=24, trees=True)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *TREE_MUTANTS])
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, wrong = MUTANTS[name]
+    right, wrong = (MUTANTS | TREE_MUTANTS)[name]
     source = Path(str(kernels.__file__)).read_text(encoding="utf-8")
     assert source.count(right) == 1, f"the kernel no longer says {right!r}"
     path = tmp_path / "mutant.py"
@@ -338,11 +381,12 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest
     spec.loader.exec_module(mutant)
     for kernel in ("attend", "combine"):
         monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
-    assert excess(WEAK) > 100
+    assert excess(WEAK if name in MUTANTS else WEAK_TREE) > 100
 
 
-def test_the_same_case_with_the_right_kernel() -> None:
-    assert excess(WEAK) <= 1
+@pytest.mark.parametrize("case", [WEAK, WEAK_TREE], ids=["chains", "trees"])
+def test_the_same_case_with_the_right_kernel(case: Case) -> None:
+    assert excess(case) <= 1
 
 
 # ── in the engine ───────────────────────────────────────────────────────────────────────────────────────────────────

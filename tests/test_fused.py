@@ -147,11 +147,14 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton's assembler is for Linux on x86-64"
 )
 @pytest.mark.parametrize(
-    ("capability", "q", "dim", "dtype"),
-    [(90, 7, 128, "bf16"), (80, 1, 64, "fp16"), (90, 40, 128, "bf16"), (80, 1, 64, "fp32")],
-)
+    ("capability", "q", "dim", "dtype", "trees"),
+    [
+        (90, 7, 128, "bf16", False), (80, 1, 64, "fp16", False), (90, 40, 128, "bf16", False), (80, 1, 64, "fp32", False),
+        (90, 7, 128, "bf16", True), (80, 9, 64, "fp16", True),
+    ],
+)  # fmt: skip
 def test_it_compiles_for_gpus(
-    capability: int, q: int, dim: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int, q: int, dim: int, dtype: str, trees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter forgives what the compiler does not. Matrices are multiplied by tensor cores, float32 without TF32."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -164,6 +167,8 @@ def test_it_compiles_for_gpus(
         "SOFTCAP": 50.0, "GROUP": 4, "DIM": dim, "VALUE_DIM": dim, "BLOCK_D": dim, "BLOCK_V": dim,
         "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
     }  # fmt: skip
+    blocks = dict.fromkeys(("positions", "words"))
+    types, constants = (types | dict.fromkeys(blocks, "*i64"), constants) if trees else (types, constants | blocks)
     types |= {"bounds": "*i32", "out": "*fp32", "logs": "*fp32", "scale": "fp32"}
     binary = compiled(kernels.attend, types, constants, capability, made)
     assert binary.metadata.shared <= DEFAULT_SHARED_MEMORY

@@ -17,6 +17,7 @@ from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import MOST_NODES, branching, layout
+from shoal.models.compiled.buckets import COLUMNS
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
@@ -131,7 +132,10 @@ def life(rows: Rows) -> None:
     rows.feed([0, 1], [[5, 6, 7], [8, 9, 1]], [[-1, 0], [-1, -1]])
     rows.keep(0, [5, 6, 7], [0, 1])
     rows.keep(1, [8, 9, 1], [0, 2])
-    rows.feed([0, 1, 2], [[3, 1], [2], [4, 4, 4]], None)
+    chains = [3, 1], [2], [4, 4, 4]
+    rows.feed([0, 1, 2], chains, None)
+    for slot, block in enumerate(chains):
+        rows.keep(slot, block, range(len(block)))
 
 
 HISTORIES = [[7, 1, 200, 31, 7, 7, 80, 16, 3, 44, 21], [5], [9, 9, 9, 3]]
@@ -162,6 +166,39 @@ def test_beside_shared_prompts(architecture: str, method: str) -> None:
     life(rows)
     assert rows.worst < ROUNDED.get(architecture, ERROR)
     assert rows.runner.cache.prefixes[0] is not None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3"])
+def test_by_static_passes(architecture: str) -> None:
+    """Trees of at most the widest bucket's columns; larger ones are for ordinary passes."""
+    made = runner(architecture)
+    made.use_static_passes("eager")
+    rows = Rows(made, HISTORIES)
+    life(rows)
+    assert made.static is not None
+    assert (made.static.failure, made.static.ran.total()) == (None, 3)  # one round has its rows out of order
+    life(rows)  # now without a dynamic pass beside
+    assert made.static.ran.total() == 6
+    assert rows.worst < ROUNDED.get(architecture, ERROR)
+    random_round(rows, [0, 1, 2], [COLUMNS[-1], 2, 3], seed=5)
+    assert made.static.ran.total() == 6
+    assert rows.worst < ROUNDED.get(architecture, ERROR)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_random_trees_by_random_methods(data: st.DataObject) -> None:
+    architecture = data.draw(st.sampled_from(["llama", "qwen2-sliding"]))
+    made = runner(architecture, data.draw(st.sampled_from(METHODS)))
+    if made.attention == "pad" and data.draw(st.booleans()):
+        made.use_static_passes("eager")
+    slots = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
+    prompts = [9, None, 4] if made.shares and made.static is None and data.draw(st.booleans()) else None
+    rows = Rows(made, HISTORIES, prompts)
+    for _ in range(data.draw(st.integers(1, 3))):
+        nodes = data.draw(st.lists(st.integers(0, 9), min_size=len(slots), max_size=len(slots)))
+        random_round(rows, slots, nodes, data.draw(st.integers(0, 1000)))
+    assert rows.worst < ERROR
 
 
 # ── words and positions ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.errors import InternalError, RequestError
+from shoal.errors import RequestError
 from shoal.models.attention.problem import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,14 +72,12 @@ def fused(problem: Problem) -> Tensor:
             "attention='fused' needs Triton, a CUDA device (or TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; "
             f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
         )
-    if problem.plan.tree() is not None:
-        raise InternalError("the fused kernel does not know draft trees yet")
     shared = None
     if problem.shared_key is not None and problem.shared_value is not None:
         shared = problem.shared_key, problem.shared_value
     return attend(
         query, problem.key, problem.value, problem.plan.bounds, problem.scale, shared=shared,
-        window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
+        tree=problem.plan.tree(problem.window), window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
     )  # fmt: skip
 
 
@@ -103,12 +101,14 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, *, shared: tuple[Tensor, Tensor] | None = None,
+    tree: tuple[Tensor, Tensor] | None = None,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, cut: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
     """Ragged attention over a slot cache. Launches depend on shapes alone; lengths are read on the device.
 
-    Column j < counts[b] of row b stands at position starts[b] + j and sees the positions up to its own. Position p of row b is cell
-    bases[b] + p of the shared store if p < offsets[b], else key p - offsets[b] of row b.
+    Column j < counts[b] of row b is its token starts[b] + j, and sees the tokens up to itself. With a tree it stands at
+    positions[b, j], and sees the tokens before starts[b] and the columns whose bits are set in words[b, j]. Token t of row b is
+    cell bases[b] + t of the shared store if t < offsets[b], else key t - offsets[b] of row b.
 
     Args:
         query: [rows, heads, q, dim] float32, bfloat16 or float16.
@@ -116,7 +116,8 @@ def attend(
         bounds: starts, counts, offsets, bases; [4, rows] int32, contiguous, on the device.
         scale: multiplies the scores.
         shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared prompts; None = every offset is 0.
-        window: most recent keys that a query sees, itself included; None = all.
+        tree: positions and words (restricted to the window), [rows, q] int64 each, contiguous; None = all rows are chains.
+        window: most recent positions that a query sees, itself included; None = all.
         softcap: scores become softcap * tanh(scores / softcap); None = as they are.
         sinks: [heads], a logit each that takes probability and gives nothing; None = none.
         cut: how to cut the work; None = by `tiling`.
@@ -136,10 +137,11 @@ def attend(
         cut = tiling(query, key, value_dim, span, _processors(query.device))
     out = query.new_empty(rows, q, heads, value_dim)
     parts = out if cut.splits == 1 else out.new_empty(cut.splits, *out.shape, dtype=torch.float32)
+    positions, words = tree or (None, None)
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
     with torch.cuda.device_of(query):  # Triton launches on the current device
         kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
-            query, key, value, shared_key, shared_value, sinks, bounds, parts, logs, q, heads, scale,
+            query, key, value, shared_key, shared_value, sinks, bounds, positions, words, parts, logs, q, heads, scale,
             EVERYTHING if window is None else window, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             *shared_strides, SOFTCAP=softcap, GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=_block(dim),
             BLOCK_V=_block(value_dim), BLOCK_Q=cut.queries, BLOCK_K=cut.keys, SPLITS=cut.splits,

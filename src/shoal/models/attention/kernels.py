@@ -30,11 +30,12 @@ def _dot(a, b):
 
 @triton.jit
 def _over(
-    best, total, mixed, query, position, key, value, first, last,
+    best, total, mixed, query, position, word, start, key, value, first, last,
     key_cell, value_cell, scale, window, SOFTCAP: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax, continued over the keys at positions first..last-1; `key` and `value` point at position 0."""
+    """The online softmax, continued over the keys of tokens first..last-1; `key` and `value` point at token 0. From `start` on,
+    tokens are columns of the block; in a tree `word` says which of them a query sees."""
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for at in range(first, last, BLOCK_K):
         cell = at + tl.arange(0, BLOCK_K)
@@ -49,7 +50,13 @@ def _over(
         scores = _dot(query, keys) * scale
         if SOFTCAP is not None:  # softcap * tanh(scores / softcap)
             scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)
-        seen = there[None, :] & (cell[None, :] <= position[:, None]) & (cell[None, :] > position[:, None] - window)
+        recent = cell[None, :] > position[:, None] - window
+        if word is None:
+            seen = there[None, :] & (cell[None, :] <= position[:, None]) & recent
+        else:
+            column = tl.minimum(tl.maximum(cell - start, 0), 63)
+            inside = ((word[:, None] >> column[None, :]) & 1) != 0
+            seen = there[None, :] & tl.where(cell[None, :] < start, recent & (position[:, None] >= 0), inside)
         scores = tl.where(seen, scores * LOG2E, -float("inf"))
 
         higher = tl.maximum(best, tl.max(scores, 1))
@@ -63,7 +70,7 @@ def _over(
 
 @triton.jit(do_not_specialize=["columns", "window"])
 def attend(
-    query, key, value, shared_key, shared_value, sinks, bounds, out, logs,
+    query, key, value, shared_key, shared_value, sinks, bounds, positions, words, out, logs,
     columns, heads, scale, window,
     query_row, query_head, query_column, key_row, key_head, key_cell,
     value_row, value_head, value_cell,
@@ -86,15 +93,22 @@ def attend(
     column, head = folded // GROUP, kv_head * GROUP + folded % GROUP
     real = column < count
     position = tl.where(real, start + column, -1)
+    first_column = tile * BLOCK_Q // GROUP
+    oldest = start + first_column
+    word = None
+    if words is not None:
+        place = row * columns + column
+        position = tl.load(positions + place, mask=real, other=-1).to(tl.int32)
+        word = tl.load(words + place, mask=real, other=0)
+        oldest = tl.min(tl.where(real, position, start + count), 0)
     dims = tl.arange(0, BLOCK_D)
     queries = tl.load(
         query + row * query_row + head[:, None] * query_head + column[:, None] * query_column + dims[None, :],
         mask=real[:, None] & (dims < DIM)[None, :], other=0.0,
     )  # fmt: skip
 
-    # Positions that some query of this tile sees: low..high-1, cut at `offset` into the shared prompt and the row's own slot.
-    first_column = tile * BLOCK_Q // GROUP
-    low = tl.maximum(start + first_column - window + 1, 0)
+    # Tokens that some query of this tile sees: low..high-1, cut at `offset` into the shared prompt and the row's own slot.
+    low = tl.maximum(oldest - window + 1, 0)
     high = start + tl.minimum(count, (tile * BLOCK_Q + BLOCK_Q - 1) // GROUP + 1)
     high = tl.where(first_column < count, high, low)
     shared_low, shared_high = tl.minimum(low, offset), tl.minimum(high, offset)
@@ -111,7 +125,7 @@ def attend(
         best, total = tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)
     if shared_key is not None:
         best, total, mixed = _over(
-            best, total, mixed, queries, position,
+            best, total, mixed, queries, position, word, start,
             shared_key + base * shared_key_cell + kv_head * shared_key_head,
             shared_value + base * shared_value_cell + kv_head * shared_value_head,
             shared_low + begin * BLOCK_K, tl.minimum(shared_low + end * BLOCK_K, shared_high),
@@ -119,7 +133,7 @@ def attend(
         )  # fmt: skip
     begin, end = tl.maximum(begin - shared_blocks, 0), tl.maximum(end - shared_blocks, 0)
     best, total, mixed = _over(
-        best, total, mixed, queries, position,
+        best, total, mixed, queries, position, word, start,
         key + row * key_row + kv_head * key_head - offset * key_cell,
         value + row * value_row + kv_head * value_head - offset * value_cell,
         own_low + begin * BLOCK_K, tl.minimum(own_low + end * BLOCK_K, own_high),

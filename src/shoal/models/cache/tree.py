@@ -50,8 +50,8 @@ def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
         row[1 : len(tree) + 1] = np.asarray(tree, dtype=np.int64) + 1
     if (columns[:, 1:] < 0).any() or (columns >= np.arange(q)).any():
         raise InternalError("a draft tree has a node whose parent does not come before it")
-    every, own = np.arange(rows), np.left_shift(np.uint64(1), np.arange(q, dtype=np.uint64))
-    depths, words = np.zeros((rows, q), dtype=np.int64), np.tile(own, (rows, 1))
+    every = np.arange(rows)
+    depths, words = np.zeros((rows, q), dtype=np.int64), np.tile(_own(q), (rows, 1))
     for column in range(1, q):
         parent = columns[:, column]
         depths[:, column] = depths[every, parent] + 1
@@ -59,9 +59,14 @@ def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
     return depths, words.view(np.int64)
 
 
+def _own(q: int) -> npt.NDArray[np.uint64]:
+    """The bit of each column."""
+    return np.left_shift(np.uint64(1), np.arange(q, dtype=np.uint64))
+
+
 def chain_words(q: int) -> Array:
     """The words of a chain's columns, [q] int64: the lower triangle."""
-    return layout([range(-1, q - 1)], [q])[1][0]
+    return np.bitwise_or.accumulate(_own(q)).view(np.int64)
 
 
 def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:

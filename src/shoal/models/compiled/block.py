@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shoal.models.cache import Plan
+from shoal.models.cache.tree import chain_words
 from shoal.models.compiled.buckets import Bucket
-
-Array = npt.NDArray[np.int64]
 
 
 class Block:
@@ -21,6 +19,8 @@ class Block:
 
     Attributes:
         tokens: [rows, q] int64. positions: [rows, q] int64. cells: flat cells of the cache to write to, [rows * q] int64.
+        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q] int64; a chain's are the lower
+            triangle.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
 
@@ -28,9 +28,15 @@ class Block:
         self.bucket, self._scratch = bucket, scratch
         block, rows = bucket.rows * bucket.q, bucket.rows
         self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
-        self._numbers = torch.zeros(2 * block + 4 * rows, dtype=torch.long, device=device)
-        positions, self.cells, bounds = self._numbers.split([block, block, 4 * rows])
-        self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
+        self._chain = chain_words(bucket.q)
+        self._numbers = torch.zeros(3 * block + 4 * rows, dtype=torch.long, device=device)
+        positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
+        self.positions, self.words, self.bounds = (
+            positions.view(rows, bucket.q),
+            words.view(rows, bucket.q),
+            bounds.view(4, rows),
+        )
+        self.words.fill_(1)
         self.cells.fill_(scratch)  # all is padding: a first pass over it harms nobody
 
     def place(self, plan: Plan, capacity: int) -> None:
@@ -41,9 +47,13 @@ class Block:
         bounds[:, : plan.rows] = [plan.starts, plan.counts, plan.offsets, bases]
         starts, counts, offsets = (bound[:, None] for bound in bounds[:3])
         columns, slots = np.arange(q), np.arange(rows)[:, None]
-        positions = starts + np.minimum(columns, np.maximum(counts - 1, 0))
+        last = np.minimum(columns, np.maximum(counts - 1, 0))  # unused columns repeat the row's last
+        depths, words, own = last.copy(), self._chain[last], last[: plan.rows]
+        if plan.depths is not None and plan.words is not None:
+            depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
+            words[: plan.rows] = np.take_along_axis(plan.words, own, axis=1)
         cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
-        self._numbers.copy_(torch.from_numpy(np.concatenate([positions, cells, bounds], axis=None)))
+        self._numbers.copy_(torch.from_numpy(np.concatenate([starts + depths, words, cells, bounds], axis=None)))
 
     def fill(self, tokens: Tensor) -> None:
         """The tokens of the rows, [rows, columns] int64, neither more than the bucket's."""

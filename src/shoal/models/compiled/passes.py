@@ -113,7 +113,6 @@ class Passes:
             and step_up(plan.rows) < cache.slots
             and max(plan.tails) + ahead <= cache.capacity
             and (self.knows_prefixes or not plan.shares)
-            and plan.parents is None
         )
 
     def logits(self, plan: Plan, tokens: Tensor, cache: SlotCache, dynamic: Callable[[], Tensor]) -> Tensor:

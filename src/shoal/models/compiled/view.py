@@ -20,6 +20,7 @@ from shoal.errors import InternalError
 from shoal.models.attention import Method, Problem
 from shoal.models.cache import Plan
 from shoal.models.cache.plan import additive, seen_keys
+from shoal.models.cache.tree import seen_by_words, within
 from shoal.models.compiled.block import Block
 
 NAME = "shoal-static"
@@ -36,28 +37,42 @@ class StaticPlan(Plan):
     def __init__(self, block: Block) -> None:
         self._block = block
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
+        self._trees: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     @property
     def bounds(self) -> Tensor:  # type: ignore[override]
         """As `Plan.bounds`, [4, rows] int32."""
         return self._block.bounds.to(torch.int32)
 
-    def tree(self, window: int | None = None) -> None:
-        """Static passes have no trees yet."""
+    def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """As `Plan.tree`; chains are trees here, except that a single column is nobody's child."""
+        block = self._block
+        if block.bucket.q == 1:
+            return None
+        if window not in self._trees:
+            self._trees[window] = block.positions, within(block.words, block.positions, window)
+        return self._trees[window]
 
     def forget(self) -> None:
         """Masks are made anew in every pass, once for all layers."""
         self._masks.clear()
+        self._trees.clear()
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor:
         """As `Plan.bias`, over all keys of the bucket where no width is given: [rows, 1, fold * q, keys]."""
         key = (dtype, window, fold, width)
         bias = self._masks.get(key)
         if bias is None:
-            positions = self._block.positions[..., None]
-            keys = torch.arange(self._block.bucket.keys if width is None else width, device=positions.device)
-            bias = self._masks[key] = additive(seen_keys(keys, positions, window), dtype, fold)
+            keys = torch.arange(self._block.bucket.keys if width is None else width, device=self._block.positions.device)
+            bias = self._masks[key] = additive(self._seen(keys, window), dtype, fold)
         return bias
+
+    def _seen(self, keys: Tensor, window: int | None) -> Tensor:
+        """Which keys each column sees, [rows, q, keys] bool; no row has a prefix."""
+        block, tree = self._block, self.tree(window)
+        if tree is None:
+            return seen_keys(keys, block.positions[..., None], window)
+        return seen_by_words(keys, block.positions, block.bounds[0], tree[1], window)
 
 
 class View(Cache):

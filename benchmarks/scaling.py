@@ -1,6 +1,6 @@
 """`python benchmarks/scaling.py`: what passes and rounds cost as a pair is scaled up, and what the cost model says of them.
 
-Every second point of a sweep is shown to a `Curve`, which is all that `lookahead="auto"` knows of prices; the points between are
+Every second point of a sweep is shown to a `CostCurve`, which is all that `lookahead="auto"` knows of costs; the points between are
 predicted and the error is printed beside them. A pass is timed on caches of zeros: what a token is does not change what it costs.
 The last table predicts whole runs: the speed-up at a draft length, from rounds at other ones.
 """
@@ -31,7 +31,7 @@ from shoal.bench.measure import in_turns
 from shoal.bench.plots import COLOURS, DPI, require_matplotlib
 from shoal.bench.provenance import require_place, write_results
 from shoal.bench.work import timed
-from shoal.lookahead.costs import Curve
+from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 from shoal.types.stats import Stats
@@ -47,7 +47,7 @@ class Point:
     """One kind of pass or run.
 
     Attributes:
-        at: what was varied, by name. size: what a `Curve` knows it by. shown: to the curve; otherwise predicted by it.
+        at: what was varied, by name. size: what a `CostCurve` knows it by. shown: to the curve; otherwise predicted by it.
         seconds: measured, one per repeat. predicted: seconds, or None for a point that was shown.
     """
 
@@ -82,7 +82,7 @@ class Sweep:
 
     def measure(self, device: torch.device, repeats: int) -> None:
         """Times all points in turns, the first turn for nothing, shows the curve its share and asks it for the rest."""
-        curve = Curve()
+        curve = CostCurve()
         for repeat, i in in_turns([str(i) for i in range(len(self.points))], repeats + 1):
             point = self.points[int(i)]
             work = self.make(point)
@@ -170,8 +170,8 @@ class Gain:
 def gains(pair: shoal.Shoal, ks: Sequence[int], acceptance: float, new_tokens: int, repeats: int) -> list[Gain]:
     """Speed-up by draft length with an imposed acceptance rate, every second draft length predicted.
 
-    The prediction is `auto`'s own: (1 + a + ... + a^k) tokens per row and round, which costs what a `Curve` over verified positions
-    says of everything but drafting, and k drafter steps.
+    The prediction is `auto`'s own: (1 + a + ... + a^k) tokens per row and round, which cost what a `CostCurve` over verified
+    positions says of everything but drafting, and k drafter steps.
     """
     loaded = imposing(pair, acceptance)
     context = min(model.context for model in (pair.target, pair.draft_model) if model is not None)
@@ -182,7 +182,7 @@ def gains(pair: shoal.Shoal, ks: Sequence[int], acceptance: float, new_tokens: i
         stats = loaded.generate([prompt], BATCH, lookahead=int(name), **options).stats
         if repeat:
             runs[int(name)].append(stats)
-    verify, steps = Curve(), []
+    verify, steps = CostCurve(), []
     for k in ks[::2]:
         for stats in runs[k]:
             verify.observe(BATCH * (k + 1), (stats.seconds_rounds - stats.seconds_propose) / stats.rounds)

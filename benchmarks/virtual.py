@@ -35,7 +35,7 @@ from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
 from shoal.bench.regret import CONTROLLERS, SWEEP
 from shoal.bench.work import Stopwatch, timed
-from shoal.lookahead.controller import Controller, Knowledge, as_controller, by_name
+from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
 from shoal.models.runner import Runner
 from shoal.problems.generator import generate
 from shoal.types.requests import Row
@@ -247,13 +247,13 @@ def _rates(
     name: str, facts: Prices, known: Sequence[Trace], batch: int, rows: int, tokens: int, runs: int, stops: bool
 ) -> list[float]:
     """Of one setting; every setting decodes the same texts in its i-th run."""
-    knowledge = Knowledge(packed=True)
+    pair_costs = PairCosts(packed=True)
     rates = []
     for i in range(-WARM_UP, runs):
         rng = np.random.default_rng(abs(i) if i >= 0 else 1000 - i)
         chosen = rng.integers(len(known), size=rows)
         texts = [_Text(known[j], tokens, stops) for j in chosen]
-        rates.append(run(as_controller(by_name(name, knowledge)), facts, texts, batch, rng))
+        rates.append(run(as_controller(by_name(name, pair_costs)), facts, texts, batch, rng))
     return rates[WARM_UP:]
 
 

@@ -1,4 +1,4 @@
-"""Draft lengths by measured prices: what it learns, what it plans, where it stops, and that the law stays."""
+"""Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ import pytest
 
 from shoal.engine.engine import Engine
 from shoal.lookahead.acceptance import Acceptance
+<<<<<<< HEAD
 from shoal.lookahead.controller import Auto, Controller, Heuristic, Knowledge, by_name
 from shoal.lookahead.costs import Curve
 from shoal.testing.distributions import chain_rule, chi_square
+=======
+from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
+from shoal.lookahead.costs import CostCurve
+from shoal.testing.law import chain_rule, chi_square
+>>>>>>> 19cc3e8 (Name costs, calibration and backoff in the lookahead)
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
-from test_coupled import Priced
+from test_coupled import KnownCosts
 from test_exact_law import ALPHA, P, Q, joint
 
-# ── prices ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_curve_interpolates_and_is_kind_beyond_what_it_saw() -> None:
-    curve = Curve()
+    curve = CostCurve()
     curve.observe(4, 2.0)
     curve.observe(8, 3.0)
     table = curve.table(12)
@@ -35,14 +41,14 @@ def test_a_curve_interpolates_and_is_kind_beyond_what_it_saw() -> None:
 
 
 def test_a_smaller_pass_is_never_dearer() -> None:
-    curve = Curve()
+    curve = CostCurve()
     curve.observe(4, 9.0)  # disturbed
     curve.observe(8, 3.0)
     assert curve.table(8)[4] == pytest.approx(3.0)
 
 
 def test_one_disturbed_pass_counts_little() -> None:
-    curve = Curve()
+    curve = CostCurve()
     for seconds in (50.0, 1.0, 1.0, 1.0):  # the very first pass is slow
         curve.observe(4, seconds)
     assert curve.table(4)[4] == pytest.approx(1.0)
@@ -51,7 +57,7 @@ def test_one_disturbed_pass_counts_little() -> None:
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
-    curve = Curve()
+    curve = CostCurve()
     curve.observe(16, 50.0)
     for _ in range(500):
         curve.observe(4, 1.0)
@@ -105,15 +111,15 @@ def row(remaining: int = 100) -> Any:
 
 
 def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:
-    """A controller that knows these prices and has seen this acceptance at every position."""
-    knowledge = Knowledge(packed)
-    knowledge.verify, knowledge.draft, knowledge.rounds = Priced(verify), Priced({1: draft, 64: draft}), 100
-    seen = knowledge.acceptance._positions
+    """A controller that knows these costs and has seen this acceptance at every position."""
+    pair_costs = PairCosts(packed)
+    pair_costs.verify, pair_costs.draft, pair_costs.rounds = KnownCosts(verify), KnownCosts({1: draft, 64: draft}), 100
+    seen = pair_costs.acceptance._positions
     seen._trials[:], seen._hits[:] = 50.0, 50.0 * acceptance
-    return Auto(knowledge)
+    return Auto(pair_costs)
 
 
-def best_uniform(verify: Curve, draft: float, acceptance: float, rows: int) -> int:
+def best_uniform(verify: CostCurve, draft: float, acceptance: float, rows: int) -> int:
     """The best common draft length by the textbook formula."""
 
     def rate(k: int) -> float:
@@ -135,12 +141,12 @@ def test_plain_decoding_exactly_where_no_draft_length_pays(
 ) -> None:
     controller = auto(verify, draft, acceptance)
     lengths = controller.lengths([row() for _ in range(8)], 0)
-    expected = best_uniform(controller.known.verify, draft, acceptance, 8)
+    expected = best_uniform(controller.costs.verify, draft, acceptance, 8)
     assert (max(lengths) > 0) == (expected > 0)
 
 
-def test_without_prices_every_kind_of_round_is_tried_twice() -> None:
-    controller, seen = Auto(Knowledge(packed=True)), []
+def test_without_costs_every_kind_of_round_is_tried_twice() -> None:
+    controller, seen = Auto(PairCosts(packed=True)), []
     for _ in range(4):
         seen.append(controller.lengths([row(), row(3)], 0))
         controller.learn(Outcome(seen[-1], [0, 0], max(seen[-1]), 1.0, 0.1))
@@ -157,13 +163,13 @@ def test_plans_are_corrected_by_what_comes_of_them() -> None:
             break
         controller.shorten(0, [0.99] * 8)
         controller.learn(Outcome([1] * 8, [1] * 8, 1, 40.0, 0.3))
-    assert controller.known.truth < 0.8
+    assert controller.costs.calibration < 0.8
     assert max(controller.lengths(rows, 0)) == 0
 
 
 def test_a_first_slow_step_does_not_end_speculation() -> None:
     """The first pass of a process may take many times as long as any after it."""
-    controller, rows = Auto(Knowledge(packed=True)), [row() for _ in range(8)]
+    controller, rows = Auto(PairCosts(packed=True)), [row() for _ in range(8)]
     for i in range(20):
         lengths = controller.lengths(rows, 0)
         slow = 50.0 if i < 2 else 1.0
@@ -231,7 +237,7 @@ def test_plans_rest_while_they_find_nothing() -> None:
 
 
 def test_a_padded_pass_is_priced_as_such() -> None:
-    """One row near its end cannot make the others' padding cheaper: prices are those of rows times the longest draft."""
+    """One row near its end cannot make the others' padding cheaper: costs are those of rows times the longest draft."""
     packed, padded = (auto({1: 1.0, 600: 100.0}, 0.001, 0.9, kind) for kind in (True, False))
     rows = [row(), *[row(1) for _ in range(15)]]
     assert max(packed.lengths(rows, 0)) > 0
@@ -244,7 +250,7 @@ def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
     trials, spent, extra = 0, 0.0, 0.0
     for i in range(5000):
         if i % 500 == 0:
-            controller = Auto(controller.known)
+            controller = Auto(controller.costs)
         lengths = controller.lengths(rows, 0)
         trial = max(lengths) > 0
         trials += trial
@@ -257,11 +263,11 @@ def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def priced(packed: bool = False) -> Auto:
+def with_known_costs(packed: bool = False) -> Auto:
     """For a target whose pass costs little more for many positions, and a drafter that is not free."""
-    knowledge = Knowledge(packed)
-    knowledge.verify, knowledge.draft = Priced({1: 1.0, 1000: 1.5}), Priced({1: 0.02, 250: 0.02})
-    return Auto(knowledge)
+    pair_costs = PairCosts(packed)
+    pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 1000: 1.5}), KnownCosts({1: 0.02, 250: 0.02})
+    return Auto(pair_costs)
 
 
 def run(controller: Controller, samples: int = 20_000, **sampling: Any) -> tuple[Engine, list[Row]]:
@@ -273,7 +279,7 @@ def run(controller: Controller, samples: int = 20_000, **sampling: Any) -> tuple
 
 
 def test_the_law_stays_whatever_confidence_decides() -> None:
-    engine, rows = run(priced())
+    engine, rows = run(with_known_costs())
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
     stats = engine.stats
     assert 0 < stats.accepted < stats.drafted
@@ -286,7 +292,7 @@ class Spy:
     confidence after the second, which that draft's own luck has shaped."""
 
     limit = 3
-    hopeful = True
+    may_speculate = True
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -314,31 +320,31 @@ def test_noise_is_new_in_every_round_of_an_adaptive_controller() -> None:
 
 
 def test_knowledge_outlives_an_engine() -> None:
-    controller = Auto(Knowledge(packed=False))
+    controller = Auto(PairCosts(packed=False))
     run(controller, samples=50)
-    assert controller.known.rounds > 0
-    again = by_name("auto", controller.known)
+    assert controller.costs.rounds > 0
+    again = by_name("auto", controller.costs)
     assert isinstance(again, Auto)
-    assert again.known is controller.known
+    assert again.costs is controller.costs
 
 
 def test_no_drafter_work_where_it_does_not_pay() -> None:
-    knowledge = Knowledge(packed=False)
-    knowledge.verify, knowledge.draft = Priced({1: 1.0, 1000: 1000.0}), Priced({1: 5.0, 250: 5.0})
-    knowledge.rounds = 100
-    engine, _ = run(Auto(knowledge), samples=200)
+    pair_costs = PairCosts(packed=False)
+    pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 1000: 1000.0}), KnownCosts({1: 5.0, 250: 5.0})
+    pair_costs.rounds = 100
+    engine, _ = run(Auto(pair_costs), samples=200)
     assert (engine.stats.draft_passes, engine.stats.drafted) == (0, 0)
     assert engine.stats.acceptance_length == 1.0
 
 
 def test_a_drafter_known_to_be_hopeless_is_not_even_given_the_prompts() -> None:
     controller = auto({1: 1.0, 600: 60.0}, 0.2, 0.01)
-    assert not controller.hopeful
+    assert not controller.may_speculate
     engine, _ = run(controller, samples=20)
     assert engine.models == [engine.target]
-    controller.known.idle_seconds = 1e9
-    assert controller.hopeful
-    assert auto(FLAT, 0.2, 0.5).hopeful
+    controller.costs.idle_seconds = 1e9
+    assert controller.may_speculate
+    assert auto(FLAT, 0.2, 0.5).may_speculate
 
 
 def test_the_heuristic_grows_by_two_and_shrinks_by_one() -> None:
@@ -359,7 +365,7 @@ def test_the_heuristic_grows_by_two_and_shrinks_by_one() -> None:
 def test_what_is_learned_of_a_row_goes_with_it() -> None:
     """Python gives the place of a row that has gone to the next one: a row is known by its serial number."""
     controller = auto(FLAT, 0.2, 0.9)
-    known = controller.known.acceptance
+    known = controller.costs.acceptance
     places: set[int] = set()
     for i in range(20):
         living = Row(Request((1,)), 0, 0, 0, [1], frozenset(), 1000)

@@ -10,8 +10,8 @@ import torch
 
 import shoal
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Auto, Bass, Controller, Fixed, Knowledge, Lookahead
-from shoal.lookahead.costs import Curve
+from shoal.lookahead.controller import Auto, Bass, Controller, Fixed, Lookahead, PairCosts
+from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.distributions import draw, race
@@ -48,27 +48,27 @@ def ids(rows: Sequence[Row]) -> list[list[int]]:
 PLAIN = ids(run(None, Fixed(0))[1])
 
 
-class Priced(Curve):
-    """Prices that stay what they are, so that a run does not depend on the machine's mood."""
+class KnownCosts(CostCurve):
+    """Costs that stay what they are, so that a run does not depend on the machine's mood."""
 
-    def __init__(self, prices: Mapping[int, float]) -> None:
+    def __init__(self, costs: Mapping[int, float]) -> None:
         super().__init__()
-        for size, seconds in prices.items():
+        for size, seconds in costs.items():
             super().observe(size, seconds)
 
     def observe(self, size: int, seconds: float) -> None:
         pass
 
 
-def priced() -> Auto:
+def with_known_costs() -> Auto:
     """`Auto` for a target whose pass costs little more for many positions, and a drafter ten times as cheap."""
-    knowledge = Knowledge(packed=False)
-    knowledge.verify, knowledge.draft = Priced({1: 1.0, 100: 1.5}), Priced({1: 0.1, 16: 0.1})
-    return Auto(knowledge)
+    pair_costs = PairCosts(packed=False)
+    pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 100: 1.5}), KnownCosts({1: 0.1, 16: 0.1})
+    return Auto(pair_costs)
 
 
 @pytest.mark.parametrize("max_batch", [1, 4, 16])
-@pytest.mark.parametrize("lookahead", [Fixed(1), Fixed(5), Bass(), priced()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("lookahead", [Fixed(1), Fixed(5), Bass(), with_known_costs()], ids=lambda c: type(c).__name__)
 def test_speculation_gives_the_ids_of_plain_decoding_also_when_sampling(lookahead: Lookahead, max_batch: int) -> None:
     engine, rows = run(table_model(Q), lookahead, max_batch)
     assert ids(rows) == PLAIN

@@ -18,7 +18,7 @@ from shoal.cli.examine_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Fixed, Knowledge, by_name
+from shoal.lookahead.controller import Fixed, PairCosts, by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
@@ -264,9 +264,9 @@ def test_the_target_alone_refuses_prompts() -> None:
 def test_what_auto_has_learned_does_not_move_the_ends_of_rows() -> None:
     """A pair known to be hopeless is run without its drafter."""
     hopeless = auto({1: 1.0, 64: 1.0}, 0.01, 0.0)
-    assert not hopeless.hopeful
+    assert not hopeless.may_speculate
     lengths = [3, *EDGE]
-    runs = [Run(runners("llama"), controller, lengths) for controller in (hopeless, by_name("auto", Knowledge(True)))]
+    runs = [Run(runners("llama"), controller, lengths) for controller in (hopeless, by_name("auto", PairCosts(True)))]
     assert runs[0].engine.drafter is None
     assert runs[0].said == runs[1].said == plain("llama", lengths).said
     assert {run.engine.context for run in runs} == {CONTEXT}
@@ -277,7 +277,7 @@ def test_padding_of_silent_rows_teaches_auto_nothing() -> None:
     target, drafter = (scripted(hashed(12, 0), 12, context) for context in (40, 8))
     controller = auto({1: 1.0, 64: 1.0}, 0.01, 0.9)
     learned: list[Any] = []
-    acceptance = controller.known.acceptance
+    acceptance = controller.costs.acceptance
     learn = acceptance.learn
     acceptance.learn = lambda rows, drafted, accepted, sure: (
         learned.append((drafted, sure)),

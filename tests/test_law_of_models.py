@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shoal
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Auto, Controller, Fixed, Knowledge
+from shoal.lookahead.controller import Auto, Controller, Fixed, PairCosts
 from shoal.models import loading
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.quantize import quantized
@@ -133,7 +133,7 @@ class Timed(Auto):
 
 def test_auto_under_rejection() -> None:
     """Rows stop drafting by their confidence, and numbers of drafts thrown away are never used again."""
-    engine, rows = sampled(runner(llama(VOCAB, 1)), Timed(Knowledge(packed=True)))
+    engine, rows = sampled(runner(llama(VOCAB, 1)), Timed(PairCosts(packed=True)))
     assert engine.lookahead.adaptive
     assert 0 < engine.stats.drafted < N  # some rows drafted, some were stopped
     assert chi_square(joint(rows, VOCAB), law()) > ALPHA
@@ -141,7 +141,7 @@ def test_auto_under_rejection() -> None:
 
 def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    engine = Engine(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(Knowledge(packed=True)), max_batch=4)
+    engine = Engine(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(PairCosts(packed=True)), max_batch=4)
     luck = engine.rule.luck
     monkeypatch.setattr(engine.rule, "luck", lambda *args: (seen.append(args[3]), luck(*args))[1])
     engine.submit(Request(PROMPT, 4, Sampling(seed=1), Limits(max_new_tokens=6)))
@@ -172,7 +172,7 @@ class Listening:
 
     limit = 1
     adaptive = True
-    hopeful = True
+    may_speculate = True
 
     def __init__(self) -> None:
         self.told: list[list[float]] = []

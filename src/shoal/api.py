@@ -151,7 +151,7 @@ class Shoal:
         check_policy(prefix_sharing)
         self.max_batch, self.prefix_sharing = max_batch, prefix_sharing
         self.rule: Rule | None = None
-        self.knowledge = controllers.Knowledge(packed=target.packs)
+        self.pair_costs = controllers.PairCosts(packed=target.packs)
         self.eos = loading.eos_ids(target.hf, tokenizer)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
@@ -255,7 +255,7 @@ class Shoal:
         Raises:
             RequestError: for an unknown lookahead.
         """
-        controller = controllers.by_name(lookahead_name, self.knowledge)
+        controller = controllers.by_name(lookahead_name, self.pair_costs)
         engine = Engine(
             self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,

@@ -253,7 +253,7 @@ class Speculation:
     """How far ahead the drafter goes.
 
     Attributes:
-        lookahead: "auto" (by measured prices), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
+        lookahead: "auto" (by measured costs), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
             "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
             (see `shoal.lookahead.controller`).
         rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain decoding, whatever the draft

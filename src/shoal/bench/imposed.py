@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.api import Shoal
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Knowledge
+from shoal.lookahead.controller import PairCosts
 from shoal.sampling.acceptance import Rejection
 from shoal.sampling.uniforms import Purpose
 from shoal.types.rounds import Proposal, Verdict
@@ -41,5 +41,5 @@ def imposing(pair: Shoal, rate: float) -> Shoal:
     """The same models under the imposed rule; what `auto` knows of the real one is not carried over."""
     other = copy.copy(pair)
     other.rule = Imposed(rate)
-    other.knowledge = Knowledge(packed=pair.knowledge.packed)
+    other.pair_costs = PairCosts(packed=pair.pair_costs.packed)
     return other

@@ -191,12 +191,12 @@ class Referee:
             else:
                 way.run(work)
         if device.type == "cpu" and way.countable and key not in self._peaks:
-            knowledge, self._measured.knowledge = self._measured.knowledge, copy.deepcopy(self._measured.knowledge)
+            pair_costs, self._measured.pair_costs = self._measured.pair_costs, copy.deepcopy(self._measured.pair_costs)
             try:
                 short = replace(work, max_new_tokens=min(work.max_new_tokens, COUNTED_TOKENS))
                 self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, short))
             finally:
-                self._measured.knowledge = knowledge
+                self._measured.pair_costs = pair_costs
         return watch.seconds
 
     def _weights(self) -> int:

@@ -57,7 +57,7 @@ class Engine:
         kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
-        speculative = drafter_model is not None and controller.limit > 0 and controller.hopeful
+        speculative = drafter_model is not None and controller.limit > 0 and controller.may_speculate
         self.target = target.fork()
         self.models = [self.target]
         self.drafter: Drafter | None = None

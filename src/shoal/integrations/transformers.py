@@ -23,7 +23,7 @@ from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
-from shoal.lookahead.controller import Knowledge
+from shoal.lookahead.controller import PairCosts
 from shoal.models import loading
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
@@ -38,7 +38,7 @@ NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
 itself raises an error then."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
-_knowledge: weakref.WeakKeyDictionary[Any, Knowledge] = weakref.WeakKeyDictionary()
+_pair_costs: weakref.WeakKeyDictionary[Any, PairCosts] = weakref.WeakKeyDictionary()
 
 
 def custom_generate(
@@ -109,8 +109,8 @@ def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_ba
     drafter = _runner(draft_model, attention) if draft_model is not None else None
     if drafter is not None:
         loading.check_pair(target, drafter)
-    knowledge = _knowledge.setdefault(model, Knowledge(packed=target.packs))
-    controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, knowledge)
+    pair_costs = _pair_costs.setdefault(model, PairCosts(packed=target.packs))
+    controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
     return Engine(target, drafter, controller, max_batch=max_batch, rule=Coupled())
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.lookahead.acceptance import Acceptance, Array
-from shoal.lookahead.costs import Curve
+from shoal.lookahead.costs import CostCurve
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
@@ -27,35 +27,35 @@ LIMIT = 16
 """Longest draft: the survival of even a good drafter's next token is small beyond."""
 OPENING = (4, 0, 4, 0)
 """Draft lengths of the very first rounds, when no price is known: each kind twice, as first passes are slow."""
-HOPELESS = 0.1
+MIN_ACCEPTANCE = 0.1
 """Acceptance below which not even the prompts are fed to the drafter."""
 TRIAL_ROWS = 16
 """Rows to reckon with before a run is known."""
 TRIAL_SHARE = 0.005
 """Share of the time that goes into asking again whether a hopeless drafter has become useful."""
-TRUTH_SHARE = 0.02
+CALIBRATION_SHARE = 0.02
 """What one round's result counts for when plans are compared with what came of them; what is learned so fades in plain rounds."""
-LEAST_TRUTH, MOST_TRUTH = 0.5, 1.2
+MIN_CALIBRATION, MAX_CALIBRATION = 0.5, 1.2
 """Prices that are off by more say nothing about plans."""
-LONGEST_REST = 16
+MAX_BACKOFF = 16
 """Most plain rounds before a new plan is made for as many rows."""
 
 
-class Knowledge:
+class PairCosts:
     """What is known of a pair on this machine; outlives the engines that use it.
 
     Attributes:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
         draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
         idle_seconds: spent without drafting since the last draft. rounds: heard of so far.
-        truth: what rounds with drafts bring per second, over what their plans promised; plans are corrected by it.
+        calibration: what rounds with drafts bring per second, over what their plans promised; plans are corrected by it.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
-        self.verify, self.draft = Curve(), Curve()
-        self.idle_seconds, self.rounds, self.truth = 0.0, 0, 1.0
+        self.verify, self.draft = CostCurve(), CostCurve()
+        self.idle_seconds, self.rounds, self.calibration = 0.0, 0, 1.0
 
 
 class Auto:
@@ -68,10 +68,10 @@ class Auto:
     limit = LIMIT
     adaptive = True
 
-    def __init__(self, knowledge: Knowledge) -> None:
-        self.known = knowledge
+    def __init__(self, pair_costs: PairCosts) -> None:
+        self.costs = pair_costs
         self._idle_rounds = 0
-        self._rest = _Rest()
+        self._backoff = Backoff()
         self._begin([], np.ones(0))
 
     def _begin(self, rows: Sequence[Row], room: Array) -> None:
@@ -81,10 +81,10 @@ class Auto:
         self._weights = np.ones(len(room))
 
     @property
-    def hopeful(self) -> bool:
+    def may_speculate(self) -> bool:
         """False for a pair known to be hopeless, until it is time to ask again."""
-        known = self.known
-        return known.rounds < len(OPENING) or known.acceptance.mean >= HOPELESS or self._trial_is_due(TRIAL_ROWS)
+        costs = self.costs
+        return costs.rounds < len(OPENING) or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(TRIAL_ROWS)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -96,13 +96,13 @@ class Auto:
 
     def _most(self, rows: Sequence[Row], waiting: int) -> int:
         """Longest draft of any row."""
-        if self.known.rounds < len(OPENING):
-            return OPENING[self.known.rounds]
-        if self._rest.over(len(rows)):
+        if self.costs.rounds < len(OPENING):
+            return OPENING[self.costs.rounds]
+        if self._backoff.over(len(rows)):
             if self._plan(np.array([0 if waiting else row.remaining for row in rows])):
-                self._rest = _Rest()
+                self._backoff = Backoff()
                 return self.limit
-            self._rest.again(len(rows))
+            self._backoff.again(len(rows))
         return int(self._trial_is_due(len(rows)))
 
     def _plan(self, left: Array) -> bool:
@@ -112,7 +112,7 @@ class Auto:
             left: tokens that each row may still get; zeros if others wait for its slot.
         """
         rows = len(left)
-        self._next = self.known.acceptance.by_position(self._rows)
+        self._next = self.costs.acceptance.by_position(self._rows)
         survival = self._next.cumprod(axis=1)
         survival[np.arange(self.limit) >= self._room[:, None]] = 0.0
         if left.any():
@@ -122,28 +122,28 @@ class Auto:
         order = np.argsort(-worth, kind="stable")
         steps = np.maximum.accumulate(order % self.limit) + 1
         drafts = np.arange(1, len(order) + 1)
-        sizes = rows + (drafts if self.known.packed else rows * steps)
-        verify = self.known.verify.table(rows * (self.limit + 1))
+        sizes = rows + (drafts if self.costs.packed else rows * steps)
+        verify = self.costs.verify.table(rows * (self.limit + 1))
         step = self._seconds_of_step(rows)
         rates = (rows + worth[order].cumsum()) / (verify[sizes] + step * steps)
         best = int(rates.argmax())
-        if self.known.truth * rates[best] <= rows / verify[rows]:
+        if self.costs.calibration * rates[best] <= rows / verify[rows]:
             return False
-        self._rate = float(self.known.truth * rates[best])
+        self._rate = float(self.costs.calibration * rates[best])
         # Over all of the way from plain decoding: between neighbours most of the difference is noise, and beyond lies guesswork.
         self._position_price = self._rate * float((verify[sizes[best]] - verify[rows]) / (sizes[best] - rows))
         self._step_price = self._rate * step
-        self._accepting = self.known.acceptance.by_confidence(self._rows)
+        self._accepting = self.costs.acceptance.by_confidence(self._rows)
         return True
 
     def _seconds_of_step(self, rows: int) -> float:
-        return float(self.known.draft.table(rows)[rows]) if self.known.draft.known else 0.0
+        return float(self.costs.draft.table(rows)[rows]) if self.costs.draft.known else 0.0
 
     def _trial_is_due(self, rows: int) -> bool:
         """Catching up with what was decoded meanwhile is part of the price."""
-        verify = self.known.verify.table(2 * rows)
+        verify = self.costs.verify.table(2 * rows)
         price = self._seconds_of_step(rows) * (1 + self._idle_rounds / 4) + verify[2 * rows] - verify[rows]
-        return self.known.idle_seconds * TRIAL_SHARE > price
+        return self.costs.idle_seconds * TRIAL_SHARE > price
 
     # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,31 +170,31 @@ class Auto:
 
     def learn(self, outcome: Outcome) -> None:
         """Hears what the round cost and brought."""
-        known = self.known
-        known.rounds += 1
+        costs = self.costs
+        costs.rounds += 1
         fed = [1 + drafted for drafted in outcome.drafted]
-        positions = sum(fed) if known.packed else len(fed) * max(fed)
-        known.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
+        positions = sum(fed) if costs.packed else len(fed) * max(fed)
+        costs.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
-            known.idle_seconds += outcome.seconds
-            known.truth += TRUTH_SHARE * (1 - known.truth)
+            costs.idle_seconds += outcome.seconds
+            costs.calibration += CALIBRATION_SHARE * (1 - costs.calibration)
             self._idle_rounds += 1
             return
         step = outcome.seconds_drafting / outcome.steps
         if self._idle_rounds <= 1 or step < self._seconds_of_step(len(fed)):  # else much of it was catching up
-            known.draft.observe(len(fed), step)
-        known.idle_seconds, self._idle_rounds = 0.0, 0
+            costs.draft.observe(len(fed), step)
+        costs.idle_seconds, self._idle_rounds = 0.0, 0
         if self._rate:
             brought = float(self._weights @ np.add(outcome.accepted, 1)) / outcome.seconds / self._rate
-            corrected = known.truth * (1 + TRUTH_SHARE * (min(max(brought, 0.5), 2.0) - 1))
-            known.truth = min(max(corrected, LEAST_TRUTH), MOST_TRUTH)
+            corrected = costs.calibration * (1 + CALIBRATION_SHARE * (min(max(brought, 0.5), 2.0) - 1))
+            costs.calibration = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
         confidence = np.array(self._confidence) if self._confidence else np.empty((0, len(fed)))
         # Beyond a row's room the drafter may have seen padding: that says nothing of its drafts.
         confidence[np.arange(len(confidence))[:, None] >= self._room] = np.nan
-        known.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)
+        costs.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)
 
 
-class _Rest:
+class Backoff:
     """Plain rounds without a plan, more of them each time that a plan for as many rows finds nothing: planning costs, too."""
 
     def __init__(self) -> None:
@@ -207,5 +207,5 @@ class _Rest:
 
     def again(self, rows: int) -> None:
         """A plan found nothing."""
-        self._length = min(2 * self._length + 1, LONGEST_REST) if rows == self._rows else 1
+        self._length = min(2 * self._length + 1, MAX_BACKOFF) if rows == self._rows else 1
         self._rows, self._left = rows, self._length

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
-from shoal.lookahead.auto import Auto, Knowledge
+from shoal.lookahead.auto import Auto, PairCosts
 from shoal.lookahead.bass import Bass
 from shoal.lookahead.fixed import Fixed
 from shoal.lookahead.heuristic import Heuristic
@@ -24,7 +24,7 @@ __all__ = [
     "Controller",
     "Fixed",
     "Heuristic",
-    "Knowledge",
+    "PairCosts",
     "Lookahead",
     "Uniform",
     "as_controller",
@@ -42,7 +42,7 @@ class Controller(Protocol):
             must then be new in every round, see `shoal.types.requests.Row.noise`.
         shorten: None, or asked before each draft position is drawn: how long each row's draft may still become, given the
             position and the drafter's highest probability there, one per row.
-        hopeful: False if a run that starts now may do without the drafter altogether, prompts included.
+        may_speculate: False if a run that starts now may do without the drafter altogether, prompts included.
     """
 
     @property
@@ -52,7 +52,7 @@ class Controller(Protocol):
     def adaptive(self) -> bool: ...
 
     @property
-    def hopeful(self) -> bool: ...
+    def may_speculate(self) -> bool: ...
 
     @property
     def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
@@ -66,12 +66,12 @@ class Controller(Protocol):
         ...
 
 
-def by_name(name: object, knowledge: Knowledge | None = None) -> Lookahead | Controller:
-    """ "auto" -> Auto(knowledge); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
+def by_name(name: object, pair_costs: PairCosts | None = None) -> Lookahead | Controller:
+    """ "auto" -> Auto(pair_costs); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
     Heuristic(); a controller object -> itself.
 
     Args:
-        knowledge: what `Auto` starts from and adds to; without it, from nothing.
+        pair_costs: what `Auto` starts from and adds to; without it, from nothing.
 
     Raises:
         RequestError: for anything else.
@@ -80,7 +80,7 @@ def by_name(name: object, knowledge: Knowledge | None = None) -> Lookahead | Con
         return Fixed(name)
     if isinstance(name, str):
         if name in _NAMES:
-            return _NAMES[name](knowledge)
+            return _NAMES[name](pair_costs)
         digits = name.removeprefix("fixed:")
         if digits.isdecimal():
             return Fixed(int(digits))
@@ -89,8 +89,8 @@ def by_name(name: object, knowledge: Knowledge | None = None) -> Lookahead | Con
     raise RequestError(f"lookahead must be 'auto', a draft length, 'fixed:K', 'bass', 'heuristic' or 'off', got {name!r}")
 
 
-_NAMES: dict[str, Callable[[Knowledge | None], Lookahead | Controller]] = {
-    "auto": lambda knowledge: Auto(knowledge or Knowledge(packed=True)),
+_NAMES: dict[str, Callable[[PairCosts | None], Lookahead | Controller]] = {
+    "auto": lambda pair_costs: Auto(pair_costs or PairCosts(packed=True)),
     "bass": lambda _: Bass(),
     "heuristic": lambda _: Heuristic(),
     "off": lambda _: Fixed(0),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 
-class Curve:
+class CostCurve:
     """A running estimate of seconds by size (positions of a target pass, rows of a drafter step).
 
     What was never tried is judged by its neighbours, and kindly beyond them, so that it gets tried: below the smallest size seen

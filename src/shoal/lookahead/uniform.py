@@ -30,7 +30,7 @@ class Uniform:
 
     adaptive = False
     shorten = None
-    hopeful = True
+    may_speculate = True
 
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead

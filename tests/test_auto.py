@@ -12,15 +12,9 @@ import pytest
 
 from shoal.engine.engine import Engine
 from shoal.lookahead.acceptance import Acceptance
-<<<<<<< HEAD
-from shoal.lookahead.controller import Auto, Controller, Heuristic, Knowledge, by_name
-from shoal.lookahead.costs import Curve
-from shoal.testing.distributions import chain_rule, chi_square
-=======
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
-from shoal.testing.law import chain_rule, chi_square
->>>>>>> 19cc3e8 (Name costs, calibration and backoff in the lookahead)
+from shoal.testing.distributions import chain_rule, chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +17,10 @@ from torch import Tensor
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import MOST_NODES, branching, layout
+from shoal.models.cache.tree import MOST_NODES, branching, chain_words, layout, within
 from shoal.models.compiled.buckets import COLUMNS
 from shoal.models.runner import Runner
+from shoal.testing import ARCHITECTURES as ALL
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import Prefix
@@ -201,6 +203,69 @@ def test_random_trees_by_random_methods(data: st.DataObject) -> None:
     assert rows.worst < ERROR
 
 
+# ── negative controls: each is caught by the checks above ───────────────────────────────────────────────────────────
+
+
+def siblings_visible(parents: Any, counts: Any) -> tuple[Any, Any]:
+    depths, words = layout(parents, counts)
+    return depths, np.tile(chain_words(words.shape[1]), (len(words), 1))
+
+
+def positions_by_column(parents: Any, counts: Any) -> tuple[Any, Any]:
+    depths, words = layout(parents, counts)
+    return np.tile(np.arange(depths.shape[1]), (len(depths), 1)), words
+
+
+def window_by_column(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    return within(words, torch.arange(words.shape[1]).expand(words.shape), window)
+
+
+def without_window(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    return words
+
+
+def in_wrong_order(self: SlotCache, slot: int, start: int, cells: Sequence[int], gather: Any = SlotCache.gather) -> None:
+    gather(self, slot, start, cells[::-1])
+
+
+def not_moved(self: SlotCache, slot: int, start: int, cells: Sequence[int]) -> None:
+    pass
+
+
+PLAN = "shoal.models.cache.plan"
+SABOTAGE: dict[str, tuple[str, Any]] = {
+    "siblings are visible": (f"{PLAN}.layout", siblings_visible),
+    "positions by column": (f"{PLAN}.layout", positions_by_column),
+    "window by column": (f"{PLAN}.within", window_by_column),
+    "window forgotten in the tree": (f"{PLAN}.within", without_window),
+    "kept in the wrong order": ("shoal.models.cache.slots.SlotCache.gather", in_wrong_order),
+    "not moved": ("shoal.models.cache.slots.SlotCache.gather", not_moved),
+}
+STATIC: dict[str, tuple[str, Any]] = {
+    "window by column": ("shoal.models.compiled.view.within", window_by_column),
+    "window forgotten in the tree": ("shoal.models.compiled.view.within", without_window),
+}
+
+
+@pytest.mark.parametrize("method", ["reference", "pad", "split", "static"])
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_what_is_wrong_shows(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pad` and `split` make their masks in different places, a static pass from its own buffers. Mistakes cost 0.05 to 10."""
+    made = runner("qwen2-sliding", "pad" if method == "static" else method)
+    place, wrong = (STATIC if method == "static" else {}).get(name, SABOTAGE[name])
+    monkeypatch.setattr(place, wrong)
+    if method == "static":
+        made.use_static_passes("eager")
+        monkeypatch.setattr("shoal.models.compiled.passes._compare", lambda *_: None)
+    rows = Rows(made, HISTORIES)
+    deep, block = [-1, -1, 1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 51)]  # longer than the window, and a sibling before it
+    for _ in range(2):
+        rows.feed([0, 1], [block, block], [deep, deep])
+        for slot in (0, 1):
+            rows.keep(slot, block, path_of(deep, 9))
+    assert rows.worst > 0.01
+
+
 # ── words and positions ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -249,6 +314,22 @@ def test_a_model_that_counts_positions_itself_takes_chains_only() -> None:
     mpt.feed([0], torch.ones(1, 3, dtype=torch.int64), [3], parents=[[-1, 0]])
     with pytest.raises(UnsupportedModel, match="an MPT cannot verify draft trees"):
         mpt.feed([0], torch.ones(1, 3, dtype=torch.int64), [3], parents=[[-1, -1]])
+
+
+@pytest.mark.parametrize(("wrong", "takes"), [(None, True), (siblings_visible, False), (positions_by_column, False)])
+def test_the_self_check_tries_a_tree(wrong: Any, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that only trees go wrong with is not given any."""
+    if wrong is not None:
+        monkeypatch.setattr(f"{PLAN}.layout", wrong)
+    checked = loading.wrap(tiny_model("llama"), "a llama")
+    assert checked.takes_trees is takes
+    assert checked.self_check_error is not None
+
+
+@pytest.mark.parametrize("architecture", sorted(ALL.keys() - {"mpt"}))
+def test_every_architecture_takes_trees(architecture: str) -> None:
+    checked = loading.wrap(tiny_model(architecture), architecture)
+    assert checked.takes_trees
 
 
 # ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -313,3 +394,43 @@ def test_a_scripted_model_follows_trees() -> None:
     logits = made.feed([0, 1], torch.tensor([[3], [3]]), [1, 1])
     assert torch.equal(logits[1, 0], script((7, 8, 11, 12, 3)))
     assert torch.equal(logits[0, 0], script((4, 5, 6, 1, 3)))
+
+
+# ── strict: bits ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding"])
+def test_in_strict_passes_a_path_has_the_bits_of_a_chain(architecture: str, dtype: torch.dtype) -> None:
+    """Wherever in the tree its nodes stand, and whatever the rows beside it; also after the path was kept."""
+    made = loading.wrap(tiny_model(architecture).to(dtype), architecture, strict=True)
+    generator = torch.Generator().manual_seed(0)
+    tree, block = random_tree(14, generator), random_ids(15, generator)
+    history = random_ids(37, generator)
+
+    def fed(block: Sequence[int], tree: Tree | None, others: int) -> tuple[Runner, Tensor]:
+        one = made.fork()
+        one.reserve(2, 80)
+        one.feed([0], torch.tensor([history]), [37], want_logits=False)
+        one.feed([1], torch.tensor([[7] * others]), [others], want_logits=False)
+        trees = None if tree is None else [tree, [-1]]
+        tokens = torch.tensor([block, [3] * len(block)])
+        return one, one.feed([0, 1], tokens, [len(block), 2], parents=trees if tree else [range(-1, len(block) - 2), [-1]])[
+            0
+        ]
+
+    one, logits = fed(block, tree, 5)
+    for column in range(len(block)):
+        path = path_of(tree, column)
+        if len(path) == 1:
+            continue
+        alone, chain = fed([block[c] for c in path], None, 20)
+        assert torch.equal(logits[path], chain[: len(path)])
+    column = max(range(15), key=lambda c: len(path_of(tree, c)))
+    path = path_of(tree, column)
+    assert path != list(range(len(path)))
+    alone, _ = fed([block[c] for c in path], None, 20)
+    one.cache.keep(0, 37, path)
+    one.cache.keep(1, 5, [0])
+    last = [r.feed([0], torch.tensor([[9, 9]]), [2]) for r in (one, alone)]
+    assert torch.equal(*last)

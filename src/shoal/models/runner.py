@@ -36,7 +36,7 @@ class Runner:
         cache: the slot cache. passes, seconds: forward calls and time spent in them, see `spent`.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
-        takes_trees: a block's tokens may be draft trees; not where the model computes positions itself.
+        takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
         around: entered for the length of each pass (`shoal.models.strict`). notes: what was measured and chosen at load, by
             subject.
         self_check_error: what `selfcheck` found; None before it has run.
@@ -174,7 +174,7 @@ class Runner:
         """
         plan = self._plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
-            raise UnsupportedModel(f"{self.name} cannot verify draft trees: it computes positions itself")
+            raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
         known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
         with self._counted():

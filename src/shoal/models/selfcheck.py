@@ -26,8 +26,8 @@ def self_check(runner: Runner) -> float:
     """One ragged decode against plain forwards of the same tokens, before the first real token.
 
     Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
-    A model that is only right padded is not fed packed blocks; one that goes wrong with a shared prompt gets copies. A sliding
-    window that the attention never hears of bounds the context, as longer rows would see too much.
+    A model that is only right padded is not fed packed blocks; one that goes wrong with a shared prompt gets copies, with a draft
+    tree gets chains. A sliding window that the attention never hears of bounds the context, as longer rows would see too much.
 
     Returns:
         The largest difference in standard deviations of the logits; kept in `self_check_error`.
@@ -45,6 +45,8 @@ def self_check(runner: Runner) -> float:
             error = _error(runner, ids, plain)
     if runner.shares:
         runner.shares = _guarded(_sharing_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
+    if runner.takes_trees:
+        runner.takes_trees = _guarded(_tree_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
     declared = _declared_window(runner.hf.config.get_text_config())
     if runner.door == "interface" and declared is not None and declared not in windows:
         runner.context = min(runner.context, declared)
@@ -82,6 +84,18 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     expected = plain[0, split:]
     worst = max(float((logits[0] - expected).abs().max()), float((logits[1, 0] - expected[0]).abs().max()))
     return worst / max(float(plain.std()), 1e-9)
+
+
+def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The same of a row's last three tokens as a draft tree: another row's token is a sibling of the second."""
+    start = ids.shape[1] - 3
+    if start < 1:
+        return math.inf
+    runner.reserve(1, start + 4)
+    runner.feed([0], ids[:1, :start], [start])
+    block = torch.cat([ids[0, start : start + 1], ids[1, :1], ids[0, start + 1 :]])
+    logits = runner.feed([0], block[None], [4], parents=[[-1, -1, 1]])[0, [0, 2, 3]].double()
+    return float((logits - plain[0, start:]).abs().max()) / max(float(plain.std()), 1e-9)
 
 
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:

@@ -3,6 +3,9 @@
 A kernel's rounding follows the shapes it is given. So every call here has the same ones: queries come in tiles of `TILE` positions
 moved to the batch axis, and keys in whole blocks of `KV_BLOCK`, the unit in which the library's kernel walks over them. A block
 that is masked as a whole changes no bit of its running softmax, so neither do longer neighbours.
+
+Where in its block a key stands does change bits. So each query of a draft tree gets a copy of its row's keys in which its path lies
+as it would in a chain: q times the memory traffic, which `strict` accepts.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch.nn.functional import pad as zeros_around
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.pad import attend_folded
 from shoal.models.attention.problem import Problem
+from shoal.models.cache.plan import additive, seen_keys
 
 TILE = 4
 """Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a little."""
@@ -28,6 +32,8 @@ def strict(problem: Problem) -> Tensor:
         raise UnsupportedModel("strict needs plain attention: no soft-capped scores, no sinks, values as wide as keys")
     if plan.kv % KV_BLOCK or plan.shares:
         raise InternalError(f"strict attention got {plan.kv} keys, or a shared prompt")
+    if plan.parents is not None:
+        return torch.stack([_paths(problem, row) for row in range(plan.rows)])
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
     bias = plan.bias(query.dtype, problem.window)
@@ -45,3 +51,13 @@ def strict(problem: Problem) -> Tensor:
     else:
         out = torch.stack([attend_folded(query[:, t], key, value, bias[:, t], problem) for t in range(tiles)], dim=1)
     return out.flatten(1, 2)[:, : plan.q]
+
+
+def _paths(problem: Problem, row: int) -> Tensor:
+    """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
+    plan = problem.plan
+    query = zeros_around(problem.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
+    key, value = (t[row][:, plan.path_order[row]].transpose(0, 1) for t in (problem.key, problem.value))
+    keys = torch.arange(plan.kv, device=plan.device)
+    seen = seen_keys(keys, plan.places[row][:, None, None], problem.window).expand(-1, TILE, -1)
+    return attend_folded(query, key, value, additive(seen, query.dtype, problem.group), problem)[:, 0]

@@ -199,6 +199,11 @@ class Plan:
             return seen_keys(keys, self.places[..., None], window)
         return seen_by_words(keys, self.places, self._firsts, block[1], window)
 
+    @cached_property
+    def path_order(self) -> Tensor:
+        """Of each query the indices of its row's keys, those that it sees first, by position; [rows, q, kv] int64."""
+        return (~self.visible()).byte().argsort(dim=-1, stable=True)
+
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
         """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere; made once per
         pass.

@@ -34,19 +34,19 @@ ORDINARY, EAGER = "ordinary", "static"
 
 
 def pass_ms(part: str, shapes: Sequence[tuple[int, int]], repeats: int) -> dict[str, Any]:
-    """Least milliseconds per pass of a bundled model by way and shape, and the seconds that building took."""
+    """Least milliseconds per pass of a bundled model by method and shape, and the seconds that building took."""
     runners = {}
-    for way in (ORDINARY, EAGER, "built"):
-        runners[way] = load_runner(bundled(part))
-        name = executor_for("on", runners[way].device) if way == "built" else {ORDINARY: None, EAGER: "eager"}[way]
-        runners[way].use_static_passes(name)
-    found: dict[str, Any] = {way: {} for way in runners}
+    for method in (ORDINARY, EAGER, "built"):
+        runners[method] = load_runner(bundled(part))
+        name = executor_for("on", runners[method].device) if method == "built" else {ORDINARY: None, EAGER: "eager"}[method]
+        runners[method].use_static_passes(name)
+    found: dict[str, Any] = {method: {} for method in runners}
     for rows, columns in shapes:
-        runs = {way: a_pass(runner, rows, columns) for way, runner in runners.items()}
+        runs = {method: a_pass(runner, rows, columns) for method, runner in runners.items()}
         for run in runs.values():
             run()  # builds
-        for way, times in interleave(runs, repeats).items():
-            found[way][f"{rows}x{columns}"] = min(times)
+        for method, times in interleave(runs, repeats).items():
+            found[method][f"{rows}x{columns}"] = min(times)
     found["seconds_building"] = runners["built"].seconds_building
     return found
 
@@ -60,15 +60,15 @@ def speeds(batch: int, tokens: int, lookahead: str, repeats: int) -> dict[str, A
         options: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": tokens, "eos": (), "seed": 1}
         return pair.generate(prompt, batch, lookahead=ahead, **options).stats.tokens_per_second
 
-    ways: dict[str, Callable[[], float]] = {
+    methods: dict[str, Callable[[], float]] = {
         f"{name}, compile {mode}": partial(rate, pair, ahead)
         for mode, pair in pairs.items()
         for name, ahead in (("plain", "off"), ("speculative", lookahead))
     }
     for _ in range(2):  # builds; twice, as a controller may take other lengths the second time
-        for way in ways.values():
-            way()
-    found: dict[str, Any] = {name: median(rates) for name, rates in interleave(ways, repeats).items()}
+        for method in methods.values():
+            method()
+    found: dict[str, Any] = {name: median(rates) for name, rates in interleave(methods, repeats).items()}
     for mode in pairs:
         found[f"ratio, compile {mode}"] = found[f"speculative, compile {mode}"] / found[f"plain, compile {mode}"]
     models = [model for model in (pairs["on"].target, pairs["on"].draft_model) if model is not None]
@@ -102,8 +102,8 @@ def main(
     for part, found in report["ms_per_pass"].items():
         seconds = found.pop("seconds_building")
         table = Table("ms per pass", *found[ORDINARY], title=part, caption=f"built in {seconds:.0f} s")
-        for way, times in found.items():
-            table.add_row(way, *(f"{ms:.2f}" for ms in times.values()))
+        for method, times in found.items():
+            table.add_row(method, *(f"{ms:.2f}" for ms in times.values()))
         console.print(table)
     for size, found in report["runs"].items():
         table = Table("", "", title=f"batch {size}, {tokens} new tokens, T = 0.8, {lookahead}")

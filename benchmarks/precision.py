@@ -54,8 +54,8 @@ def usual_order(part: str, **options: Any) -> Runner:
         return load_runner(bundled(part), **options)
 
 
-def ways(part: str) -> dict[str, Runner]:
-    """The same model in all the ways that are compared."""
+def variants(part: str) -> dict[str, Runner]:
+    """The same model in every format and weight order that is compared."""
     load = partial(load_runner, bundled(part))
     return {
         "float32, usual order": usual_order(part, dtype="float32"),
@@ -101,7 +101,7 @@ def a_pass(model: Runner, rows: int, positions: int) -> Callable[[], float]:
 
 
 def pass_table(part: str, runners: Mapping[str, Runner], repeats: int) -> Table:
-    """Least milliseconds per pass: ways down, rows x positions across."""
+    """Least milliseconds per pass: variants down, rows x positions across."""
     table = Table(part, *(f"{rows}x{positions}" for rows, positions in SHAPES))
     found: dict[str, list[str]] = {name: [] for name in runners}
     for rows, positions in SHAPES:
@@ -148,7 +148,7 @@ def main(n: int = 8, max_new_tokens: int = 96, prompts: int = 3, repeats: int = 
     texts = [problem.prompt for problem in problems(20, prompts, "templates")]
     console.print(product_table(repeats))
     for part in ("target", "drafter"):
-        runners = ways(part)
+        runners = variants(part)
         for name, runner in runners.items():
             console.print(f"{part}, {name}: {runner.notes}", style="dim")
         console.print(pass_table(f"{part}: ms per pass, {CONTEXT} tokens before", runners, repeats))

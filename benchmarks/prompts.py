@@ -1,7 +1,7 @@
 """`python benchmarks/prompts.py`: a verify pass over n rows of one prompt, stored once (shared) or in every slot (copied).
 
-The model is a random Llama and the prompt's keys and values are random too: time depends on neither. Both ways hold the same ones,
-and every line compares their logits.
+The model is a random Llama and the prompt's keys and values are random too: time depends on neither. Both caches hold
+the same ones, and every line compares their logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
-WAYS = ("shared", "copied")
+LAYOUTS = ("shared", "copied")
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Case:
     tail: int
     q: int
 
-    def cells(self, way: str) -> int:
+    def cells(self, layout: str) -> int:
         """Tokens that a cache holds: m_c + n * m_d, or n * (m_c + m_d)."""
         own = self.tail + self.q
-        return self.length + self.rows * own if way == "shared" else self.rows * (self.length + own)
+        return self.length + self.rows * own if layout == "shared" else self.rows * (self.length + own)
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,21 @@ class Line:
 
 
 def measure(model: Runner, case: Case, repeats: int, most_bytes: int) -> Line:
-    """Both ways in turns, after one pass each to warm up."""
+    """Both layouts in turns, after one pass each to warm up."""
     filled = {
-        way: _filled(model, case, way) for way in WAYS if case.cells(way) * model.cache.bytes_per_token() <= most_bytes
+        layout: _filled(model, case, layout)
+        for layout in LAYOUTS
+        if case.cells(layout) * model.cache.bytes_per_token() <= most_bytes
     }
     if "shared" not in filled:
         raise RequestError(f"{case} does not fit into {most_bytes} bytes even once: lower the lengths or the rows")
-    logits = {way: _verify(runner, case) for way, runner in filled.items()}
+    logits = {layout: _verify(runner, case) for layout, runner in filled.items()}
     passes: dict[str, Callable[[], float]] = {}
-    for way, runner in filled.items():
-        passes[way] = partial(_milliseconds, runner, case)
+    for layout, runner in filled.items():
+        passes[layout] = partial(_milliseconds, runner, case)
     times = interleave(passes, repeats)
-    sizes = {way: case.cells(way) * model.cache.bytes_per_token() for way in WAYS}
-    assert all(runner.cache.nbytes() == sizes[way] for way, runner in filled.items())
+    sizes = {layout: case.cells(layout) * model.cache.bytes_per_token() for layout in LAYOUTS}
+    assert all(runner.cache.nbytes() == sizes[layout] for layout, runner in filled.items())
     line = Line(case.length, case.rows, sizes["shared"], sizes["copied"], median(times["shared"]))
     if "copied" not in filled:
         return line
@@ -92,18 +94,18 @@ def measure(model: Runner, case: Case, repeats: int, most_bytes: int) -> Line:
 
 
 @torch.inference_mode()
-def _filled(model: Runner, case: Case, way: str) -> Runner:
-    """A fork whose cache holds the rows, the same for both ways."""
+def _filled(model: Runner, case: Case, layout: str) -> Runner:
+    """A fork whose cache holds the rows, the same for both layouts."""
     runner, own = model.fork(), case.tail + case.q
     prefix = Prefix(0, case.length)
-    if way == "shared":
+    if layout == "shared":
         runner.reserve(case.rows, own, case.length)
         _write(runner, Plan([], [0], [case.length], runner.device, into=prefix), seed=0)
     else:
         runner.reserve(case.rows, case.length + own)
         _write(runner, Plan([0], [0], [case.length], runner.device), seed=0)
     for slot in range(case.rows):
-        if way == "shared":
+        if layout == "shared":
             runner.cache.enter(slot, prefix)
         else:
             runner.cache.copy(0, slot, case.length)

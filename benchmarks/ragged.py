@@ -23,7 +23,7 @@ from shoal.models.attention.mixed import CALL_BYTES
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
 
-WAYS = ("pad", "split", "mixed")
+METHODS = ("pad", "split", "mixed")
 SHORT, LONG = 100, 800
 """Tokens of the two kinds of rows."""
 
@@ -67,14 +67,14 @@ def call_keys(lines: list[dict[str, Any]], rows: int) -> float:
 
 
 def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
-    """One line per mix: medians of milliseconds by way, and the largest difference of the logits, in their standard deviations."""
-    models = {way: load_runner(bundled("target"), dtype="float32", attention=way) for way in WAYS}
+    """One line per mix: medians of milliseconds by method, and the largest difference of the logits in standard deviations."""
+    models = {method: load_runner(bundled("target"), dtype="float32", attention=method) for method in METHODS}
     lines: list[dict[str, Any]] = []
     for name, lengths in mixes(rows).items():
-        runs = {way: a_pass(model, lengths, positions) for way, model in models.items()}
+        runs = {method: a_pass(model, lengths, positions) for method, model in models.items()}
         expected = runs["pad"]()[1]
         apart = max(float((run()[1] - expected).abs().max() / expected.std()) for run in runs.values())
-        times = {way: median(time for time, _ in found) for way, found in interleave(runs, repeats).items()}
+        times = {method: median(time for time, _ in found) for method, found in interleave(runs, repeats).items()}
         lines.append({"lengths": name, "rows": rows, "positions": positions, "difference": apart, **times})
     return lines
 
@@ -88,9 +88,9 @@ def main(
     lines, call = [line for part in each for line in part], call_keys(each[0], rows)
     if output is not None:
         write_results(output, {"machine": machine(torch.device("cpu")), "lines": lines, "call_keys": call})
-    table = Table("tokens per row", "positions", *WAYS, "logits differ by", title=f"ms per pass, {rows} rows")
+    table = Table("tokens per row", "positions", *METHODS, "logits differ by", title=f"ms per pass, {rows} rows")
     for line in lines:
-        cells = [f"{line[way]:.1f}" for way in WAYS]
+        cells = [f"{line[method]:.1f}" for method in METHODS]
         table.add_row(line["lengths"], str(line["positions"]), *cells, f"{line['difference']:.0e}")
     console = Console(width=110)
     console.print(table)

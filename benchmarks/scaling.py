@@ -146,9 +146,9 @@ def pass_sweeps(
         f"target pass by prompt length, {BATCH} rows, k = {DRAFTS}", "prompt", lengths,
         lambda length: prepared_pass(long, BATCH, DRAFTS + 1, length),
     )  # fmt: skip
-    for way in ("copied", "shared") if pair.target.shares else ("copied",):
-        name = f"target pass by n, one prompt of {PROMPT} tokens {way}, k = {DRAFTS}"
-        yield line(name, "n", ns, partial(_samples, pair.target.fork(), way == "shared"))
+    for method in ("copied", "shared") if pair.target.shares else ("copied",):
+        name = f"target pass by n, one prompt of {PROMPT} tokens {method}, k = {DRAFTS}"
+        yield line(name, "n", ns, partial(_samples, pair.target.fork(), method == "shared"))
 
 
 def _samples(runner: Runner, shared: bool, n: int) -> Callable[[], object]:

@@ -1,9 +1,9 @@
-"""`python benchmarks/virtual.py`: draft length controllers on a clock of their own, where no neighbour disturbs them.
+"""`python benchmarks/virtual.py`: draft length controllers compared in simulated time, which other processes do not disturb.
 
-Between two runs of the same work a shared machine differs by more than good controllers do. So here only facts are measured, once:
-what passes cost, and how the pair agrees along texts that the target wrote. Then every controller decodes the same texts by these
-facts: a draft at a position is accepted with that position's sum of min(p, q), which is the law of rejection sampling, and a round
-takes what its passes cost, times noise. Hundreds of runs take a minute.
+Two runs of the same work on a shared machine differ by more than two good controllers do. So this script measures only the costs of
+passes and how the pair agrees along texts that the target wrote. Then every controller decodes the same texts in simulation: a
+draft at a position is accepted with that position's sum of min(p, q), as in rejection sampling, and a round takes the cost of its
+passes, times noise. Hundreds of runs take a minute.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ QUEUES = {"none": 0, "three batches": 3}
 WARM_UP = 2
 """Runs by which a controller that learns gets to know the pair, as in `shoal bench`."""
 NOISE = 0.1
-"""A pass takes exp(x) times its price, x exponential with this mean: disturbances only ever slow down."""
-WORTHLESS, UNSURE = 0.02, 0.3
-"""Acceptance and confidence of a hopeless drafter."""
+"""A pass takes exp(x) times its cost, x exponential with this mean: disturbances only ever slow down."""
+SHUFFLED, UNSURE = 0.02, 0.3
+"""Acceptance and confidence of a shuffled drafter."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Prices:
+class PassCosts:
     """Seconds of a round with one target pass, by positions; of a drafter step, by rows: {size: seconds}."""
 
     verify: dict[int, float]
@@ -105,7 +105,7 @@ def _distributions(runner: Runner, ids: torch.Tensor, prompt: int) -> torch.Tens
     return (logits / TEMPERATURE).softmax(dim=-1)
 
 
-def prices(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> Prices:
+def pass_costs(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> PassCosts:
     """Medians of passes at these numbers of rows, and of what a plain round takes beside its pass."""
     assert pair.draft_model is not None
     verify: dict[int, list[float]] = {}
@@ -117,7 +117,7 @@ def prices(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> Prices:
             step.setdefault(batch, []).append(_timed(pair.draft_model, batch, 1))
     rest = _seconds_beside_the_pass(pair)
     whole = {size: rest + median(seconds) for size, seconds in sorted(verify.items())}
-    return Prices(whole, {size: median(seconds) for size, seconds in sorted(step.items())})
+    return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())})
 
 
 def _timed(runner: Runner, rows: int, q: int) -> float:
@@ -157,7 +157,7 @@ class _Text:
         return self.remaining - 1
 
 
-def run(controller: Controller, facts: Prices, texts: Sequence[_Text], batch: int, rng: Generator) -> float:
+def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch: int, rng: Generator) -> float:
     """Tokens per second of decoding `texts`, `batch` at a time."""
     rows, waiting = list(texts[:batch]), list(texts[batch:])
     seconds, tokens = 0.0, 0
@@ -178,7 +178,7 @@ def run(controller: Controller, facts: Prices, texts: Sequence[_Text], batch: in
 
 
 def _draft(
-    controller: Controller, facts: Prices, rows: list[_Text], waiting: int, rng: Generator
+    controller: Controller, facts: PassCosts, rows: list[_Text], waiting: int, rng: Generator
 ) -> tuple[list[int], int, float]:
     """Draft lengths, drafter steps and their seconds."""
     with _thinking() as thought:
@@ -211,7 +211,7 @@ def _accepted(row: _Text, drafted: int, rng: Generator) -> int:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """One line of the table: speed-ups over plain decoding, medians over runs."""
 
     drafter: str
@@ -230,21 +230,21 @@ class Finding:
 
 
 def lines(
-    facts: Prices, texts: Sequence[Trace], batches: Sequence[int], tokens: int, runs: int, stops: bool
-) -> Iterator[Finding]:
-    """For the pair and for a hopeless drafter; without a queue and with one."""
-    worthless = [Trace([WORTHLESS] * tokens, [UNSURE] * tokens, text.length) for text in texts]
+    facts: PassCosts, texts: Sequence[Trace], batches: Sequence[int], tokens: int, runs: int, stops: bool
+) -> Iterator[Comparison]:
+    """For the pair and for a shuffled drafter; without a queue and with one."""
+    shuffled = [Trace([SHUFFLED] * tokens, [UNSURE] * tokens, text.length) for text in texts]
     names = ("off", *(f"fixed:{k}" for k in SWEEP), *CONTROLLERS)
-    for drafter, known in (("the pair's", texts), ("hopeless", worthless)):
+    for drafter, known in (("the pair's", texts), ("shuffled", shuffled)):
         for queue, more in QUEUES.items():
             for batch in batches:
                 rates = {name: _rates(name, facts, known, batch, batch * (1 + more), tokens, runs, stops) for name in names}
                 speedups = {name: median(a / b for a, b in zip(rates[name], rates["off"], strict=True)) for name in names}
-                yield Finding(drafter, queue, batch, speedups)
+                yield Comparison(drafter, queue, batch, speedups)
 
 
 def _rates(
-    name: str, facts: Prices, known: Sequence[Trace], batch: int, rows: int, tokens: int, runs: int, stops: bool
+    name: str, facts: PassCosts, known: Sequence[Trace], batch: int, rows: int, tokens: int, runs: int, stops: bool
 ) -> list[float]:
     """Of one setting; every setting decodes the same texts in its i-th run."""
     pair_costs = PairCosts(packed=True)
@@ -260,7 +260,7 @@ def _rates(
 # ── command ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def show(found: Sequence[Finding], console: Console) -> None:
+def show(found: Sequence[Comparison], console: Console) -> None:
     """A table per drafter and queue."""
     for drafter, queue in dict.fromkeys((one.drafter, one.queue) for one in found):
         console.print(f"{drafter} drafter, rows waiting: {queue}", style="bold", markup=False)
@@ -299,13 +299,13 @@ def main(
     batches = [int(batch) for batch in batch_sizes.split(",")]
     if facts_path is not None and facts_path.exists():
         known = json.loads(facts_path.read_text())
-        facts = Prices(
+        facts = PassCosts(
             *({int(size): seconds for size, seconds in known["prices"][name].items()} for name in ("verify", "step"))
         )
         texts = [Trace(**text) for text in known["texts"]]
     else:
         pair = shoal.load(max_batch=max(batches))
-        texts, facts = traces(pair, tokens), prices(pair, batches, repeats)
+        texts, facts = traces(pair, tokens), pass_costs(pair, batches, repeats)
         if facts_path is not None:
             facts_path.write_text(json.dumps({"prices": asdict(facts), "texts": [asdict(text) for text in texts]}))
     console.print(
@@ -321,8 +321,8 @@ def main(
         write_results(json_path, {"machine": machine(torch.device("cpu"))} | report)
 
 
-def _ms(prices: dict[int, float]) -> str:
-    return ", ".join(f"{size}: {1000 * seconds:.1f}" for size, seconds in prices.items())
+def _ms(costs: dict[int, float]) -> str:
+    return ", ".join(f"{size}: {1000 * seconds:.1f}" for size, seconds in costs.items())
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ def test_visible_keys_by_hand() -> None:
 def test_the_benchmark_measures_every_mix_by_every_method() -> None:
     lines = ragged.measured(rows=2, positions=2, repeats=1)
     assert [line["lengths"] for line in lines] == list(ragged.mixes(2))
-    assert all(line["difference"] < 1e-3 and min(line[way] for way in ragged.WAYS) > 0 for line in lines)
+    assert all(line["difference"] < 1e-3 and min(line[method] for method in ragged.METHODS) > 0 for line in lines)
     assert any(line["difference"] > 0 for line in lines)  # methods that really differ
 
 

@@ -16,7 +16,7 @@ import pytest
 from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair
 from shoal import cli
 from shoal.api import Shoal
-from shoal.cli.tally import Tally, tell
+from shoal.cli.batch_progress import BatchProgress, print_lines
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
@@ -396,24 +396,24 @@ def test_the_exit_code_is_1_if_every_line_failed(tmp_path: Path, batch: Any) -> 
 def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tally, minutes = Tally(lines=4, kept=1), iter(range(4))
+    progress, minutes = BatchProgress(lines=4, kept=1), iter(range(4))
 
     def wait(seconds: float) -> bool:
-        tally.answered = next(minutes)
-        return (seconds, tally.answered) != (60.0, tally.answered) or tally.answered == 3
+        progress.answered = next(minutes)
+        return (seconds, progress.answered) != (60.0, progress.answered) or progress.answered == 3
 
-    tell(tally, wait)
+    print_lines(progress, wait)
     said = capsys.readouterr().err.splitlines()
     assert [line[: line.index(":")] for line in said] == [f"{n} of 4 lines answered (1 of them before)" for n in (1, 2, 3)]
     gate, spoken = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
 
-    def told(tally: Tally, wait: Callable[[float], bool]) -> None:
+    def told(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
         gate.reached.wait(TIMEOUT_SECONDS)
-        spoken.append((wait(0.001), str(tally)))
+        spoken.append((wait(0.001), str(progress)))
         gate.opened.set()
-        spoken.append((wait(TIMEOUT_SECONDS), str(tally)))
+        spoken.append((wait(TIMEOUT_SECONDS), str(progress)))
 
-    monkeypatch.setattr("shoal.cli.tally.tell", told)
+    monkeypatch.setattr("shoal.cli.batch_progress.print_lines", told)
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(gate, max_batch=4))
     source = write(tmp_path / "in", [{"id": 1, "prompt": "hello", "seed": 1}])
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0

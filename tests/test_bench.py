@@ -1,4 +1,4 @@
-"""The referee measures what it says: identity first, equal work for every way, figures that follow from counts."""
+"""`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.console import Console
 
 import stages
 from shoal.api import Shoal, load
-from shoal.bench import referee as referees
-from shoal.bench import regret, shapes, tables, ways
+from shoal.bench import methods, regret, shapes, tables
+from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.memory import peak_tensor_bytes
-from shoal.bench.referee import Job, Referee
 from shoal.bench.report import Line, Report, Spread, line
 from shoal.bench.roofline import Ceilings, Load, rates
+from shoal.bench.runner import BenchmarkRunner, Job
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.cli.files import listed_prompts
@@ -48,16 +48,16 @@ def pair() -> Shoal:
 @pytest.fixture(scope="module", autouse=True)
 def quick_ceilings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(referees, "ceilings", lambda *_: Ceilings(1e9, 1e9))
+        patch.setattr(bench_runner, "ceilings", lambda *_: Ceilings(1e9, 1e9))
         yield
 
 
 def measured(pair: Shoal, job: Job = JOB) -> Report:
-    referee = Referee(pair, job, POOL)
-    referee.check()
-    referee.warm_up()
-    list(referee.measure())
-    return referee.report
+    runner = BenchmarkRunner(pair, job, POOL)
+    runner.check()
+    runner.warm_up()
+    list(runner.measure())
+    return runner.report
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +142,13 @@ def test_shares_are_of_the_higher_ceiling(report: Report) -> None:
 
 def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:
     work = Work(((5, 6, 7), (8, 9, 10, 11)), 2, 0.0, 12, seed=0)
-    whole = ways.baseline_way(pair, "hf").run(work)
+    whole = methods.baseline_method(pair, "hf").run(work)
     assert list(map(len, whole.ids)) == [12] * 4
     eos = whole.ids[0][4]
     first = {row: ids.index(eos) + 1 if eos in ids else 12 for row, ids in enumerate(whole.ids)}
-    for way in (ways.shoal_way(pair, "off"), ways.shoal_way(pair, "3"), ways.baseline_way(pair, "hf")):
-        run = way.run(replace(work, eos=(eos,)))
-        assert list(map(len, run.ids)) == list(first.values()), way.name
+    for method in (methods.shoal_method(pair, "off"), methods.shoal_method(pair, "3"), methods.baseline_method(pair, "hf")):
+        run = method.run(replace(work, eos=(eos,)))
+        assert list(map(len, run.ids)) == list(first.values()), method.name
         assert run.committed == sum(first.values()) < 48
 
 
@@ -176,48 +176,50 @@ def test_identity_is_checked_on_every_configuration(report: Report) -> None:
             assert one.identity.drafted > 0
 
 
-def spoiled(good: Callable[..., ways.Way], applies: Callable[[Work], bool]) -> Callable[..., ways.Way]:
+def spoiled(good: Callable[..., methods.Method], applies: Callable[[Work], bool]) -> Callable[..., methods.Method]:
     """Speculation whose last row gets one token wrong."""
 
-    def make(pair: Shoal, lookahead: str, rule: str) -> ways.Way:
-        way = good(pair, lookahead, rule)
+    def make(pair: Shoal, lookahead: str, rule: str) -> methods.Method:
+        method = good(pair, lookahead, rule)
 
         def run(work: Work) -> Run:
-            found = way.run(work)
+            found = method.run(work)
             if lookahead == "off" or not applies(work):
                 return found
             *rows, last = found.ids
             return replace(found, ids=(*rows, (*last[:3], last[3] + 1, *last[4:])))
 
-        return ways.Way(lookahead, run)
+        return methods.Method(lookahead, run)
 
     return make
 
 
 def test_a_wrong_token_ends_everything(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda work: len(work.rows) == 3))
-    referee = Referee(pair, replace(JOB, layouts=("different",)), POOL)
+    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda work: len(work.rows) == 3))
+    runner = BenchmarkRunner(pair, replace(JOB, layouts=("different",)), POOL)
     with pytest.raises(
         InternalError, match=r"lookahead fixed:3 .* float32, 3 rows, layout different: first at prompt 3, row 1, token 4"
     ):
-        referee.check()
-    assert not referee.report.lines
+        runner.check()
+    assert not runner.report.lines
 
 
 def test_greedy_timed_runs_are_compared_too(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda work: work.seed > 0))  # not the first repeat
-    referee = Referee(pair, replace(JOB, layouts=("same",), temperatures=(0.0,)), POOL)
-    referee.check()
-    referee.warm_up()
+    monkeypatch.setattr(
+        bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda work: work.seed > 0)
+    )  # not the first repeat
+    runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), temperatures=(0.0,)), POOL)
+    runner.check()
+    runner.warm_up()
     with pytest.raises(InternalError, match="repeat 2, row 1, token 4"):
-        list(referee.measure())
-    assert not referee.report.lines
+        list(runner.measure())
+    assert not runner.report.lines
 
 
 def test_the_command_refuses_and_prints_no_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda _: True))
+    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))
     file = tmp_path / "out.json"
     assert command_line([*COMMAND, "--json", str(file)]) == 1
     answer = capsys.readouterr()
@@ -228,7 +230,7 @@ def test_the_command_refuses_and_prints_no_table(
 
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     half = shapes.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
-    monkeypatch.setattr(referees, "shoal_way", spoiled(ways.shoal_way, lambda _: True))
+    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))
     found = measured(half, replace(JOB, batches=(3,), baselines=(), temperatures=(0.8,), repeats=1))
     checked = [one.identity for one in found.lines if one.identity is not None]
     assert len(checked) == 4
@@ -295,8 +297,8 @@ def test_imposed_is_written_on_every_output(pair: Shoal, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["hf", "hf-continuous", "hf-assisted"])
 def test_greedy_baselines_decode_what_plain_does(pair: Shoal, name: str) -> None:
     work = Work((POOL[0], POOL[3]), 2, 0.0, 10, seed=0)
-    expected = ways.shoal_way(pair, "off").run(work)
-    found = ways.baseline_way(pair, name).run(work)
+    expected = methods.shoal_method(pair, "off").run(work)
+    found = methods.baseline_method(pair, name).run(work)
     assert found.ids == expected.ids
     assert len(found.ended) == 4
     assert 0 < max(found.ended) <= found.seconds
@@ -312,20 +314,20 @@ def test_the_static_baseline_asks_for_a_static_cache_and_compilation(pair: Shoal
 
     monkeypatch.setattr(type(pair.target.hf), "generate", eager)
     work = Work((POOL[0], POOL[3]), 1, 0.0, 6, seed=0)
-    found = ways.baseline_way(pair, "hf-static").run(work)
+    found = methods.baseline_method(pair, "hf-static").run(work)
     assert seen["cache_implementation"] == "static"
     assert seen["compiles"] is True
     monkeypatch.undo()
-    assert found.ids == ways.shoal_way(pair, "off").run(work).ids
+    assert found.ids == methods.shoal_method(pair, "off").run(work).ids
 
 
 def test_a_baseline_that_cannot_run_is_listed(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(pair: Shoal, work: Work) -> Run:
         if len(work.rows) > 1:
             raise RuntimeError("no such kernel\nand a long story")
-        return ways._batched(pair, work)
+        return methods._batched(pair, work)
 
-    monkeypatch.setitem(ways.BASELINES, "hf-static", broken)
+    monkeypatch.setitem(methods.BASELINES, "hf-static", broken)
     job = replace(JOB, baselines=("hf-static",), lookaheads=("off",), layouts=("different",), temperatures=(0.8,))
     found = measured(pair, job)
     assert [(one.batch, one.setting) for one in found.lines] == [(1, "off"), (1, "hf-static"), (3, "off")]
@@ -369,8 +371,8 @@ def test_a_report_survives_json(report: Report) -> None:
         Report.from_dict(data | {"format": 0})
 
 
-WAYS = ("--lookahead", "2", "--baselines", "hf", "--repeats", "1")
-COMMAND = (*"bench --shape tiny --prompt-tokens 6 --batch-sizes 1,2 --max-new-tokens 6".split(), *WAYS)
+METHODS = ("--lookahead", "2", "--baselines", "hf", "--repeats", "1")
+COMMAND = (*"bench --shape tiny --prompt-tokens 6 --batch-sizes 1,2 --max-new-tokens 6".split(), *METHODS)
 
 
 def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -397,7 +399,7 @@ def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[s
 def test_an_interrupted_run_shows_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    compute, calls = ways._batched, 0
+    compute, calls = methods._batched, 0
 
     def interrupted(pair: Shoal, work: Work) -> Run:
         nonlocal calls
@@ -406,7 +408,7 @@ def test_an_interrupted_run_shows_what_was_measured(
             raise KeyboardInterrupt
         return compute(pair, work)
 
-    monkeypatch.setitem(ways.BASELINES, "hf", interrupted)
+    monkeypatch.setitem(methods.BASELINES, "hf", interrupted)
     data = tmp_path / "out.json"
     assert command_line([*COMMAND, "--json", str(data)]) == 130
     assert "interrupted" in capsys.readouterr().out
@@ -481,7 +483,7 @@ def test_regret_compares_with_the_best_fixed_length() -> None:
 
 
 def test_the_regret_command_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [*COMMAND, "--batch-sizes", "2", "--max-new-tokens", "4", "--regret", "--hopeless"]
+    small = [*COMMAND, "--batch-sizes", "2", "--max-new-tokens", "4", "--regret", "--shuffled"]
     assert command_line(small) == 0
     shown = capsys.readouterr().out
     assert "Regret: all prompts different" in shown
@@ -515,7 +517,7 @@ def test_a_hopeless_drafter_keeps_its_numbers_and_loses_their_order() -> None:
     assert drafter is not None
     ids = torch.tensor([POOL[0]])
     before, numbers = drafter.hf(ids).logits, [p.detach().clone() for p in drafter.hf.parameters()]
-    shapes.make_hopeless(drafter)
+    shapes.shuffle_weights(drafter)
     assert not torch.equal(drafter.hf(ids).logits, before)
     for old, new in zip(numbers, drafter.hf.parameters(), strict=True):
         assert torch.equal(old.flatten().sort().values, new.detach().flatten().sort().values)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import ways
+from shoal.bench import methods
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
-from shoal.cli.examine_case import Case, Measured
-from shoal.cli.examine_pair import WORTHWHILE, _speed_up
-from shoal.cli.examine_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, finding
+from shoal.cli.check_case import Case, Measured
+from shoal.cli.check_pair import WORTHWHILE, _speed_up
+from shoal.cli.check_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, check_prompts
 from shoal.cli.files import listed_prompts
 from shoal.errors import RequestError
 from shoal.testing import save_pair, tiny_tokenizer
@@ -96,10 +96,10 @@ def test_acceptance_of_a_kind_is_measured_on_its_own_prompts() -> None:
 def test_the_bundled_pair_is_measured_on_code_and_says_so() -> None:
     [only] = prompt_sets(("", []), tiny_tokenizer(), bundled=True)
     assert only.kind == CODE
-    said = finding([only], bundled=True)
-    assert (said.verdict, "trained on Python code" in said.figure, "--prompts FILE" in said.advice) == ("ok", True, True)
+    said = check_prompts([only], bundled=True)
+    assert (said.status, "trained on Python code" in said.figure, "--prompts FILE" in said.advice) == ("ok", True, True)
     [own] = prompt_sets(("from --prompt", ["x"]), tiny_tokenizer(), bundled=True)
-    assert (own.kind, finding([own], bundled=True).advice) == ("", "")
+    assert (own.kind, check_prompts([own], bundled=True).advice) == ("", "")
 
 
 def test_the_measured_run_stands_beside_the_prediction(check: Callable[..., Any]) -> None:
@@ -144,7 +144,7 @@ def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypa
     def broken(*_: Any) -> Any:
         raise ValueError("no generate here\nat all")
 
-    monkeypatch.setitem(ways.BASELINES, "hf", broken)
+    monkeypatch.setitem(methods.BASELINES, "hf", broken)
     found = check("-p", "def")["speed-up"]
     assert "could not run (no generate here)" in found["figure"]
     assert found["data"]["measured"]["over_transformers"] is None
@@ -156,7 +156,7 @@ def test_what_was_measured_decides_not_what_was_predicted(seconds: float, verdic
     measured = Measured(3, 1, 2, 8, {"off": 2.0, "hf": 3.0, "fixed:3": seconds}, {}, {})
     for predicted in (0.5, 1.5):
         found = _speed_up("speed-up", dict.fromkeys(range(1, 9), predicted), measured)
-        assert (found.verdict, found.data["best_k"]) == (verdict, 3 if verdict == "ok" else 0)
+        assert (found.status, found.data["best_k"]) == (verdict, 3 if verdict == "ok" else 0)
         assert f"{2 / seconds:.2f}x plain decoding, {3 / seconds:.2f}x Transformers' batched generate" in found.figure
     assert WORTHWHILE < 2.0
 

@@ -24,9 +24,10 @@ from typer import rich_utils
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import run
+from shoal.cli.board import Board
+from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.streaming import follow
-from shoal.cli.views import Board, plain_table, printable, stdout
 from shoal.models.attention import METHODS
 from shoal.testing import save_pair
 

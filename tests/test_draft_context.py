@@ -12,9 +12,9 @@ import torch
 
 import shoal
 from shoal.api import Shoal
-from shoal.cli import examine
-from shoal.cli.examine_case import Case
-from shoal.cli.examine_prompts import PromptSet
+from shoal.cli import check_model
+from shoal.cli.check_case import Case
+from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -328,8 +328,8 @@ def test_check_says_how_far_the_drafter_goes(length: int, new: int, said: str) -
     models = SimpleNamespace(target=SimpleNamespace(context=64), draft_model=SimpleNamespace(context=24))
     prompts = PromptSet.of("", "", ["x" * length], tiny_tokenizer())
     case = Case(models, [prompts], 1, new, 4, 1, print)  # type: ignore[arg-type]
-    finding = examine.context(case)
-    assert f"{finding.verdict} {finding.advice or None}" == said
+    result = check_model.context(case)
+    assert f"{result.status} {result.advice or None}" == said
 
 
 def test_scripted_rows_that_go_silent_leave_their_neighbours_alone() -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import shoal
-from shoal.cli import examine
+from shoal.cli import check_model
 from shoal.models import formats, linears, loading, quantize
 from shoal.models.formats import WIDE, Cpu, _name, number_format
 from shoal.testing import save_pair, tiny_model
@@ -194,8 +194,8 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
     runner = loading.wrap(tiny_model("llama").to(dtype), "tiny")
     runner.notes["dtype"] = "as it is"
     monkeypatch.setattr(formats, "cpu", lambda: cpu)
-    found = examine.number_format(runner)
-    assert (found.verdict, found.data["dtype"], found.figure.startswith("as it is")) == (verdict, _name(dtype), True)
+    found = check_model.number_format(runner)
+    assert (found.status, found.data["dtype"], found.figure.startswith("as it is")) == (verdict, _name(dtype), True)
     assert ("seed" in found.figure) == (dtype != F32)
     assert ("--dtype float32" in found.advice) == (dtype != F32)
     assert found.data["seeds_hold"] == (dtype == F32)
@@ -207,10 +207,10 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
 def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, strict: bool, device: str) -> None:
     notes = {"dtype": "as it is"} | ({"strict": "proved"} if strict else {})
     runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes)
-    found = examine.number_format(runner)  # type: ignore[arg-type]
+    found = check_model.number_format(runner)  # type: ignore[arg-type]
     holds = strict or dtype == F32
     assert found.data["seeds_hold"] == holds
     assert ("may give other tokens each time" in found.figure) != holds
     assert ("seeds hold" in found.advice or "seed's tokens hold: --dtype float32" in found.advice) != holds
-    if found.verdict == "ok" and not holds:
+    if found.status == "ok" and not holds:
         assert ("--strict" in found.advice) == (device == "cpu")  # strict passes exist on a CPU only

@@ -71,8 +71,8 @@ def test_passes_are_timed_and_written_down(script: Any, monkeypatch: pytest.Monk
     script.main()
     (file,) = tmp_path.glob("*-passes.json")
     lines = json.loads(file.read_text(encoding="utf-8"))["lines"]
-    ways = [("pad", "single launches"), ("pad", "eager"), ("split", "single launches")]
+    methods = [("pad", "single launches"), ("pad", "eager"), ("split", "single launches")]
     assert [(line["new tokens"], line["attention"], line["passes"]) for line in lines] == [
-        (q, *way) for q in (1, 7) for way in ways
+        (q, *method) for q in (1, 7) for method in methods
     ]
     assert all(0 < line["fastest"] <= line["ms"] <= line["slowest"] for line in lines)

@@ -46,13 +46,13 @@ class Clock:
         pass
 
 
-def _measured(monkeypatch: pytest.MonkeyPatch, sweep: Sweep, law: Any, repeats: int = 2) -> list[Point]:
-    """The sweep as if every point took law(size) seconds."""
+def _measured(monkeypatch: pytest.MonkeyPatch, sweep: Sweep, cost: Any, repeats: int = 2) -> list[Point]:
+    """The sweep as if every point took cost(size) seconds."""
     clock = Clock(0.0)
     make = sweep.make
 
     def priced(point: Point) -> Any:
-        clock.seconds = law(point.size)
+        clock.seconds = cost(point.size)
         return make(point)
 
     monkeypatch.setattr(scaling, "timed", clock)

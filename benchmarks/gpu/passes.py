@@ -1,7 +1,7 @@
 """PAD, SPLIT and the fused kernel in one table: what a pass of the target costs with each, as single launches and as a CUDA graph.
 
 Rows at lengths spread between half the context and all of it; one new token each (plain decoding) and seven (verifying six drafts).
-The floor is the time to read the weights once, at the bandwidth of a large copy. The ways take turns, so that all meet the same
+The floor is the time to read the weights once, at the bandwidth of a large copy. The methods take turns, so that all meet the same
 clocks.
 
 Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/passes.py
@@ -29,7 +29,7 @@ Kind = tuple[str, str | None]
 Line = dict[str, Any]
 
 
-def way(hf: Any, attention: str, executor: str | None, starts: Sequence[int], room: int) -> Runner:
+def prepared(hf: Any, attention: str, executor: str | None, starts: Sequence[int], room: int) -> Runner:
     """A runner with rows of those lengths in its cache, and room for more tokens."""
     runner = loading.wrap(hf, attention, attention)
     runner.use_static_passes(executor)
@@ -51,18 +51,18 @@ def pass_seconds(runner: Runner, starts: Sequence[int], q: int) -> float:
 
 
 def kinds(device: torch.device) -> Iterator[Kind]:
-    """(attention, executor of static passes or None) of every way; SPLIT reads lengths on the host and has no static form."""
+    """(attention, executor of static passes or None) of every method; SPLIT reads lengths on the host and has no static form."""
     methods, executor = (["pad", "split", "fused"], "graphed") if device.type == "cuda" else (["pad", "split"], "eager")
     for attention, static_executor in product(methods, (None, executor)):
         if static_executor is None or attention in compiled.ATTENTION:
             yield attention, static_executor
 
 
-def lines_of(ways: dict[Kind, Runner], starts: Sequence[int], q: int, repeats: int, floor: float) -> Iterator[Line]:
-    """A line for each way, all measured in turns; the first passes build what is built once."""
-    times: dict[Kind, list[float]] = {kind: [] for kind in ways}
-    for _, kind in in_turns(list(ways), WARM_UPS + repeats):
-        times[kind].append(pass_seconds(ways[kind], starts, q))
+def lines_of(methods: dict[Kind, Runner], starts: Sequence[int], q: int, repeats: int, floor: float) -> Iterator[Line]:
+    """A line for each method, all measured in turns; the first passes build what is built once."""
+    times: dict[Kind, list[float]] = {kind: [] for kind in methods}
+    for _, kind in in_turns(list(methods), WARM_UPS + repeats):
+        times[kind].append(pass_seconds(methods[kind], starts, q))
     for (attention, executor), every in times.items():
         kept = [1000 * seconds for seconds in every[WARM_UPS:]]
         yield {
@@ -84,8 +84,8 @@ def main() -> None:
     assert load is not None
     floor = load.weights / ceilings(device, target.dtype).bytes
     starts = [int(options.context * (0.5 + 0.5 * b / max(1, options.rows - 1))) for b in range(options.rows)]
-    ways = {kind: way(target.hf, *kind, starts, room=8) for kind in kinds(device)}
-    lines = [line for q in (1, 7) for line in lines_of(ways, starts, q, options.repeats, floor)]
+    methods = {kind: prepared(target.hf, *kind, starts, room=8) for kind in kinds(device)}
+    lines = [line for q in (1, 7) for line in lines_of(methods, starts, q, options.repeats, floor)]
     title = f"a pass of {target.name}, {target.dtype}: {options.rows} rows, up to {options.context} tokens"
     deliver(f"{title}; floor {1000 * floor:.3g} ms", list(lines[0]), lines, device, options.results, "passes")
 

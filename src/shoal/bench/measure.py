@@ -1,6 +1,6 @@
-"""Timing two ways of decoding fairly, and what follows from measured costs.
+"""Interleaved timing of decoding methods, and what follows from measured costs.
 
-Runs are interleaved, so that a machine that warms up or has company treats all ways alike, and medians are shown.
+Runs are interleaved, so that a machine that warms up or has company treats all methods alike, and medians are shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = TypeVar("Run")
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over repeated runs of one way of decoding.
+    """Medians over repeated runs of one decoding method.
 
     Attributes:
         ms_per_token_first, ms_per_token_mean, ms_per_token_last: time from submission to the end of a row, per token of
@@ -77,21 +77,21 @@ def rows_of(result: Result) -> list[Sample]:
     return [sample for output in result for sample in output.samples]
 
 
-def in_turns(ways: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """(repeat, way) in the order of measuring: the ways take turns, every other turn in reverse order."""
+def in_turns(methods: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """(repeat, method) in the order of measuring: the methods take turns, every other turn in reverse order."""
     for repeat in range(repeats):
-        for name in ways[:: -1 if repeat % 2 else 1]:
+        for name in methods[:: -1 if repeat % 2 else 1]:
             yield repeat, name
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], Run]], repeats: int, say: Callable[[str], None] = lambda _: None
+    methods: Mapping[str, Callable[[], Run]], repeats: int, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Run]]:
-    """Runs every way `repeats` times, in turns."""
-    results: dict[str, list[Run]] = {name: [] for name in ways}
-    for repeat, name in in_turns(list(ways), repeats):
+    """Runs every method `repeats` times, in turns."""
+    results: dict[str, list[Run]] = {name: [] for name in methods}
+    for repeat, name in in_turns(list(methods), repeats):
         say(f"measuring {name}, {repeat + 1} of {repeats} ...")
-        results[name].append(ways[name]())
+        results[name].append(methods[name]())
     return results
 
 
@@ -115,7 +115,7 @@ class Identity:
         return self.same == self.rows and self.drafted > 0
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """ "yes", or "no" with the reason."""
         if self.drafted == 0:
             return "no (nothing was drafted, so nothing was tested)"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.methods import PLAIN
 from shoal.bench.report import Line, Report
 from shoal.bench.tables import heading
-from shoal.bench.ways import PLAIN
 from shoal.errors import RequestError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shoal.bench.methods import PLAIN
 from shoal.bench.report import Line, Report
 from shoal.bench.tables import heading
-from shoal.bench.ways import PLAIN
 
 SWEEP = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 """Fixed draft lengths that are tried beside 0."""

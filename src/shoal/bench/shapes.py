@@ -73,7 +73,7 @@ def shaped_pair(
     return Shoal(*runners, max_batch=max_batch)
 
 
-def make_hopeless(drafter: Runner, seed: int = 0) -> None:
+def shuffle_weights(drafter: Runner, seed: int = 0) -> None:
     """Shuffles the numbers of each of its matrices, in place: what it costs stays, what it knows goes."""
     generator = torch.Generator(drafter.device).manual_seed(seed)
     for weight in drafter.hf.parameters():

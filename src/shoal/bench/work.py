@@ -1,4 +1,4 @@
-"""What every way of decoding is asked to do, and what one run of it came to."""
+"""The task that every decoding method is given, and the result of one run."""
 
 from __future__ import annotations
 

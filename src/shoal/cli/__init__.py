@@ -91,7 +91,7 @@ def _debug() -> bool:
 
 def _report(kind: str, message: str, arguments: Sequence[str], code: int) -> int:
     """Says what went wrong: a line on stderr and, under --json, an object on stdout."""
-    from shoal.cli.views import stderr
+    from shoal.cli.console import stderr
 
     line = " ".join(message.split())
     if _debug():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.batch_progress import BatchProgress, displayed
+from shoal.cli.console import stderr, stdout
 from shoal.cli.options import (
     MODELS,
     SPEED,
@@ -44,8 +46,6 @@ from shoal.cli.serve import (
     ray_cluster,
     read_template,
 )
-from shoal.cli.tally import Tally, shown
-from shoal.cli.views import stderr, stdout
 from shoal.errors import InternalError, RequestError
 
 if TYPE_CHECKING:
@@ -140,21 +140,21 @@ def batch(
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(kv_memory))
     with output_file.OutputFile(answers, asked, _made_by(source, allowed, rule)) as book:
         _tell_of_cut(book, answers)
-        tally = Tally(len(asked), len(book.ids))
+        progress = BatchProgress(len(asked), len(book.ids))
         try:
             _answer(
                 asked,
                 book,
-                tally,
-                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, tally, book),
+                progress,
+                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, progress, book),
             )
         except KeyboardInterrupt:
-            stderr().print(f"interrupted: {tally}; the same command goes on from there", markup=False, soft_wrap=True)
+            stderr().print(f"interrupted: {progress}; the same command goes on from there", markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
     if json_output:
-        print(json.dumps(tally.document()))
+        print(json.dumps(progress.document()))
     else:
-        stdout().print(str(tally), markup=False, soft_wrap=True)
+        stdout().print(str(progress), markup=False, soft_wrap=True)
     return EXIT_FAILURE if asked and len(book.failed) == len(asked) else 0
 
 
@@ -181,14 +181,14 @@ def _tell_of_cut(book: OutputFile, answers: Path) -> None:
         stderr().print(said, markup=False, soft_wrap=True)
 
 
-def _answer(asked: Sequence[BatchLine], ledger: OutputFile, tally: Tally, answer: Answer) -> None:
+def _answer(asked: Sequence[BatchLine], ledger: OutputFile, progress: BatchProgress, answer: Answer) -> None:
     """Answers what has no answer yet."""
     waiting = [line for line in asked if line.id not in ledger.ids]
-    with shown(tally) as changed:
+    with displayed(progress) as changed:
 
         def done(entry: Json) -> None:
             if ledger.write(entry):
-                tally.add(entry)
+                progress.add(entry)
                 changed()
 
         if waiting:
@@ -199,10 +199,10 @@ def _answer(asked: Sequence[BatchLine], ledger: OutputFile, tally: Tally, answer
 
 
 def _here(
-    config: ServeConfig, tally: Tally, book: OutputFile, lines: Sequence[BatchLine], done: Callable[[Json], None]
+    config: ServeConfig, progress: BatchProgress, book: OutputFile, lines: Sequence[BatchLine], done: Callable[[Json], None]
 ) -> None:
     offline = config.offline()
-    tally.loaded = offline.shoal.loaded
+    progress.loaded = offline.shoal.loaded
     book.require(offline.made)
     offline.answer(lines, done)
 

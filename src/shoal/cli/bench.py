@@ -1,4 +1,4 @@
-"""`shoal bench`: every way of decoding on the same work, refereed."""
+"""`shoal bench`: decoding methods measured on the same work, once their greedy tokens were compared."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shoal.cli.console import stderr
 from shoal.cli.files import listed_prompts, require_writable, write_whole
 from shoal.cli.generate import EXIT_INTERRUPTED
 from shoal.cli.options import (
@@ -40,13 +41,12 @@ from shoal.cli.options import (
     TrustOption,
     parse_lookahead,
 )
-from shoal.cli.views import stderr
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.bench.referee import Job
     from shoal.bench.report import Report
+    from shoal.bench.runner import Job
 
 PROBLEMS_SEED, POOL = 20, 64  # held-out problems that are the default prompts
 
@@ -60,8 +60,8 @@ def bench(
         str | None,
         typer.Option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.", rich_help_panel=MODELS),
     ] = None,
-    hopeless: Annotated[
-        bool, typer.Option("--hopeless", help="Shuffle the drafter's weights.", rich_help_panel=MODELS)
+    shuffled: Annotated[
+        bool, typer.Option("--shuffled", help="Shuffle the drafter's weights.", rich_help_panel=MODELS)
     ] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -124,7 +124,7 @@ def bench(
     compile_passes: CompileOption = "auto",
     quantize: QuantizeOption = "off",
     strict: StrictOption = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each method; medians are shown.", rich_help_panel=SPEED)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all, every repeat.", rich_help_panel=OUTPUT)] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write two plots (.png, .svg).", rich_help_panel=OUTPUT)] = None,
     results: Annotated[
@@ -135,10 +135,10 @@ def bench(
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.", rich_help_panel=OUTPUT)] = False,
 ) -> int:  # fmt: skip
-    """Measure speculative against plain decoding and Transformers' own ways.
+    """Measure speculative against plain decoding and Transformers' own methods.
 
     First decodes greedily at every batch size, layout and draft length: in float32 the tokens must be those of plain decoding, or
-    nothing is shown. Then runs all ways in turns on the same prompts and shows medians.
+    nothing is shown. Then runs all methods in turns on the same prompts and shows medians.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which counts memory, talks; read at its import
     source = Source(
@@ -151,7 +151,7 @@ def bench(
         target.deliver(_read(replay))
         return 0
     return _measure(
-        source, target, shape, hopeless,
+        source, target, shape, shuffled,
         texts=listed_prompts(prompts or []), prompt_tokens=prompt_tokens, stop_at_eos=stop_at_eos,
         batches=_list(batch_sizes, int, "--batch-sizes"), n=n, repeats=repeats, max_new_tokens=max_new_tokens, seed=seed,
         layouts=("different", "same") if layout == "both" else _list(layout, str, "--layout"),
@@ -218,38 +218,38 @@ def _file_name(report: Report) -> str:
 
 
 def _measure(
-    source: Source, target: Destination, shape: str | None, hopeless: bool, *, texts: list[str], prompt_tokens: int,
+    source: Source, target: Destination, shape: str | None, shuffled: bool, *, texts: list[str], prompt_tokens: int,
     stop_at_eos: bool, **job: Any,
 ) -> int:  # fmt: skip
     """Loads, measures and delivers; after Ctrl-C delivers what there is."""
     from dataclasses import replace
 
     from shoal.bench.provenance import require_place
-    from shoal.bench.referee import Job, Referee
+    from shoal.bench.runner import BenchmarkRunner, Job
 
     require_place(target.json, target.results)
     if not Job(**job).cases:  # and whatever else is wrong with it is said before a model is loaded
         raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
     with _progress() as bar:
         bar.say("loading ...")
-        pair = _pair(replace(source, max_batch=max(job["batches"])), shape, hopeless, job["seed"])
+        pair = _pair(replace(source, max_batch=max(job["batches"])), shape, shuffled, job["seed"])
         chosen = Job(**job, eos=tuple(pair.eos) if stop_at_eos else ())
-        referee = Referee(pair, chosen, _pool(pair, texts, prompt_tokens, chosen), bar.step)
-        bar.expect(referee.steps)
+        runner = BenchmarkRunner(pair, chosen, _pool(pair, texts, prompt_tokens, chosen), bar.step)
+        bar.expect(runner.steps)
         interrupted = False
         try:
-            referee.check()
-            bar.note(f"measuring will take about {_minutes(referee.warm_up())}")
-            for _ in referee.measure():
+            runner.check()
+            bar.note(f"measuring will take about {_minutes(runner.warm_up())}")
+            for _ in runner.measure():
                 pass
         except KeyboardInterrupt:
             interrupted = True
-    target.deliver(referee.report)
+    target.deliver(runner.report)
     return EXIT_INTERRUPTED if interrupted else 0
 
 
-def _pair(source: Source, shape: str | None, hopeless: bool, seed: int) -> Shoal:
-    from shoal.bench.shapes import make_hopeless, shaped_pair
+def _pair(source: Source, shape: str | None, shuffled: bool, seed: int) -> Shoal:
+    from shoal.bench.shapes import shaped_pair, shuffle_weights
 
     if shape is None:
         pair = source.load()
@@ -260,10 +260,10 @@ def _pair(source: Source, shape: str | None, hopeless: bool, seed: int) -> Shoal
             name: getattr(source, name) for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
         }
         pair = shaped_pair(shape, seed=seed, **placed)
-    if hopeless:
+    if shuffled:
         if pair.draft_model is None:
-            raise RequestError("--hopeless needs a drafter: give --draft")
-        make_hopeless(pair.draft_model, seed)
+            raise RequestError("--shuffled needs a drafter: give --draft")
+        shuffle_weights(pair.draft_model, seed)
     return pair
 
 

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli import examine, examine_pair, examine_prompts
-from shoal.cli.examine_case import Case
-from shoal.cli.examine_prompts import BUILT_IN, CODE, PromptSet, built_in, measured_on
+from shoal.cli import check_model, check_pair, check_prompts
+from shoal.cli.check_case import Case
+from shoal.cli.check_prompts import BUILT_IN, CODE, PromptSet, built_in, measured_on
+from shoal.cli.check_result import CheckResult, overall
+from shoal.cli.console import StatusLine, stdout
 from shoal.cli.files import listed_prompts
-from shoal.cli.findings import Finding, overall
 from shoal.cli.options import (
     PROMPTS_HELP,
     SPEED,
@@ -36,7 +37,6 @@ from shoal.cli.options import (
     StrictOption,
     TrustOption,
 )
-from shoal.cli.views import Status, stdout
 from shoal.config import require_text
 
 EXIT_FAILED_CHECK = 2
@@ -58,9 +58,7 @@ def check(
     ] = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=f"Prompts to measure on, {examine_prompts.MOST} at most, evenly spaced: {PROMPTS_HELP} Repeatable."
-        ),
+        typer.Option(help=f"Prompts to measure on, {check_prompts.MOST} at most, evenly spaced: {PROMPTS_HELP} Repeatable."),
     ] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
@@ -93,48 +91,48 @@ def check(
     )  # fmt: skip
     asked = _asked(prompt or [], prompts or [])
     console = stdout()
-    findings = []
-    with Status() as status:
-        for finding in examinations(source, asked, (n, max_new_tokens, k, repeats), status.say):
-            findings.append(finding)
+    results = []
+    with StatusLine() as status:
+        for result in checks_of(source, asked, (n, max_new_tokens, k, repeats), status.say):
+            results.append(result)
             if not json_output:
                 status.clear()
-                show(console, finding)
+                show(console, result)
     if json_output:
-        print(json.dumps({"verdict": overall(findings), "checks": [finding.to_dict() for finding in findings]}))
+        print(json.dumps({"verdict": overall(results), "checks": [result.to_dict() for result in results]}))
     else:
-        console.print(Text(f"verdict: {overall(findings)}", style=STYLES[overall(findings)]))
-    return EXIT_FAILED_CHECK if overall(findings) == "fail" else 0
+        console.print(Text(f"verdict: {overall(results)}", style=STYLES[overall(results)]))
+    return EXIT_FAILED_CHECK if overall(results) == "fail" else 0
 
 
-def examinations(
+def checks_of(
     source: Source, asked: Asked, work: tuple[int, int, int, int], say: Callable[[str], None]
-) -> Iterator[Finding]:
-    """All findings in order; those about drafting only for a pair that fits."""
+) -> Iterator[CheckResult]:
+    """All results in order; those about drafting only for a pair that fits."""
     say("loading ...")
-    model, findings = examine.load(source)
-    yield from findings
+    model, results = check_model.load(source)
+    yield from results
     if model is None:
         return
     sets = prompt_sets(asked, model.tokenizer, source.model is None)
     case = Case(model, sets, *work, say=say)
-    yield examine.self_check(model.target, "target")
+    yield check_model.self_check(model.target, "target")
     if model.draft_model is not None:
-        yield examine.self_check(model.draft_model, "drafter")
-    room = examine.context(case)
-    yield examine_prompts.finding(sets, source.model is None)
-    yield measured_on(room, *sets)
-    yield examine.number_format(model.target)
-    yield measured_on(examine.memory(case), *sets)
-    if model.draft_model is None or room.verdict == "fail":
+        yield check_model.self_check(model.draft_model, "drafter")
+    context = check_model.context(case)
+    yield check_prompts.check_prompts(sets, source.model is None)
+    yield measured_on(context, *sets)
+    yield check_model.number_format(model.target)
+    yield measured_on(check_model.memory(case), *sets)
+    if model.draft_model is None or context.status == "fail":
         return
     case = case.drafted()
     if not case.sets:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
-        yield Finding("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
+        yield CheckResult("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
         return
-    for examination in (examine_pair.acceptance, examine_pair.costs, examine_pair.speed_up, examine_pair.identity):
-        yield from examination(case)
+    for check_of in (check_pair.acceptance, check_pair.costs, check_pair.speed_up, check_pair.identity):
+        yield from check_of(case)
 
 
 def prompt_sets(asked: Asked, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
@@ -153,13 +151,13 @@ def _asked(texts: list[str], files: list[Path]) -> Asked:
     return f"from {' and '.join(named)}", [*texts, *listed_prompts(files)]
 
 
-def show(console: Console, finding: Finding) -> None:
-    """Verdict, name and figure; the advice under the figure."""
-    style = STYLES[finding.verdict]
-    room = max(20, console.width - INDENT)
-    first, *more = textwrap.wrap(finding.figure, room)
-    console.print(Text.assemble((f"{finding.verdict:5}", style), (f"{finding.name:{INDENT - 5}}", "bold"), first))
+def show(console: Console, result: CheckResult) -> None:
+    """Status, name and figure; the advice under the figure."""
+    style = STYLES[result.status]
+    width = max(20, console.width - INDENT)
+    first, *more = textwrap.wrap(result.figure, width)
+    console.print(Text.assemble((f"{result.status:5}", style), (f"{result.name:{INDENT - 5}}", "bold"), first))
     for line in more:
         console.print(" " * INDENT + line, markup=False)
-    for line in textwrap.wrap(f"-> {finding.advice}", room) if finding.advice else []:
+    for line in textwrap.wrap(f"-> {result.advice}", width) if result.advice else []:
         console.print(" " * INDENT + line, style=style, markup=False)

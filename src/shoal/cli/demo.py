@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
+from shoal.cli.board import Board
+from shoal.cli.console import StatusLine, plain_table, printable, stdout
 from shoal.cli.options import (
     OUTPUT,
     SAMPLING,
@@ -28,8 +30,8 @@ from shoal.cli.options import (
     dtype_name,
     parse_lookahead,
 )
+from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
-from shoal.cli.views import Board, Status, plain_table, printable, show_output, stdout
 from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.options import split_options
@@ -66,8 +68,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What the demo measured."""
+class Measurements:
+    """Timings of both methods, and the greedy comparison."""
 
     plain: Speed
     speculative: Speed
@@ -93,7 +95,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0,
     lookahead: LookaheadOption = "auto",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each way; medians are shown.", rich_help_panel=SPEED)
+        int, typer.Option(min=1, help="Timed runs of each method; medians are shown.", rich_help_panel=SPEED)
     ] = 3,
     no_live: Annotated[
         bool, typer.Option("--no-live", help="Do not show the rows while they fill in.", rich_help_panel=OUTPUT)
@@ -106,14 +108,14 @@ def demo(
 
     Then measures speculative against plain decoding: same seeds, interleaved runs, medians.
 
-    Last, decodes greedily both ways: the tokens must be identical.
+    Last, decodes greedily with both: the tokens must be identical.
     """
     require_text(prompt, "the prompt")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     job = Job(prompt, n, parse_lookahead(lookahead), options)
     split_options({**options, "lookahead": job.lookahead})
     console = stdout()
-    with Status() as status:
+    with StatusLine() as status:
         status.say("loading ...")
         pair = Source(model, draft, dtype, device, max_batch=max(16, n)).load()
     if pair.draft_model is None:
@@ -124,15 +126,15 @@ def demo(
         return 130
     if shown.stats.drafted == 0 and job.lookahead != "auto":
         raise RequestError(f"nothing was drafted with --lookahead {lookahead}: raise it, or --max-new-tokens")
-    findings = measure(pair, job, repeats)
+    measured = measure(pair, job, repeats)
     if json_output:
-        print(json.dumps(document(pair, job, repeats, shown, findings)))
+        print(json.dumps(document(pair, job, repeats, shown, measured)))
     else:
         if not live:
             console.print(Text(printable(job.prompt.rstrip()) + "\n"))
             show_output(console, shown[0], None, by_rank=False)
-        report(console, pair, job, repeats, findings)
-    return 0 if findings.identity.holds or not exact(pair) else 1
+        report(console, pair, job, repeats, measured)
+    return 0 if measured.identity.holds or not exact(pair) else 1
 
 
 def show_live(model: Shoal, job: Job, console: Console) -> Result | None:
@@ -148,20 +150,20 @@ def show_live(model: Shoal, job: Job, console: Console) -> Result | None:
     return None if interrupted else result
 
 
-def measure(model: Shoal, job: Job, repeats: int) -> Findings:
+def measure(model: Shoal, job: Job, repeats: int) -> Measurements:
     """Times plain and speculative decoding, then compares them greedily."""
-    ways = {"plain": lambda: job.run(model, "off"), "speculative": lambda: job.run(model, job.lookahead)}
-    with Status() as status:
+    methods = {"plain": lambda: job.run(model, "off"), "speculative": lambda: job.run(model, job.lookahead)}
+    with StatusLine() as status:
         status.say("warming up ...")
         for lookahead in ("off", job.lookahead):
             job.run(model, lookahead, max_new_tokens=min(WARM_UP_TOKENS, job.options["max_new_tokens"]))
-        results = interleave(ways, repeats, status.say)
+        results = interleave(methods, repeats, status.say)
         status.say("comparing greedy decoding ...")
         compared: dict[str, Any] = {"max_new_tokens": job.options["max_new_tokens"]}
         identity = greedy_identity(model, [job.prompt], job.n, job.lookahead, **compared)
         if identity.drafted == 0:  # auto found that drafting does not pay; it has to be right all the same
             identity = greedy_identity(model, [job.prompt], job.n, PROOF_LENGTH, **compared)
-    return Findings(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
+    return Measurements(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
 
 
 def exact(model: Shoal) -> bool:
@@ -169,7 +171,7 @@ def exact(model: Shoal) -> bool:
     return dtype_name(model.target) in ("float32", "float64")
 
 
-def report(console: Console, model: Shoal, job: Job, repeats: int, findings: Findings) -> None:
+def report(console: Console, model: Shoal, job: Job, repeats: int, measured: Measurements) -> None:
     """The table, the speed-up and the greedy comparison."""
     runs = "one run each" if repeats == 1 else f"medians of {repeats} runs each"
     console.print()
@@ -178,13 +180,13 @@ def report(console: Console, model: Shoal, job: Job, repeats: int, findings: Fin
         f"lookahead {job.lookahead}, {dtype_name(model.target)} on {model.target.device}; {runs}"
     )
     console.print()
-    console.print(comparison(findings.plain, findings.speculative))
+    console.print(comparison(measured.plain, measured.speculative))
     console.print()
-    console.print(f"speed-up: {findings.speedup:.2f}x", style="bold")
+    console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
     console.print(
-        f"greedy identical: {findings.identity.verdict} ({dtype_name(model.target)}, {findings.identity.rows} rows)"
+        f"greedy identical: {measured.identity.summary} ({dtype_name(model.target)}, {measured.identity.rows} rows)"
     )
-    if not findings.identity.holds and not exact(model):
+    if not measured.identity.holds and not exact(model):
         console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")
 
 
@@ -206,10 +208,10 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
     return table
 
 
-def document(model: Shoal, job: Job, repeats: int, shown: Result, findings: Findings) -> dict[str, Any]:
+def document(model: Shoal, job: Job, repeats: int, shown: Result, measured: Measurements) -> dict[str, Any]:
     """The JSON object of the demo."""
     assert model.draft_model is not None
-    identity = findings.identity
+    identity = measured.identity
     return {
         "target": display_name(model.target),
         "draft": display_name(model.draft_model),
@@ -221,9 +223,9 @@ def document(model: Shoal, job: Job, repeats: int, shown: Result, findings: Find
         "lookahead": job.lookahead,
         **job.options,
         "repeats": repeats,
-        "plain": findings.plain.to_dict(),
-        "speculative": findings.speculative.to_dict(),
-        "speedup": findings.speedup,
+        "plain": measured.plain.to_dict(),
+        "speculative": measured.speculative.to_dict(),
+        "speedup": measured.speedup,
         "greedy_identical": identity.holds,
         "greedy": {
             "rows": identity.rows,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from shoal.cli.console import plain_table, printable, stderr, stdout
 from shoal.cli.options import (
     OUTPUT,
     SAMPLING,
@@ -39,7 +40,6 @@ from shoal.cli.options import (
     TrustOption,
     parse_lookahead,
 )
-from shoal.cli.views import plain_table, printable, stderr, stdout
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -396,8 +396,8 @@ def _show_verdicts(summary: dict[str, Any]) -> None:
             printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
         )
     table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
-    for name, tally in summary["languages"].items():
-        share = f"{100 * tally['passed'] / tally['total']:.1f}" if tally["total"] else "–"
+    for name, counts in summary["languages"].items():
+        share = f"{100 * counts['passed'] / counts['total']:.1f}" if counts["total"] else "–"
         columns = ("problems", "without_solution", "passed", "total")
-        table.add_row(name, *(str(tally[column]) for column in columns), share)
+        table.add_row(name, *(str(counts[column]) for column in columns), share)
     console.print(table)

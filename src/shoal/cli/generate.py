@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, write_whole
 from shoal.cli.options import (
     OUTPUT,
@@ -40,8 +41,8 @@ from shoal.cli.options import (
     given,
     parse_lookahead,
 )
+from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
-from shoal.cli.views import Progress, show_output, stderr, stdout
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.types.options import split_options

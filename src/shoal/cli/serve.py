@@ -198,7 +198,7 @@ def serve(
 
 def _tell(host: str, settings: Settings, json_output: bool, port: int) -> None:
     """Where the server is, and whether it is open to all."""
-    from shoal.cli.views import stderr
+    from shoal.cli.console import stderr
 
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:

@@ -1,4 +1,4 @@
-"""How far a batch is, for those who watch it."""
+"""Progress of `shoal batch` on stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from shoal.cli.views import stderr
+from shoal.cli.console import stderr
 
 if TYPE_CHECKING:
     from shoal.serve.batch_lines import Json
@@ -21,7 +21,7 @@ MINUTE = 60.0
 
 
 @dataclass
-class Tally:
+class BatchProgress:
     """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now, `failed` of it with an error.
 
     `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
@@ -73,18 +73,18 @@ class Tally:
 
 
 @contextmanager
-def shown(tally: Tally) -> Iterator[Callable[[], None]]:
-    """Shows a tally on stderr for as long as the block lasts: a bar on a terminal, elsewhere a line a minute.
+def displayed(progress: BatchProgress) -> Iterator[Callable[[], None]]:
+    """Shows progress on stderr for as long as the block lasts: a bar on a terminal, elsewhere a line a minute.
 
     Yields:
-        What to call when the tally has changed.
+        What to call when it has changed.
     """
     if stderr().is_terminal:
-        with _bar(tally) as update:
+        with _bar(progress) as update:
             yield update
         return
     ended = threading.Event()
-    speaker = threading.Thread(target=tell, args=(tally, ended.wait), daemon=True)
+    speaker = threading.Thread(target=print_lines, args=(progress, ended.wait), daemon=True)
     speaker.start()
     try:
         yield lambda: None
@@ -93,22 +93,22 @@ def shown(tally: Tally) -> Iterator[Callable[[], None]]:
         speaker.join()
 
 
-def tell(tally: Tally, wait: Callable[[float], bool]) -> None:
+def print_lines(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
     """Prints a line each minute, also while no line of the batch ends.
 
     Args:
         wait: waits for so many seconds, or until the batch has ended; says whether it has.
     """
     while not wait(MINUTE):
-        stderr().print(str(tally), markup=False, soft_wrap=True)
+        stderr().print(str(progress), markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _bar(tally: Tally) -> Iterator[Callable[[], None]]:
+def _bar(progress: BatchProgress) -> Iterator[Callable[[], None]]:
     pace = TextColumn("{task.fields[pace]}")
     columns = (
         TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=stderr(), transient=True) as bar:
-        task = bar.add_task("", total=tally.lines, completed=tally.kept, pace="")
-        yield lambda: bar.update(task, completed=tally.kept + tally.answered, pace=f"{tally.speed:.0f} tokens/s")
+        task = bar.add_task("", total=progress.lines, completed=progress.kept, pace="")
+        yield lambda: bar.update(task, completed=progress.kept + progress.answered, pace=f"{progress.speed:.0f} tokens/s")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.findings import Finding
+from shoal.cli.check_result import CheckResult
 
 MOST = 8  # prompts of a set that are measured
 FIRST_WORDS = 6
@@ -106,24 +106,24 @@ def built_in(kinds: Sequence[str], tokenizer: Any) -> tuple[PromptSet, ...]:
 
 
 def named(name: str, one: PromptSet) -> str:
-    """The name of a finding about one kind of prompts."""
+    """The name of a check on one kind of prompts."""
     return f"{name}, {one.kind.split()[-1]}" if one.kind else name
 
 
-def measured_on(found: Finding, *sets: PromptSet) -> Finding:
-    """The same finding, saying on which prompts it was measured."""
+def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
+    """The same result, saying on which prompts it was measured."""
     said = str(sets[0]) if len(sets) == 1 else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
     data = found.data | {"prompts": [one.to_dict() for one in sets]}
     return replace(found, figure=f"{found.figure}; on {said}", data=data)
 
 
-def finding(sets: Sequence[PromptSet], bundled: bool) -> Finding:
+def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:
     """What is measured on; built-in prompts say little about other texts, unless the pair was trained on their kind."""
     figure, data = "; ".join(map(str, sets)), {"sets": [one.to_dict() for one in sets]}
     if not any(one.kind for one in sets):
-        return Finding("prompts", "ok", figure, data=data)
+        return CheckResult("prompts", "ok", figure, data=data)
     if bundled:
         figure += "; the bundled pair was trained on Python code, and no figure below holds for other texts"
-        return Finding("prompts", "ok", figure, ADVICE, data)
+        return CheckResult("prompts", "ok", figure, ADVICE, data)
     figure += "; acceptance and speed-up depend on the text, so the figures below may not hold for yours"
-    return Finding("prompts", "warn", figure, ADVICE, data)
+    return CheckResult("prompts", "warn", figure, ADVICE, data)

@@ -1,12 +1,12 @@
-"""The checks of `shoal check` that need no drafter, each a function from what is examined to a `Finding`."""
+"""The checks of `shoal check` that need no drafter, each a function from a `Case` or a model to a `CheckResult`."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.examine_case import Case
-from shoal.cli.findings import Finding
+from shoal.cli.check_case import Case
+from shoal.cli.check_result import CheckResult
 from shoal.cli.options import Source, display_name, dtype_name
 from shoal.errors import ModelError, PairMismatch, RequestError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 
-def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
+def load(source: Source) -> tuple[Shoal | None, list[CheckResult]]:
     """Loads the pair; where that fails, finds out which half is at fault."""
     from shoal.models.load_report import described
 
@@ -23,27 +23,27 @@ def load(source: Source) -> tuple[Shoal | None, list[Finding]]:
         model = source.load()
     except (RequestError, ModelError) as error:
         return _load_target_alone(source, error)
-    findings = [Finding("target", "ok", _size(model.target), data=described(model.target))]
+    results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.draft_model is None:
         advice = "give --draft to speculate; a drafter is a smaller model with the same tokenizer"
-        return model, [*findings, Finding("drafter", "skip", "none: plain decoding", advice)]
+        return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
     share = model.draft_model.parameter_bytes / model.target.parameter_bytes
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
     vocabulary = f"{model.target.vocab_size} tokens v {model.draft_model.vocab_size} of the drafter"
-    drafter = Finding("drafter", "ok", size, data=described(model.draft_model))
-    return model, [*findings, drafter, Finding("tokenizer", "ok", f"the same; {vocabulary}")]
+    drafter = CheckResult("drafter", "ok", size, data=described(model.draft_model))
+    return model, [*results, drafter, CheckResult("tokenizer", "ok", f"the same; {vocabulary}")]
 
 
-def _load_target_alone(source: Source, error: Exception) -> tuple[Shoal | None, list[Finding]]:
+def _load_target_alone(source: Source, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
     """Tells a bad target from a bad drafter and from two that do not fit."""
     if source.draft is None:
-        return None, [Finding("target", "fail", str(error), _advice(error))]
+        return None, [CheckResult("target", "fail", str(error), _advice(error))]
     try:
         model = source.target_alone().load()
     except (RequestError, ModelError) as own:
-        return None, [Finding("target", "fail", str(own), _advice(own))]
+        return None, [CheckResult("target", "fail", str(own), _advice(own))]
     name = "tokenizer" if isinstance(error, PairMismatch) else "drafter"
-    return model, [Finding("target", "ok", _size(model.target)), Finding(name, "fail", str(error), _advice(error))]
+    return model, [CheckResult("target", "ok", _size(model.target)), CheckResult(name, "fail", str(error), _advice(error))]
 
 
 def _advice(error: Exception) -> str:
@@ -72,20 +72,20 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
 
 
-def self_check(runner: Runner, role: str) -> Finding:
+def self_check(runner: Runner, role: str) -> CheckResult:
     """Ragged against plain forward, as measured when the model was loaded."""
     error = runner.self_check_error
     name = f"{role} self-check"
     if error is None:
-        return Finding(name, "skip", "not run")
+        return CheckResult(name, "skip", "not run")
     from shoal.models.selfcheck import TOLERANCE
 
     limit = TOLERANCE[runner.dtype]
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
-    return Finding(name, "ok", figure, data={"error": error, "limit": limit})
+    return CheckResult(name, "ok", figure, data={"error": error, "limit": limit})
 
 
-def context(case: Case) -> Finding:
+def context(case: Case) -> CheckResult:
     """Whether the longest prompt and its continuation fit in the target, and how far the drafter can follow."""
     longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
@@ -95,18 +95,18 @@ def context(case: Case) -> Finding:
         data["draft"] = case.draft.context
         figure += f", drafter {case.draft.context}"
     if longest >= target:
-        return Finding("context", "fail", figure, "shorten the prompt or take a target with a longer context", data)
+        return CheckResult("context", "fail", figure, "shorten the prompt or take a target with a longer context", data)
     if need > target:
-        return Finding("context", "warn", figure, "samples will end early: lower --max-new-tokens", data)
+        return CheckResult("context", "warn", figure, "samples will end early: lower --max-new-tokens", data)
     if longest > data.get("draft", longest):
         advice = "the drafter holds no prompt of that length: such rows are decoded plainly"
-        return Finding("context", "warn", figure, advice, data)
+        return CheckResult("context", "warn", figure, advice, data)
     if need > data.get("draft", need):
-        return Finding("context", "warn", figure, "beyond the drafter's context rows are decoded plainly", data)
-    return Finding("context", "ok", figure, data=data)
+        return CheckResult("context", "warn", figure, "beyond the drafter's context rows are decoded plainly", data)
+    return CheckResult("context", "ok", figure, data=data)
 
 
-def number_format(runner: Runner) -> Finding:
+def number_format(runner: Runner) -> CheckResult:
     """Which number format was chosen and why, whether a CPU has instructions for it, and whether seeds hold in it."""
     import torch
 
@@ -117,7 +117,7 @@ def number_format(runner: Runner) -> Finding:
     strict, short = "strict" in runner.notes, runner.dtype in (torch.bfloat16, torch.float16)
     data: dict[str, Any] = {"dtype": name, "reason": figure, "seeds_hold": strict or not short}
     if not short:
-        return Finding("dtype", "ok", figure, data=data)
+        return CheckResult("dtype", "ok", figure, data=data)
     if strict:
         figure += ". Strict passes: a seed gives the same tokens in every call"
     else:
@@ -130,11 +130,11 @@ def number_format(runner: Runner) -> Finding:
         data["instructions"] = formats.cpu().products.get(runner.dtype)
         if data["instructions"] is None:
             slow = f"this CPU has no {name} products: use --dtype float32"
-            return Finding("dtype", "warn", figure, slow + ("" if strict else ", which makes seeds hold too"), data)
-    return Finding("dtype", "ok", figure, advice, data)
+            return CheckResult("dtype", "warn", figure, slow + ("" if strict else ", which makes seeds hold too"), data)
+    return CheckResult("dtype", "ok", figure, advice, data)
 
 
-def memory(case: Case) -> Finding:
+def memory(case: Case) -> CheckResult:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
@@ -154,11 +154,11 @@ def memory(case: Case) -> Finding:
     data = {"weights_bytes": weights, "cache_bytes": caches, "rows": slots, "free_bytes": free}
     figure = f"weights {_mib(weights)} + caches {_mib(caches)} for {slots} rows"
     if free is None:
-        return Finding("memory", "ok", figure, data=data)
+        return CheckResult("memory", "ok", figure, data=data)
     figure += f"; {_mib(free)} free"
     if caches > free:
-        return Finding("memory", "fail", figure, "lower -n, --max-new-tokens or max_batch", data)
-    return Finding("memory", "ok", figure, data=data)
+        return CheckResult("memory", "fail", figure, "lower -n, --max-new-tokens or max_batch", data)
+    return CheckResult("memory", "ok", figure, data=data)
 
 
 def _free_bytes(runner: Runner) -> int | None:

@@ -1,8 +1,8 @@
-"""The referee: identity first, then interleaved runs of every way on the same work.
+"""Measures a job: greedy identity first, then interleaved runs of every method on the same work.
 
-Three passes over all cases. *check*: greedy speculation against greedy plain decoding at the very batch size, layout, draft length
-and number format that will be timed; in float32 a difference ends everything. *warm_up*: every way once, which also finds what is
-not available here, and counts peak memory. *measure*: the repeats, ways taking turns, every other turn in reverse order.
+Three passes over all cases. *check* compares greedy speculation with greedy plain decoding at each batch size, layout, draft length
+and number format that will be timed; in float32 a difference raises. *warm_up* runs every method once, finds the methods that are
+not available here, and counts peak memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.bench.imposed import imposing
 from shoal.bench.machine import machine
 from shoal.bench.measure import Identity, compared, first_difference, in_turns
 from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
+from shoal.bench.methods import PLAIN, Method, baseline_method, shoal_method
 from shoal.bench.report import Checked, Line, Report, line
 from shoal.bench.roofline import ceilings, rates
-from shoal.bench.ways import PLAIN, Way, baseline_way, shoal_way
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
 from shoal.models.load_report import described
@@ -73,7 +73,7 @@ class Job:
 
 
 @dataclass
-class Referee:
+class BenchmarkRunner:
     """Measures one job on one pair.
 
     Args:
@@ -92,8 +92,8 @@ class Referee:
 
     def __post_init__(self) -> None:
         self._measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
-        self.ways = [shoal_way(self._measured, name, self.job.rule) for name in self.job.lookaheads]
-        self.ways += [baseline_way(self.pair, name) for name in self.job.baselines]
+        self.methods = [shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads]
+        self.methods += [baseline_method(self.pair, name) for name in self.job.baselines]
         if self.pair.draft_model is None and len(self.job.lookaheads) > 1:
             raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
         self.report = Report(self._config(), machine(self.pair.target.device))
@@ -108,7 +108,7 @@ class Referee:
     def steps(self) -> int:
         """How often `step` will be called at most."""
         checks = len({(case.layout, case.batch) for case in self.job.cases}) * len(self.job.lookaheads)
-        return checks + len(self.job.cases) * len(self.ways) * (1 + self.job.repeats)
+        return checks + len(self.job.cases) * len(self.methods) * (1 + self.job.repeats)
 
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
@@ -133,11 +133,11 @@ class Referee:
         for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
             work = self._work(case, 0).greedy()
             self.step(f"greedy identity, {_name(case)}: plain")
-            plain = shoal_way(self.pair, PLAIN, self.job.rule).run(work)
+            plain = shoal_method(self.pair, PLAIN, self.job.rule).run(work)
             control = None if exact else self._control(work, plain)
             for name in self.job.lookaheads[1:]:
                 self.step(f"greedy identity, {_name(case)}: {name}")
-                run = shoal_way(self.pair, name, self.job.rule).run(work)
+                run = shoal_method(self.pair, name, self.job.rule).run(work)
                 drafted = run.stats.drafted if run.stats else 0
                 found = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
                 if exact and found.same < found.rows:
@@ -161,40 +161,40 @@ class Referee:
         """One prompt decoded greedily by itself, once."""
         (prompt,) = work.prompts
         if prompt not in self._single:
-            (self._single[prompt],) = shoal_way(self.pair, PLAIN, self.job.rule).run(work).ids
+            (self._single[prompt],) = shoal_method(self.pair, PLAIN, self.job.rule).run(work).ids
         return self._single[prompt]
 
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def warm_up(self) -> float:
-        """Runs every way once; returns the seconds that `measure` will take at most."""
+        """Runs every method once; returns the seconds that `measure` will take at most."""
         seconds = 0.0
-        for case, way in product(self.job.cases, self.ways):
-            self.step(f"warming up, {_name(case)}: {way.name}")
+        for case, method in product(self.job.cases, self.methods):
+            self.step(f"warming up, {_name(case)}: {method.name}")
             work = self._work(case, 0)
             try:
-                spent = self._first_run(case, way, work)
+                spent = self._first_run(case, method, work)
             except Exception as error:
-                if not way.baseline:
+                if not method.baseline:
                     raise
-                self._refuse(case, way, error)
+                self._refuse(case, method, error)
                 continue
             seconds += spent * self.job.repeats
         return seconds
 
-    def _first_run(self, case: Case, way: Way, work: Work) -> float:
+    def _first_run(self, case: Case, method: Method, work: Work) -> float:
         """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
-        device, key = self.pair.target.device, (case.layout, case.batch, way.name)
+        device, key = self.pair.target.device, (case.layout, case.batch, method.name)
         with timed(device) as watch:
             if device.type == "cuda":
-                self._peaks[key] = peak_device_bytes(partial(way.run, work), device)
+                self._peaks[key] = peak_device_bytes(partial(method.run, work), device)
             else:
-                way.run(work)
-        if device.type == "cpu" and way.countable and key not in self._peaks:
+                method.run(work)
+        if device.type == "cpu" and method.countable and key not in self._peaks:
             pair_costs, self._measured.pair_costs = self._measured.pair_costs, copy.deepcopy(self._measured.pair_costs)
             try:
                 short = replace(work, max_new_tokens=min(work.max_new_tokens, COUNTED_TOKENS))
-                self._peaks[key] = self._weights() + peak_tensor_bytes(partial(way.run, short))
+                self._peaks[key] = self._weights() + peak_tensor_bytes(partial(method.run, short))
             finally:
                 self._measured.pair_costs = pair_costs
         return watch.seconds
@@ -203,16 +203,16 @@ class Referee:
         models = [self.pair.target] + ([self.pair.draft_model] if self.pair.draft_model else [])
         return sum(model.parameter_bytes for model in models)
 
-    def _refuse(self, case: Case, way: Way, error: Exception) -> None:
+    def _refuse(self, case: Case, method: Method, error: Exception) -> None:
         """A baseline that cannot run is listed with its reason."""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self._refused.add((case, way.name))
+        self._refused.add((case, method.name))
         self.report.unavailable.append(
             {
                 "layout": case.layout,
                 "temperature": case.temperature,
                 "batch": case.batch,
-                "setting": way.name,
+                "setting": method.name,
                 "reason": reason,
             }
         )
@@ -237,10 +237,10 @@ class Referee:
         self.report.complete = True
 
     def _repeat(self, case: Case, runs: dict[str, list[Run]]) -> None:
-        ways = {way.name: way for way in self.ways if (case, way.name) not in self._refused}
-        for repeat, name in in_turns(list(ways), self.job.repeats):
+        methods = {method.name: method for method in self.methods if (case, method.name) not in self._refused}
+        for repeat, name in in_turns(list(methods), self.job.repeats):
             self.step(f"measuring, {_name(case)}: {name}, {repeat + 1} of {self.job.repeats}")
-            runs[name].append(ways[name].run(self._work(case, repeat)))
+            runs[name].append(methods[name].run(self._work(case, repeat)))
         if case.temperature == 0 and self.job.acceptance is None and self.pair.target.dtype in EXACT:
             self._compare(case, runs)
 
@@ -256,20 +256,20 @@ class Referee:
                     )
 
     def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[Line]:
-        """Of the repeats that a way and plain decoding both completed."""
+        """Of the repeats that a method and plain decoding both completed."""
         lines = []
-        for way in self.ways:
-            whole = min(len(runs[way.name]), len(runs[PLAIN]))
+        for method in self.methods:
+            whole = min(len(runs[method.name]), len(runs[PLAIN]))
             if not whole:
                 continue
-            used = [rates(self.pair, self._work(case, i), run) for i, run in enumerate(runs[way.name][:whole])]
+            used = [rates(self.pair, self._work(case, i), run) for i, run in enumerate(runs[method.name][:whole])]
             lines.append(
                 line(
-                    case, way.name, way.baseline, runs[way.name][:whole], runs[PLAIN][:whole],
+                    case, method.name, method.baseline, runs[method.name][:whole], runs[PLAIN][:whole],
                     rates=[rate for rate in used if rate is not None],
-                    imposed=None if way.baseline or way.name == PLAIN else self.job.acceptance,
-                    peak_bytes=self._peaks.get((case.layout, case.batch, way.name)),
-                    identity=self._checked.get((case.layout, case.batch, way.name)),
+                    imposed=None if method.baseline or method.name == PLAIN else self.job.acceptance,
+                    peak_bytes=self._peaks.get((case.layout, case.batch, method.name)),
+                    identity=self._checked.get((case.layout, case.batch, method.name)),
                 )
             )  # fmt: skip
         return lines

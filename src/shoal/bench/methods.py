@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared: shoal at a draft length, and Transformers' own on the very same model object."""
+"""The decoding methods that are compared: shoal at a draft length, and Transformers' own on the same model object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = 256  # tokens of a page of Transformers' continuous batching
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """A setting of the table.
 
     Attributes:
@@ -35,7 +35,7 @@ class Way:
     countable: bool = True
 
 
-def shoal_way(pair: Shoal, lookahead: str, rule: str = "rejection") -> Way:
+def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method:
     """shoal at that draft length; "off" is plain batched decoding. rule: see `shoal.Speculation`."""
 
     def run(work: Work) -> Run:
@@ -47,14 +47,14 @@ def shoal_way(pair: Shoal, lookahead: str, rule: str = "rejection") -> Way:
         ended = tuple(sample.finished_at for sample in samples)
         return Run(watch.seconds, ended, tuple(sample.token_ids for sample in samples), result.stats)
 
-    return Way(lookahead, run)
+    return Method(lookahead, run)
 
 
-def baseline_way(pair: Shoal, name: str) -> Way:
+def baseline_method(pair: Shoal, name: str) -> Method:
     """One of `BASELINES`. Raises RequestError for another name."""
     if name not in BASELINES:
         raise RequestError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
-    return Way(name, lambda work: BASELINES[name](pair, work), baseline=True, countable=name in ("hf", "hf-assisted"))
+    return Method(name, lambda work: BASELINES[name](pair, work), baseline=True, countable=name in ("hf", "hf-assisted"))
 
 
 def _batched(pair: Shoal, work: Work, **options: Any) -> Run:

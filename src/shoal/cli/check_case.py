@@ -1,4 +1,4 @@
-"""What `shoal check` examines: a model, the work it shall do, and the runs that several checks share."""
+"""What `shoal check` works on: a model, the task, and the runs that several checks share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.measure import Costs, interleave
-from shoal.cli.examine_prompts import PromptSet
+from shoal.cli.check_prompts import PromptSet
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.bench.ways import Way
+    from shoal.bench.methods import Method
     from shoal.models.runner import Runner
     from shoal.types.samples import Result
 
@@ -25,12 +25,12 @@ PLAIN, TRANSFORMERS = "off", "hf"
 
 @dataclass(frozen=True)
 class Measured:
-    """Ways of decoding, run in turns on the same rows to the same number of tokens.
+    """Decoding methods, run in turns on the same rows to the same number of tokens.
 
     Attributes:
-        k: draft length of the speculative way. runs, rows, tokens: runs of each way, rows of a run, new tokens of a row.
-        seconds: of all runs of a way together, by name; a way that could not run is in `unavailable`, with the reason.
-        committed: tokens that all rows of a way came to.
+        k: draft length of the speculative method. runs, rows, tokens: runs of each method, rows of a run, new tokens of a row.
+        seconds: of all runs of a method together, by name; a method that could not run is in `unavailable`, with the reason.
+        committed: tokens that all rows of a method came to.
     """
 
     k: int
@@ -41,14 +41,14 @@ class Measured:
     committed: dict[str, int]
     unavailable: dict[str, str]
 
-    def over(self, way: str) -> float | None:
-        """Seconds of that way over those of the speculative one; None where it could not run."""
-        return self.seconds[way] / self.seconds[f"fixed:{self.k}"] if way in self.seconds else None
+    def over(self, method: str) -> float | None:
+        """Seconds of that method over those of the speculative one; None where it could not run."""
+        return self.seconds[method] / self.seconds[f"fixed:{self.k}"] if method in self.seconds else None
 
 
 @dataclass
 class Case:
-    """What is examined: a model and the work it shall do."""
+    """A model and the task it is checked on."""
 
     model: Shoal
     sets: Sequence[PromptSet]
@@ -97,8 +97,8 @@ class Case:
         self.say("warming up ...")
         for k in lengths:
             self.run(k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens))
-        ways = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
-        return dict(zip(lengths, interleave(ways, self.repeats, self.say).values(), strict=True))
+        methods = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
+        return dict(zip(lengths, interleave(methods, self.repeats, self.say).values(), strict=True))
 
     @cached_property
     def costs(self) -> Costs:
@@ -112,34 +112,35 @@ class Case:
 
     def measured(self, one: PromptSet, k: int) -> Measured:
         """Draft length k, plain decoding and Transformers' batched `generate`: n rows of a prompt, prompt after prompt."""
-        from shoal.bench.ways import baseline_way, shoal_way
+        from shoal.bench.methods import baseline_method, shoal_method
         from shoal.bench.work import Work
 
-        ways = [shoal_way(self.model, PLAIN), baseline_way(self.model, TRANSFORMERS), shoal_way(self.model, f"fixed:{k}")]
+        plain, speculative = (shoal_method(self.model, lookahead) for lookahead in (PLAIN, f"fixed:{k}"))
+        methods = [plain, baseline_method(self.model, TRANSFORMERS), speculative]
         tokens = min(self.max_new_tokens, self.model.target.context - one.longest)
         turns = -(-self.repeats // len(self.prompts))  # at least `repeats` runs in all
         works = [Work((ids,), self.n, TEMPERATURE, tokens, seed) for seed, ids in enumerate(one.ids * turns)]
         self.say("warming up ...")
         short = Work(one.ids[:1], self.n, TEMPERATURE, min(WARM_UP_TOKENS, tokens), 0)
-        unavailable = {way.name: reason for way in ways if (reason := _refusal(way, short)) is not None}
-        seconds: dict[str, float] = {way.name: 0.0 for way in ways if way.name not in unavailable}
+        unavailable = {method.name: reason for method in methods if (reason := _refusal(method, short)) is not None}
+        seconds: dict[str, float] = {method.name: 0.0 for method in methods if method.name not in unavailable}
         committed = dict.fromkeys(seconds, 0)
         for number, work in enumerate(works, 1):
             self.say(f"measuring plain, speculative and Transformers' decoding, {number} of {len(works)} ...")
-            for way in ways[:: -1 if number % 2 else 1]:
-                if way.name in seconds:
-                    run = way.run(work)
-                    seconds[way.name] += run.seconds
-                    committed[way.name] += run.committed
+            for method in methods[:: -1 if number % 2 else 1]:
+                if method.name in seconds:
+                    run = method.run(work)
+                    seconds[method.name] += run.seconds
+                    committed[method.name] += run.committed
         return Measured(k, len(works), self.n, tokens, seconds, committed, unavailable)
 
 
-def _refusal(way: Way, work: Any) -> str | None:
-    """Warms up; the reason if a way of Transformers cannot run here. Raises what our own ways raise."""
+def _refusal(method: Method, work: Any) -> str | None:
+    """Warms up; the reason if a method of Transformers cannot run here. Raises what our own methods raise."""
     try:
-        way.run(work)
+        method.run(work)
     except Exception as error:
-        if not way.baseline:
+        if not method.baseline:
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None

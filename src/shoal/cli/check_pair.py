@@ -1,4 +1,4 @@
-"""The checks of `shoal check` about drafting, each a generator of `Finding`s that say on which prompts they were measured."""
+"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that say on which prompts they were measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.measure import Identity, compared, greedy_identity, per_position, predicted_speedup, token_ids
-from shoal.cli.examine_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
-from shoal.cli.examine_prompts import measured_on, named
-from shoal.cli.findings import Finding
+from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
+from shoal.cli.check_prompts import measured_on, named
+from shoal.cli.check_result import CheckResult
 from shoal.cli.options import dtype_name
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ GREEDY = "greedy identity"
 WORTHWHILE = 1.05  # a speed-up below this is none
 
 
-def acceptance(case: Case) -> Iterator[Finding]:
+def acceptance(case: Case) -> Iterator[CheckResult]:
     """How much of what the drafter proposes the target keeps, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         yield measured_on(_accepted(named("acceptance", one), case.k, results), one)
 
 
-def _accepted(name: str, k: int, results: dict[float, Result]) -> Finding:
+def _accepted(name: str, k: int, results: dict[float, Result]) -> CheckResult:
     data: dict[str, Any] = {"k": k}
     parts = []
     for temperature, result in results.items():
@@ -39,14 +39,14 @@ def _accepted(name: str, k: int, results: dict[float, Result]) -> Finding:
         }
     figure = f"k={k}: length " + ", ".join(parts)
     if any(result.stats.drafted == 0 for result in results.values()):
-        return Finding(name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
+        return CheckResult(name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
     if max(data[f"T={t:g}"]["per_position"] for t in results) < 0.3:
         advice = "the drafter guesses badly on these prompts: distil it on your own text"
-        return Finding(name, "warn", figure, advice, data)
-    return Finding(name, "ok", figure, data=data)
+        return CheckResult(name, "warn", figure, advice, data)
+    return CheckResult(name, "ok", figure, data=data)
 
 
-def costs(case: Case) -> Iterator[Finding]:
+def costs(case: Case) -> Iterator[CheckResult]:
     """What passes cost at this batch size."""
     measured = case.costs
     passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
@@ -63,10 +63,10 @@ def costs(case: Case) -> Iterator[Finding]:
         "overhead_ms": overhead,
         "plain_overhead_ms": plain_overhead,
     }
-    yield measured_on(Finding("costs", "ok", figure, data=data), case.sets[0].first())
+    yield measured_on(CheckResult("costs", "ok", figure, data=data), case.sets[0].first())
 
 
-def speed_up(case: Case) -> Iterator[Finding]:
+def speed_up(case: Case) -> Iterator[CheckResult]:
     """The speed-up to expect at each draft length, and beside it a measured run of the best one, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         chance = per_position(results[TEMPERATURE].stats.acceptance_rate, case.k)
@@ -75,10 +75,10 @@ def speed_up(case: Case) -> Iterator[Finding]:
         yield measured_on(_speed_up(named("speed-up", one), predicted, case.measured(one, best)), one)
 
 
-def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Finding:
+def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> CheckResult:
     """What was measured decides whether speculation pays; what was predicted chose the draft length."""
     plain, transformers = measured.over(PLAIN), measured.over(TRANSFORMERS)
-    assert plain is not None  # our own ways always run
+    assert plain is not None  # our own methods always run
     data = {
         "speedup": {str(k): value for k, value in predicted.items()},
         "best_k": measured.k,
@@ -93,11 +93,11 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Fin
     figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each)"
     if plain < WORTHWHILE:
         advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
-        return Finding(name, "warn", figure, advice, data | {"best_k": 0})
-    return Finding(name, "ok", figure, f"use --lookahead {measured.k}", data)
+        return CheckResult(name, "warn", figure, advice, data | {"best_k": 0})
+    return CheckResult(name, "ok", figure, f"use --lookahead {measured.k}", data)
 
 
-def identity(case: Case) -> Iterator[Finding]:
+def identity(case: Case) -> Iterator[CheckResult]:
     """Speculation against plain decoding, token by token: greedy, and of a seed."""
     case.say("comparing greedy decoding ...")
     greedy = greedy_identity(case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens)
@@ -108,17 +108,17 @@ def identity(case: Case) -> Iterator[Finding]:
     yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
 
 
-def _compared(case: Case, name: str, found: Identity) -> Finding:
+def _compared(case: Case, name: str, found: Identity) -> CheckResult:
     data = {"rows": found.rows, "same": found.same, "drafted": found.drafted, "difference": found.difference}
     dtype = dtype_name(case.model.target)
     figure = f"{dtype}: {found.same} of {found.rows} rows have the tokens of plain decoding, {found.drafted} tokens drafted"
     if found.holds:
-        return Finding(name, "ok", figure, data=data)
+        return CheckResult(name, "ok", figure, data=data)
     if dtype not in ("float32", "float64"):
         advice = "near-ties between two tokens explain this in 16 bit; --dtype float32 settles it"
-        return Finding(name, "warn", figure, advice, data)
+        return CheckResult(name, "warn", figure, advice, data)
     if name == GREEDY:
-        advice = f"{found.verdict}; in float32 this must hold: please report it"
-        return Finding(name, "fail", figure, advice, data)
-    advice = f"{found.verdict}; in float32 rounding decides about one position in 100,000: please report more than that"
-    return Finding(name, "warn", figure, advice, data)
+        advice = f"{found.summary}; in float32 this must hold: please report it"
+        return CheckResult(name, "fail", figure, advice, data)
+    advice = f"{found.summary}; in float32 rounding decides about one position in 100,000: please report more than that"
+    return CheckResult(name, "warn", figure, advice, data)

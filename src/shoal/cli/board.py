@@ -1,0 +1,123 @@
+"""The rows of `shoal demo` while they fill in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cli.console import REFRESH, printable
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Increment
+
+ACCEPTED, DRAWN = "green", "yellow"
+
+
+@dataclass
+class BoardRow:
+    """One row of the board: its text so far, coloured by who chose the tokens."""
+
+    text: Text = field(default_factory=Text)
+    ids: list[int] = field(default_factory=list)
+    rounds: int = 0
+    finish_reason: str | None = None
+
+    def add(self, increment: Increment, decode: Callable[[list[int]], str]) -> None:
+        """Appends a round's text; the accepted draft tokens come first in it."""
+        before = len(decode(self.ids))
+        accepted = len(decode([*self.ids, *increment.token_ids[: increment.accepted]])) - before
+        self.text.append(printable(increment.text[:accepted]), ACCEPTED)
+        self.text.append(printable(increment.text[accepted:]), DRAWN)
+        self.ids += increment.token_ids
+        self.rounds += 1
+        self.finish_reason = increment.finish_reason
+
+    @property
+    def title(self) -> str:
+        """Tokens, tokens per round, and how the row ended."""
+        per_round = len(self.ids) / self.rounds if self.rounds else 0.0
+        return f"{len(self.ids)} tokens, {per_round:.2f}/round" + (f", {self.finish_reason}" if self.finish_reason else "")
+
+
+class Board:
+    """All rows of one prompt while they fill in, with running counters."""
+
+    def __init__(self, console: Console, n: int, decode: Callable[[list[int]], str]) -> None:
+        self.rows = [BoardRow() for _ in range(n)]
+        self.console = console
+        self.decode = decode
+        self.started_at = time.perf_counter()
+        self.shown_at = 0.0
+        self.live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Board:
+        self.live.start()
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
+        self.live.update(self.render(), refresh=True)
+        self.live.stop()
+
+    def add(self, increment: Increment) -> None:
+        """Takes in what a round added to a row and redraws, at most so often as an eye can follow."""
+        self.rows[increment.sample].add(increment, self.decode)
+        if time.perf_counter() - self.shown_at > REFRESH:
+            self.live.update(self.render(), refresh=True)
+            self.shown_at = time.perf_counter()
+
+    def render(self) -> RenderableType:
+        """The whole picture: panels where they fit, else a line per row."""
+        columns = max(1, min(4, self.console.width // 60))
+        lines = -(-len(self.rows) // columns)
+        height = min(12, (self.console.height - 4) // lines)
+        rows = self._panels(columns, height) if height >= 4 else self._lines()
+        return Group(rows, self._counters(), self._legend())
+
+    def _panels(self, columns: int, height: int) -> Table:
+        grid = Table.grid(expand=True)
+        for _ in range(columns):
+            grid.add_column(ratio=1)
+        width = self.console.width // columns - 4
+        panels = [self._panel(index, row, width, height) for index, row in enumerate(self.rows, 1)]
+        for start in range(0, len(panels), columns):
+            grid.add_row(*panels[start : start + columns])
+        return grid
+
+    def _panel(self, index: int, row: BoardRow, width: int, height: int) -> Panel:
+        wrapped = row.text.wrap(self.console, width)
+        end = Text("\n").join(wrapped[-(height - 2) :])
+        border = "dim" if row.finish_reason else "blue"
+        return Panel(end, title=f"row {index}: {row.title}", title_align="left", height=height, border_style=border)
+
+    def _lines(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            table.add_column(no_wrap=True)
+        for index, row in enumerate(self.rows, 1):
+            line = row.text.copy()
+            line.plain = line.plain.replace("\n", " ")
+            table.add_row(f"row {index}", line[-max(10, self.console.width - 50) :], Text(row.title, style="dim"))
+        return table
+
+    def _counters(self) -> Text:
+        tokens, rounds = sum(len(row.ids) for row in self.rows), sum(row.rounds for row in self.rows)
+        seconds = time.perf_counter() - self.started_at
+        return Text(
+            f"round {max(row.rounds for row in self.rows)}   acceptance length {tokens / max(1, rounds):.2f}   "
+            f"{tokens} tokens   {tokens / seconds:.0f} tokens/s",
+            style="bold",
+        )
+
+    def _legend(self) -> Text:
+        return Text.assemble(
+            ("accepted draft token", ACCEPTED), "   ", ("replacement or bonus token, drawn from the target", DRAWN)
+        )

@@ -1,0 +1,118 @@
+"""What the commands print on: consoles, the status line, tables."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Increment
+
+REFRESH = 0.08  # seconds between two pictures
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+PLAIN_WIDTH = 100  # columns where stdout is no terminal
+
+
+def stdout() -> Console:
+    """The console of results; of fixed width where its reader is a file or a pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def stderr() -> Console:
+    """The console of progress and errors."""
+    return Console(stderr=True, highlight=False)
+
+
+class StatusLine:
+    """One line on stderr that is overwritten; silent where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self.console = stderr()
+        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.shown_at = 0.0
+
+    def __enter__(self) -> StatusLine:
+        if self.console.is_terminal and os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first
+            self.live.start()
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
+        self.live.stop()
+
+    def say(self, text: str, now: bool = True) -> None:
+        """Shows a line; with now=False at most so often as a reader can follow."""
+        if self.live.is_started and (now or time.perf_counter() - self.shown_at > REFRESH):
+            self.shown_at = time.perf_counter()
+            self.live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def clear(self) -> None:
+        """Empties the line, so that stdout can be printed to on the same screen."""
+        self.say("")
+
+
+class _Notes(logging.Handler):
+    """Puts what the library has to say of long work on the status line."""
+
+    def __init__(self, status: StatusLine) -> None:
+        super().__init__(logging.INFO)
+        self.status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.status.say(record.getMessage())
+
+
+class Progress(StatusLine):
+    """Rows finished and tokens so far, from a stream's increments."""
+
+    def __enter__(self) -> Progress:
+        super().__enter__()
+        self.say("loading ...")
+        self.notes, log = _Notes(self), logging.getLogger("shoal")
+        self.level = log.level
+        log.addHandler(self.notes)
+        log.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        log = logging.getLogger("shoal")
+        log.removeHandler(self.notes)
+        log.setLevel(self.level)
+        super().__exit__(*exception)
+
+    def expect(self, rows: int) -> None:
+        """Starts counting."""
+        self.rows, self.finished, self.tokens = rows, 0, 0
+        self.started_at = time.perf_counter()
+        self.say("reading the prompts ...")
+
+    def add(self, increment: Increment) -> None:
+        """Counts what a round added to a row."""
+        self.tokens += len(increment.token_ids)
+        self.finished += increment.finish_reason is not None
+        seconds = time.perf_counter() - self.started_at
+        self.say(
+            f"{self.finished}/{self.rows} samples, {self.tokens} tokens, {self.tokens / seconds:.0f} tokens/s", now=False
+        )
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and never obeys: control characters but line break and tab are replaced."""
+    return text.translate(CONTROLS)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table that reads well in a terminal and in a text file: first column words, the others figures."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    return table

@@ -1,0 +1,45 @@
+"""Samples on a console, each under a header line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.syntax import Syntax
+from rich.text import Text
+
+from shoal.cli.console import printable
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Output, Sample
+
+
+def show_output(console: Console, output: Output, title: str | None, by_rank: bool) -> None:
+    """The samples of one prompt, each under a header line; rows that Ctrl-C cut are left out."""
+    if title:
+        console.print(Rule(Text(title, overflow="ellipsis", no_wrap=True), align="left"))
+    rank = {id(sample): number for number, sample in enumerate(output.ranked, 1)}
+    samples = [(number, sample) for number, sample in enumerate(output.samples, 1) if sample.finish_reason != "cancelled"]
+    for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
+        header = f"# sample {number}, rank {rank[id(sample)]} of {len(rank)}: {describe(sample)}"
+        console.print(Text(header, style="bold"), soft_wrap=True)
+        text = python_text(printable(sample.text)) if console.is_terminal else Text(sample.text)
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+        console.print()
+
+
+def python_text(text: str) -> Text:
+    """Text highlighted as Python in the terminal's own colours."""
+    return Syntax("", "python", theme="ansi_dark", background_color="default").highlight(text)
+
+
+def describe(sample: Sample) -> str:
+    """One line on a sample: rank figure, end, size, and what it took."""
+    per_pass = len(sample.token_ids) / sample.rounds if sample.rounds else 0.0
+    late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
+    return (
+        f"mean logprob {sample.mean_logprob:.3f}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
+        f"acceptance length {per_pass:.2f}"
+    )

@@ -25,7 +25,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models import attention, loading
-from shoal.models.attention import Problem, kernels
+from shoal.models.attention import AttentionInputs, kernels
 from shoal.models.attention.fused import Tiling, attend, fused
 from shoal.models.cache import Plan
 from shoal.models.cache.plan import Prefix
@@ -77,9 +77,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Data:
-    """A case filled in: the problem as the kernel gets it, NaN wherever no token lies, and each row's keys laid out plainly."""
+    """A case filled in: the inputs as the kernel gets them, NaN wherever no token lies, and each row's keys laid out plainly."""
 
-    problem: Problem
+    inputs: AttentionInputs
     keys: list[Tensor]  # per row [length, kv heads, dim]
     values: list[Tensor]
 
@@ -121,15 +121,15 @@ def fill(case: Case) -> Data:
     for b, count in enumerate(plan.counts):
         query[b, :count] = random(count, *query.shape[2:])
     span = slice(first, first + len(case.rows))
-    problem = Problem(
+    inputs = AttentionInputs(
         query.to(DEVICE).transpose(1, 2), keys[span, : plan.kv].transpose(1, 2), values[span, : plan.kv].transpose(1, 2), plan,
         case.scale, case.window, case.softcap, random(query.shape[2]).to(DEVICE) if case.sinks else None,
         *((shared_keys, shared_values) if case.prompts else (None, None)),
     )  # fmt: skip
-    return Data(problem, key_rows, value_rows)
+    return Data(inputs, key_rows, value_rows)
 
 
-def tokens_seen(p: Problem, row: int, column: int) -> list[int]:
+def tokens_seen(p: AttentionInputs, row: int, column: int) -> list[int]:
     """Tokens of the row that a column sees: those before the block and its path, of them as many of the last as the window has."""
     start = p.plan.starts[row]
     path = range(column + 1) if p.plan.parents is None else path_of(p.plan.parents[row], column)
@@ -138,7 +138,7 @@ def tokens_seen(p: Problem, row: int, column: int) -> list[int]:
 
 def plainly(data: Data, dtype: torch.dtype) -> Tensor:
     """The definition, one query at a time in `dtype`; [rows, q, heads, value dim], zero in unused columns."""
-    p = data.problem
+    p = data.inputs
     out = torch.zeros(*p.query.transpose(1, 2).shape[:3], p.value.shape[-1], dtype=dtype)
     for b, (row_keys, row_values) in enumerate(zip(data.keys, data.values, strict=True)):
         for j in range(p.plan.counts[b]):
@@ -156,14 +156,14 @@ def plainly(data: Data, dtype: torch.dtype) -> Tensor:
 def tolerance(data: Data, truth: Tensor) -> float:
     """Twice the error of plain arithmetic in the same dtype, and what rounding can do where that one was lucky: weights and output
     are rounded to the dtype, and softcap's tanh, made of an exponential, is off by an eps of its range."""
-    dtype, p = data.problem.query.dtype, data.problem
+    dtype, p = data.inputs.query.dtype, data.inputs
     plain = float((plainly(data, dtype).double() - truth).abs().max())
     eps = 2 * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * (p.softcap or 0)
     return 2 * plain + eps * float(torch.cat([values.abs().flatten() for values in data.values]).max())
 
 
 def run(data: Data, cut: Tiling, kernel: Any = attend, bounds: Tensor | None = None) -> Tensor:
-    p = data.problem
+    p = data.inputs
     shared = None if p.shared_key is None or p.shared_value is None else (p.shared_key, p.shared_value)
     return kernel(
         p.query, p.key, p.value, p.plan.bounds if bounds is None else bounds, p.scale, shared=shared,
@@ -178,7 +178,7 @@ def excess(case: Case) -> float:
     out = run(data, case.cut)
     assert out.dtype == case.dtype
     assert out.shape == truth.shape
-    if any(out[b, count:].any() for b, count in enumerate(data.problem.plan.counts)):
+    if any(out[b, count:].any() for b, count in enumerate(data.inputs.plan.counts)):
         return torch.inf
     error = (out.double() - truth).abs().max()
     return float(error.nan_to_num(torch.inf)) / tolerance(data, truth)
@@ -222,7 +222,7 @@ BRANCHING = Case((Row(40, 9), Row(0, 12), Row(37, 1), Row(33, 7, 0)), (33,), kv_
 def test_trees(window: int | None, splits: int) -> None:
     """Windows that end in the tree, in the row's own keys and in its prompt."""
     case = replace(BRANCHING, window=window, softcap=2.0, sinks=True, cut=Tiling(16, 16, splits))
-    assert fill(case).problem.plan.parents is not None
+    assert fill(case).inputs.plan.parents is not None
     assert excess(case) <= 1
 
 
@@ -257,14 +257,14 @@ def test_prompts_are_cut_into_tiles_of_queries(case: Case) -> None:
 def test_the_shapes_decide_the_cut_if_nobody_does() -> None:
     data = fill(Case((Row(300, 2), Row(599, 1)), kv_heads=1, dim=64, value_dim=64))
     truth = plainly(data, torch.float64)
-    assert float((fused(data.problem).cpu().double() - truth).abs().max()) <= tolerance(data, truth)
+    assert float((fused(data.inputs).cpu().double() - truth).abs().max()) <= tolerance(data, truth)
 
 
 def test_the_poison_is_there() -> None:
     """Negative control: a method that reads beyond a row's length, if only under a mask, meets NaN."""
     data = fill(Case((Row(9, 2), Row(3, 1))))
     assert run(data, SMALL).isfinite().all()
-    assert attention.METHODS["pad"](data.problem).isnan().any()
+    assert attention.METHODS["pad"](data.inputs).isnan().any()
 
 
 # ── it does not look at lengths before it is launched ───────────────────────────────────────────────────────────────
@@ -300,7 +300,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     spy = Launches(kernels.attend)
     monkeypatch.setattr(kernels, "attend", spy)
     long = fill(replace(LONG, kv_heads=1))
-    short = Plan(long.problem.plan.slots, [50, 2, 7], [1, 3, 2], DEVICE)
+    short = Plan(long.inputs.plan.slots, [50, 2, 7], [1, 3, 2], DEVICE)
     for bounds in (None, short.bounds):
         out = run(long, Tiling(16, 16, 2), bounds=bounds)
     assert len(spy.seen) == 2
@@ -311,8 +311,8 @@ def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 def test_a_captured_launch_follows_its_buffers() -> None:
     data = fill(replace(SHARED, cut=Tiling(16, 16, 2)))
-    bounds = data.problem.plan.bounds.clone()
-    p = data.problem
+    bounds = data.inputs.plan.bounds.clone()
+    p = data.inputs
     assert p.shared_key is not None
     assert p.shared_value is not None
 
@@ -421,9 +421,9 @@ def test_the_engine_says_the_same_with_it(
     called."""
     pad, called = attention.METHODS["pad"], []
 
-    def noted(problem: Problem) -> Tensor:
-        called.append(problem)
-        return pad(problem)
+    def noted(inputs: AttentionInputs) -> Tensor:
+        called.append(inputs)
+        return pad(inputs)
 
     monkeypatch.setitem(attention.METHODS, "pad", noted)
     spy = Launches(kernels.attend)
@@ -442,4 +442,4 @@ def test_the_engine_says_the_same_with_it(
 def test_float64_is_refused() -> None:
     data = fill(Case((Row(3, 1),), dtype=torch.float64))
     with pytest.raises(RequestError, match=r"float32, bfloat16 or float16; got \w+, torch.float64; attention='auto'"):
-        fused(data.problem)
+        fused(data.inputs)

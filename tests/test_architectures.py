@@ -29,8 +29,8 @@ from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 
-MASK_DOOR = {"codegen", "gptj", "falcon", "mpt"}
-INTERFACE = sorted(ARCHITECTURES.keys() - MASK_DOOR)
+MASK_PATH = {"codegen", "gptj", "falcon", "mpt"}
+INTERFACE = sorted(ARCHITECTURES.keys() - MASK_PATH)
 SLIDING = {
     "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "phi3", "smollm3", "cohere2",
     "gpt-oss",
@@ -122,7 +122,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
 
 def test_self_check_passes(architecture: str) -> None:
     runner = loading.wrap(tiny_model(architecture), architecture)
-    assert runner.door == ("mask" if architecture in MASK_DOOR else "interface")
+    assert runner.attention_path == ("mask" if architecture in MASK_PATH else "interface")
     assert runner.self_check_error is not None
     assert runner.self_check_error < ERROR
 
@@ -218,7 +218,7 @@ def test_packed_passes_see_real_tokens_only(architecture: str, monkeypatch: pyte
     padded.packs = False
     expected, shapes = shapes_fed(hf, padded, monkeypatch)
     assert shapes == [(3, 19), (3, 5), (2, 4), (3, 1)]
-    if architecture not in MASK_DOOR:
+    if architecture not in MASK_PATH:
         shapes = [(1, 19 + 1 + 11), (1, 5 + 2 + 3), (1, 4 + 1), (3, 1)]  # equal counts: nothing to leave out
 
     logits, seen = shapes_fed(hf, loading.wrap(hf, architecture), monkeypatch)
@@ -249,7 +249,7 @@ def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monk
     assert runner.self_check_error < ERROR
 
 
-@pytest.mark.parametrize("name", sorted(MASK_DOOR))
+@pytest.mark.parametrize("name", sorted(MASK_PATH))
 @pytest.mark.parametrize("method", ["split", "reference"])
 def test_the_mask_door_has_one_method(name: str, method: str) -> None:
     with pytest.raises(RequestError, match=f"attention must be 'auto' or 'pad', got '{method}'"):

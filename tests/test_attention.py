@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ragged
 from shoal.errors import InternalError, RequestError
 from shoal.models import attention
-from shoal.models.attention import METHODS, Problem
+from shoal.models.attention import METHODS, AttentionInputs
 from shoal.models.attention.mixed import CALL_BYTES, mixed
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
@@ -27,11 +27,11 @@ from shoal.types.prefix import Prefix
 CPU = torch.device("cpu")
 
 
-def cheap_calls(problem: Problem) -> Tensor:
-    """`mixed` where a call costs as much as five keys, so that tiny problems are mixed as well."""
-    each = problem.key[0, :, 0].numel() + problem.value[0, :, 0].numel()
-    with patch.dict(CALL_BYTES, cpu=5 * each * problem.key.element_size()):
-        return mixed(problem)
+def cheap_calls(inputs: AttentionInputs) -> Tensor:
+    """`mixed` where a call costs as much as five keys, so that tiny inputs are mixed as well."""
+    each = inputs.key[0, :, 0].numel() + inputs.value[0, :, 0].numel()
+    with patch.dict(CALL_BYTES, cpu=5 * each * inputs.key.element_size()):
+        return mixed(inputs)
 
 
 WAYS = {**METHODS, "mixed, cheap calls": cheap_calls}
@@ -45,8 +45,8 @@ def build(
     starts: list[int], counts: list[int], dtype: torch.dtype = torch.float64, *, kv_heads: int = 2, group: int = 2, dim: int = 8,
     value_dim: int = 8, window: int | None = None, softcap: float | None = None, sinks: bool = False, seed: int = 0,
     prefixes: Sequence[Prefix | None] | None = None, packed: bool = False,
-) -> Problem:  # fmt: skip
-    """A random problem; scores of a few units, so that softmax is neither flat nor one-hot."""
+) -> AttentionInputs:  # fmt: skip
+    """Random inputs; scores of a few units, so that softmax is neither flat nor one-hot."""
     plan = Plan(range(len(starts)), starts, counts, CPU, prefixes=prefixes, packed=packed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,11 +57,11 @@ def build(
     key, value = random(plan.rows, kv_heads, plan.kv, dim), random(plan.rows, kv_heads, plan.kv, value_dim)
     sink = random(kv_heads * group) if sinks else None
     shared = (random(CELLS, kv_heads, dim), random(CELLS, kv_heads, value_dim)) if plan.shares else (None, None)
-    return Problem(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink, *shared)
+    return AttentionInputs(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink, *shared)
 
 
 @st.composite
-def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Problem:
+def some_inputs(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> AttentionInputs:
     rows = draw(st.integers(1, 5))
     prefixes: list[Prefix | None] = [None] * rows
     if draw(st.booleans()):
@@ -77,123 +77,123 @@ def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Problem:
     )  # fmt: skip
 
 
-def exact(problem: Problem) -> Problem:
-    """The same problem in float64."""
-    tensors = {name: getattr(problem, name) for name in ("query", "key", "value", "sinks", "shared_key", "shared_value")}
-    return replace(problem, **{name: t.double() for name, t in tensors.items() if t is not None})
+def exact(inputs: AttentionInputs) -> AttentionInputs:
+    """The same inputs in float64."""
+    tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "sinks", "shared_key", "shared_value")}
+    return replace(inputs, **{name: t.double() for name, t in tensors.items() if t is not None})
 
 
-def one_by_one(problem: Problem) -> Tensor:
-    """Softmax over exactly the keys that each query sees, one query of one head at a time, in the problem's dtype."""
-    plan = problem.plan
-    out = problem.query.new_zeros(plan.rows, plan.q, problem.query.shape[1], problem.value.shape[-1])
+def one_by_one(inputs: AttentionInputs) -> Tensor:
+    """Softmax over exactly the keys that each query sees, one query of one head at a time, in the dtype of the inputs."""
+    plan = inputs.plan
+    out = inputs.query.new_zeros(plan.rows, plan.q, inputs.query.shape[1], inputs.value.shape[-1])
     for b, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        whole = row_of(problem, b)
+        whole = row_of(inputs, b)
         for i in range(count):
             end = start + i + 1
-            first = 0 if problem.window is None else max(0, end - problem.window)
-            for h in range(problem.query.shape[1]):
-                keys, values = (t[h // problem.group, first:end] for t in whole)
-                out[b, i, h] = softmax_mix(problem, keys @ problem.query[b, h, i] * problem.scale, h, values)
+            first = 0 if inputs.window is None else max(0, end - inputs.window)
+            for h in range(inputs.query.shape[1]):
+                keys, values = (t[h // inputs.group, first:end] for t in whole)
+                out[b, i, h] = softmax_mix(inputs, keys @ inputs.query[b, h, i] * inputs.scale, h, values)
     return out
 
 
-def row_of(problem: Problem, b: int) -> tuple[Tensor, Tensor]:
+def row_of(inputs: AttentionInputs, b: int) -> tuple[Tensor, Tensor]:
     """All keys and values of a row, [kv heads, length, dim]: its prompt's, then its own."""
-    prefix = problem.plan.prefixes[b]
+    prefix = inputs.plan.prefixes[b]
     if prefix is None:
-        return problem.key[b], problem.value[b]
-    assert problem.shared_key is not None
-    assert problem.shared_value is not None
-    pairs = (problem.shared_key, problem.key), (problem.shared_value, problem.value)
+        return inputs.key[b], inputs.value[b]
+    assert inputs.shared_key is not None
+    assert inputs.shared_value is not None
+    pairs = (inputs.shared_key, inputs.key), (inputs.shared_value, inputs.value)
     cells = slice(prefix.base, prefix.base + prefix.length)
     key, value = (torch.cat([shared[cells].transpose(0, 1), own[b]], dim=1) for shared, own in pairs)
     return key, value
 
 
-def softmax_mix(problem: Problem, scores: Tensor, head: int, values: Tensor) -> Tensor:
-    if problem.softcap is not None:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+def softmax_mix(inputs: AttentionInputs, scores: Tensor, head: int, values: Tensor) -> Tensor:
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     weights = scores.exp()
-    sink = 0.0 if problem.sinks is None else problem.sinks[head].exp()
+    sink = 0.0 if inputs.sinks is None else inputs.sinks[head].exp()
     return (weights @ values) / (weights.sum() + sink)
 
 
-def used(problem: Problem, out: Tensor) -> Tensor:
+def used(inputs: AttentionInputs, out: Tensor) -> Tensor:
     """The outputs that mean something, [tokens, heads, value dim]."""
-    return torch.cat([out[b, :count] for b, count in enumerate(problem.plan.counts)])
+    return torch.cat([out[b, :count] for b, count in enumerate(inputs.plan.counts)])
 
 
-def error(problem: Problem, out: Tensor) -> float:
-    truth = reference(exact(problem))
-    return float((used(problem, out).double() - used(problem, truth)).abs().max())
+def error(inputs: AttentionInputs, out: Tensor) -> float:
+    truth = reference(exact(inputs))
+    return float((used(inputs, out).double() - used(inputs, truth)).abs().max())
 
 
-def _stores(problem: Problem) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    return (problem.key, problem.shared_key), (problem.value, problem.shared_value)
+def _stores(inputs: AttentionInputs) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    return (inputs.key, inputs.shared_key), (inputs.value, inputs.shared_value)
 
 
-def tolerance(problem: Problem) -> float:
+def tolerance(inputs: AttentionInputs) -> float:
     """Twice the error of plain arithmetic in the same dtype, plus what rounding can do where that one was lucky.
 
     A score is a sum of products, off by at most eps times the sum of their sizes; an error d of the scores moves the output by at
     most 2 d max|value|; rounding the weights and the output costs at most 2 eps max|value|.
     """
-    eps = torch.finfo(problem.query.dtype).eps
-    keys, values = ([t for t in pair if t is not None] for pair in _stores(problem))
+    eps = torch.finfo(inputs.query.dtype).eps
+    keys, values = ([t for t in pair if t is not None] for pair in _stores(inputs))
     largest = max(float(t.double().abs().sum(-1).amax()) for t in keys)
-    sizes = float(problem.query.double().abs().amax()) * largest * problem.scale
+    sizes = float(inputs.query.double().abs().amax()) * largest * inputs.scale
     rounding = 2 * eps * (sizes + 1) * max(float(t.double().abs().max()) for t in values)
-    return 2 * error(problem, one_by_one(problem)) + rounding
+    return 2 * error(inputs, one_by_one(inputs)) + rounding
 
 
-@given(problems((torch.float64,)))
-def test_the_reference_is_the_definition(problem: Problem) -> None:
-    difference = used(problem, reference(problem)) - used(problem, one_by_one(problem))
+@given(some_inputs((torch.float64,)))
+def test_the_reference_is_the_definition(inputs: AttentionInputs) -> None:
+    difference = used(inputs, reference(inputs)) - used(inputs, one_by_one(inputs))
     assert float(difference.abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("name", FAST)
-@given(problems((torch.float32, torch.float64)))
-def test_a_method_is_the_reference(name: str, problem: Problem) -> None:
-    out = WAYS[name](problem)
-    assert out.shape == (problem.plan.rows, problem.plan.q, problem.query.shape[1], problem.value.shape[-1])
-    assert error(problem, out) <= tolerance(problem)
+@given(some_inputs((torch.float32, torch.float64)))
+def test_a_method_is_the_reference(name: str, inputs: AttentionInputs) -> None:
+    out = WAYS[name](inputs)
+    assert out.shape == (inputs.plan.rows, inputs.plan.q, inputs.query.shape[1], inputs.value.shape[-1])
+    assert error(inputs, out) <= tolerance(inputs)
 
 
 @pytest.mark.parametrize("name", [*FAST, "reference"])
-@given(problems((torch.bfloat16, torch.float16)))
-def test_a_method_is_the_reference_in_half_the_bits(name: str, problem: Problem) -> None:
-    out = WAYS[name](problem)
-    assert out.dtype == problem.query.dtype
-    assert error(problem, out) <= tolerance(problem)
+@given(some_inputs((torch.bfloat16, torch.float16)))
+def test_a_method_is_the_reference_in_half_the_bits(name: str, inputs: AttentionInputs) -> None:
+    out = WAYS[name](inputs)
+    assert out.dtype == inputs.query.dtype
+    assert error(inputs, out) <= tolerance(inputs)
 
 
-def poisoned(problem: Problem) -> Problem:
-    """The same problem with other values wherever no token lies: beyond each row's tail, in unused query columns, and in cells
+def poisoned(inputs: AttentionInputs) -> AttentionInputs:
+    """The same inputs with other values wherever no token lies: beyond each row's tail, in unused query columns, and in cells
     of the shared store that are no prompt of these rows."""
-    query, key, value = (t.clone() for t in (problem.query, problem.key, problem.value))
+    query, key, value = (t.clone() for t in (inputs.query, inputs.key, inputs.value))
     size = POISON[query.dtype]
-    for b, (tail, count) in enumerate(zip(problem.plan.tails, problem.plan.counts, strict=True)):
+    for b, (tail, count) in enumerate(zip(inputs.plan.tails, inputs.plan.counts, strict=True)):
         key[b, :, tail:], value[b, :, tail:] = size, -size
         query[b, :, count:] = size
-    return replace(problem, query=query, key=key, value=value, **poisoned_store(problem, size))
+    return replace(inputs, query=query, key=key, value=value, **poisoned_store(inputs, size))
 
 
-def poisoned_store(problem: Problem, size: float) -> dict[str, Tensor]:
-    if problem.shared_key is None or problem.shared_value is None:
+def poisoned_store(inputs: AttentionInputs, size: float) -> dict[str, Tensor]:
+    if inputs.shared_key is None or inputs.shared_value is None:
         return {}
-    key, value = problem.shared_key.clone(), problem.shared_value.clone()
-    held = {cell for p in problem.plan.prefixes if p is not None for cell in range(p.base, p.base + p.length)}
+    key, value = inputs.shared_key.clone(), inputs.shared_value.clone()
+    held = {cell for p in inputs.plan.prefixes if p is not None for cell in range(p.base, p.base + p.length)}
     free = [cell for cell in range(CELLS) if cell not in held]
     key[free], value[free] = size, -size
     return {"shared_key": key, "shared_value": value}
 
 
 @pytest.mark.parametrize("name", [*FAST, "reference"])
-@given(problems((torch.float32, torch.bfloat16, torch.float64, torch.float16)))
-def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> None:
-    clean, dirty = (used(p, WAYS[name](p)) for p in (problem, poisoned(problem)))
+@given(some_inputs((torch.float32, torch.bfloat16, torch.float64, torch.float16)))
+def test_what_lies_beyond_a_row_does_not_matter(name: str, inputs: AttentionInputs) -> None:
+    clean, dirty = (used(p, WAYS[name](p)) for p in (inputs, poisoned(inputs)))
     assert torch.equal(clean, dirty)
 
 
@@ -205,15 +205,15 @@ def test_what_lies_beyond_a_row_does_not_matter(name: str, problem: Problem) -> 
 )
 def test_the_tolerance_notices(name: str, wrong: dict[str, object]) -> None:
     """Negative control: a method that gets one thing wrong is far outside the tolerance."""
-    problem = build([9, 2], [2, 4], torch.float32, window=4, softcap=2.0, sinks=True)
-    assert error(problem, WAYS[name](replace(problem, **wrong))) > 100 * tolerance(problem)  # type: ignore[arg-type]
+    inputs = build([9, 2], [2, 4], torch.float32, window=4, softcap=2.0, sinks=True)
+    assert error(inputs, WAYS[name](replace(inputs, **wrong))) > 100 * tolerance(inputs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_one_token_too_many_is_noticed(name: str) -> None:
-    problem = build([9, 5], [1, 1], torch.float32)
+    inputs = build([9, 5], [1, 1], torch.float32)
     plan = Plan([0, 1], [9, 6], [1, 1], CPU)
-    assert error(problem, WAYS[name](replace(problem, plan=plan))) > 100 * tolerance(problem)
+    assert error(inputs, WAYS[name](replace(inputs, plan=plan))) > 100 * tolerance(inputs)
 
 
 # ── which method ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,19 +255,19 @@ def test_nothing_is_cheaper(tails: list[int], call: int) -> None:
     ("starts", "counts", "calls"), [([30, 2, 2, 2], [2, 1, 2, 2], 2), ([9, 9, 9], [1, 1, 1], 1), ([90, 40], [2, 1], 2)]
 )
 def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[int], calls: int) -> None:
-    problem = build(starts, counts, torch.float32)
+    inputs = build(starts, counts, torch.float32)
     with patch("shoal.models.attention.pad.scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
-        out = cheap_calls(problem)
+        out = cheap_calls(inputs)
     assert called.call_count == calls
-    assert error(problem, out) <= tolerance(problem)
+    assert error(inputs, out) <= tolerance(inputs)
 
 
 def test_auto_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Problem] = []
+    asked: list[AttentionInputs] = []
     monkeypatch.setattr(attention, "mixed", asked.append)
-    problem = build([5, 9], [1, 1], torch.float32)
-    attention.auto(problem)
-    assert asked == [problem]
+    inputs = build([5, 9], [1, 1], torch.float32)
+    attention.auto(inputs)
+    assert asked == [inputs]
 
 
 def test_unknown_method() -> None:

@@ -72,7 +72,7 @@ def test_a_model_that_was_handed_over() -> None:
     made = described(wrap(tiny_model("llama"), "own"))
     assert made == CHOSEN | {"dtype_reason": "that of the model object", "weights": "as given"}
     own_code = wrap(tiny_model("gptj"), "gptj")
-    assert own_code.door == "mask"
+    assert own_code.attention_path == "mask"
     assert described(own_code)["attention"] == "the model's own"
 
 

@@ -164,14 +164,14 @@ def poisonous() -> Runner:
 
 
 def unscrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotCache, "scrub", lambda *_: None)
+    monkeypatch.setattr(SlotCache, "zero_tail", lambda *_: None)
 
 
 @pytest.mark.parametrize("cleans", [True, False])
 def test_a_slot_is_clean_for_the_next_row(cleans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden keys count with weight 0, and 0 * NaN is NaN: beside a longer row, one in the slot of a faulty one would fail, too."""
     if not cleans:
-        monkeypatch.setattr(SlotCache, "scrub", lambda *_: None)
+        monkeypatch.setattr(SlotCache, "zero_tail", lambda *_: None)
     healthy, later = tuple(range(1, 13)), (1, 2, 3)
     _, rows = run(poisonous(), None, 0, [healthy, (7, 8, 9, 10, 11, POISON, 12), later], max_batch=2, temperature=0)
     assert [row.finish_reason for row in rows] == ["length", "error", "length" if cleans else "error"]
@@ -182,7 +182,7 @@ def test_a_slot_is_clean_for_the_next_row(cleans: bool, monkeypatch: pytest.Monk
 
 def test_nothing_is_cleaned_where_nothing_was_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(SlotCache, "scrub", lambda *arguments: calls.append(arguments[1:]))
+    monkeypatch.setattr(SlotCache, "zero_tail", lambda *arguments: calls.append(arguments[1:]))
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (4, 5)], temperature=0)
     assert not calls
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (POISON, 5)], temperature=0)

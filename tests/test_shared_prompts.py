@@ -30,7 +30,7 @@ from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 
 UNSHARED = {"codegen", "gptj", "falcon", "mpt", "deepseek-v3"}
-"""Models behind the mask door, and DeepSeek, which caches something smaller than its keys and values."""
+"""Models on the attention path "mask", and DeepSeek, which caches something smaller than its keys and values."""
 ERROR = 1e-4  # of the logits' standard deviation, see test_architectures.py
 K = 3
 

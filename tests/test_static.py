@@ -23,7 +23,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.attention import METHODS, Problem
+from shoal.models.attention import METHODS, AttentionInputs
 from shoal.models.cache import Plan
 from shoal.models.compiled import Passes, executor_for
 from shoal.models.compiled.block import Block
@@ -402,20 +402,20 @@ def test_a_cache_that_grew_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> 
 # ── shared prompts, as the kernel reads them ────────────────────────────────────────────────────────────────────────
 
 
-def by_bounds(problem: Problem) -> Tensor:
+def by_bounds(inputs: AttentionInputs) -> Tensor:
     """Stands in for the fused kernel: attends by nothing but the bounds and the stores, row by row."""
     outputs = []
-    for row, (start, count, offset, base) in enumerate(problem.plan.bounds.T.tolist()):
+    for row, (start, count, offset, base) in enumerate(inputs.plan.bounds.T.tolist()):
         pieces = []
-        for own, shared in ((problem.key, problem.shared_key), (problem.value, problem.shared_value)):
+        for own, shared in ((inputs.key, inputs.shared_key), (inputs.value, inputs.shared_value)):
             tail = own[row, :, : start + count - offset]
             assert shared is not None
             pieces.append(torch.cat([shared[base : base + offset].transpose(0, 1), tail], dim=1))
-        key, value = (piece.repeat_interleave(problem.group, dim=0) for piece in pieces)
+        key, value = (piece.repeat_interleave(inputs.group, dim=0) for piece in pieces)
         places = torch.arange(start, start + count)
         hidden = torch.arange(start + count) > places[:, None]
-        scores = (problem.query[row, :, :count] @ key.transpose(-1, -2) * problem.scale).masked_fill(hidden, -torch.inf)
-        out = problem.query.new_zeros(problem.query.shape[2], problem.query.shape[1], value.shape[-1])
+        scores = (inputs.query[row, :, :count] @ key.transpose(-1, -2) * inputs.scale).masked_fill(hidden, -torch.inf)
+        out = inputs.query.new_zeros(inputs.query.shape[2], inputs.query.shape[1], value.shape[-1])
         out[:count] = (scores.softmax(-1) @ value).transpose(0, 1)
         outputs.append(out)
     return torch.stack(outputs)

@@ -22,7 +22,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import strict
-from shoal.models.attention import METHODS, Problem
+from shoal.models.attention import METHODS, AttentionInputs
 from shoal.models.attention.strict import KV_BLOCK, TILE
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
@@ -36,9 +36,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 # ── attention ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def problem(
+def inputs(
     starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, *, window: int | None = None, kv_block: int = KV_BLOCK
-) -> Problem:
+) -> AttentionInputs:
     """Random tensors whose first row is always the same, beside others that are not."""
     plan = Plan(range(len(starts)), starts, counts, torch.device("cpu"), kv_block=kv_block)
     rows = []
@@ -48,7 +48,7 @@ def problem(
     query, key, value = (torch.stack(parts) for parts in zip(*rows, strict=True))
     positions = plan.positions[:, None, :, None].expand(-1, 4, -1, 8).clamp(max=2 * KV_BLOCK - 1)
     own = query.gather(2, positions)  # a position's query is the same in whatever pass it is asked
-    return Problem(own, key[:, :, : plan.kv], value[:, :, : plan.kv], plan, 8**-0.5, window)
+    return AttentionInputs(own, key[:, :, : plan.kv], value[:, :, : plan.kv], plan, 8**-0.5, window)
 
 
 SHAPES = [
@@ -64,7 +64,7 @@ SHAPES = [
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize(("starts", "counts"), SHAPES)
 def test_strict_attention_is_attention(starts: list[int], counts: list[int], window: int | None) -> None:
-    asked = problem(starts, counts, torch.float32, window=window)
+    asked = inputs(starts, counts, torch.float32, window=window)
     found, expected = METHODS["strict"](asked), METHODS["reference"](asked)
     assert found.shape == expected.shape
     for row, count in enumerate(counts):
@@ -74,18 +74,18 @@ def test_strict_attention_is_attention(starts: list[int], counts: list[int], win
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 8])
 def test_its_bits_depend_on_the_row_alone(dtype: torch.dtype, window: int | None) -> None:
-    alone = [METHODS["strict"](problem([p], [1], dtype, window=window))[0, 0] for p in range(40)]
+    alone = [METHODS["strict"](inputs([p], [1], dtype, window=window))[0, 0] for p in range(40)]
     for others in ([], [17], [700], [0, 5, 9, 100, 20, 31, 3]):
         for start, count in [(0, 40), (3, 1), (3, 7), (20, TILE), (21, 9), (39, 1)]:
-            asked = problem([start, *others], [count, *[3] * len(others)], dtype, window=window)
+            asked = inputs([start, *others], [count, *[3] * len(others)], dtype, window=window)
             out = METHODS["strict"](asked)
             assert torch.equal(out[0, :count], torch.stack(alone[start : start + count])), (others, start, count)
 
 
 def test_the_usual_attention_is_not_like_that() -> None:
     """The control: else nothing above would be worth testing."""
-    alone = [METHODS["pad"](problem([p], [1], torch.float32, kv_block=1))[0, 0] for p in range(40)]
-    together = METHODS["pad"](problem([0, 700], [40, 3], torch.float32, kv_block=1))[0]
+    alone = [METHODS["pad"](inputs([p], [1], torch.float32, kv_block=1))[0, 0] for p in range(40)]
+    together = METHODS["pad"](inputs([0, 700], [40, 3], torch.float32, kv_block=1))[0]
     torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=2e-6)
     assert not torch.equal(together, torch.stack(alone))
 
@@ -138,7 +138,7 @@ def test_without_strict_the_proof_fails() -> None:
     hf = tiny_model("llama")
     for attention, rowwise in (("pad", ROWWISE), ("strict", set[type[nn.Module]]())):
         runner = wrap(hf, "tiny", attention)
-        runner.around = lambda kinds=rowwise: strict._in_blocks([m for m in hf.modules() if type(m) in kinds])  # type: ignore[misc]
+        runner.forward_context = lambda kinds=rowwise: strict._in_blocks([m for m in hf.modules() if type(m) in kinds])  # type: ignore[misc]
         with pytest.raises(UnsupportedModel, match="moved the logits"):
             strict.prove(runner)
     with pytest.raises(UnsupportedModel, match="moved the logits"):

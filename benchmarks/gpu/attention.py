@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 
 from common import arguments, deliver, device_or_exit
 from shoal.bench.roofline import ceilings
-from shoal.models.attention import METHODS, Problem
+from shoal.models.attention import METHODS, AttentionInputs
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
 from shoal.models.cache.plan import Prefix
@@ -57,7 +57,7 @@ SHAPES = {
 }
 
 
-def problem_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> AttentionInputs:
     """Random tensors; the tails of rows are views of a slot store, as in a run."""
     spread = torch.linspace(0.5, 1, shape.rows) if shape.rows > 1 else torch.ones(1)
     starts = [shape.shared + int((shape.context - shape.shared) * share) for share in spread.tolist()]
@@ -71,20 +71,20 @@ def problem_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Proble
     query = random(shape.rows, shape.q, shape.heads, shape.dim).transpose(1, 2)
     key, value = (random(shape.rows, plan.kv, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
     shared = [random(shape.shared, shape.kv_heads, shape.dim) for _ in range(2)] if shape.shared else [None, None]
-    return Problem(query, key, value, plan, shape.dim**-0.5, None, None, None, *shared)
+    return AttentionInputs(query, key, value, plan, shape.dim**-0.5, None, None, None, *shared)
 
 
-def read_bytes(problem: Problem) -> int:
+def read_bytes(inputs: AttentionInputs) -> int:
     """Keys and values there are: each row's own, and the shared prompt once."""
-    tokens = sum(problem.plan.tails) + max(problem.plan.offsets)
-    return tokens * problem.key.shape[1] * (problem.key.shape[-1] + problem.value.shape[-1]) * problem.key.element_size()
+    tokens = sum(inputs.plan.tails) + max(inputs.plan.offsets)
+    return tokens * inputs.key.shape[1] * (inputs.key.shape[-1] + inputs.value.shape[-1]) * inputs.key.element_size()
 
 
-def exact(problem: Problem) -> Tensor:
+def exact(inputs: AttentionInputs) -> Tensor:
     """The definition in float64."""
     names = ("query", "key", "value", "shared_key", "shared_value")
-    tensors = {name: getattr(problem, name) for name in names}
-    return reference(replace(problem, **{name: t.double() for name, t in tensors.items() if t is not None}))
+    tensors = {name: getattr(inputs, name) for name in names}
+    return reference(replace(inputs, **{name: t.double() for name, t in tensors.items() if t is not None}))
 
 
 def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
@@ -98,14 +98,14 @@ def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 def measured(shape: Shape, methods: Sequence[str], device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     """A line for each method; ArithmeticError where the kernel is off by more than four times what plain attention is."""
-    problem = problem_of(shape, DTYPES[device.type], device)
-    truth = exact(problem)
+    inputs = inputs_of(shape, DTYPES[device.type], device)
+    truth = exact(inputs)
     lines = []
     for method in methods:
         call = METHODS[method]
-        error = float((call(problem).double() - truth).abs().max())
-        taken = seconds(lambda call=call: call(problem), device)  # type: ignore[misc]
-        share = read_bytes(problem) / taken / bandwidth
+        error = float((call(inputs).double() - truth).abs().max())
+        taken = seconds(lambda call=call: call(inputs), device)  # type: ignore[misc]
+        share = read_bytes(inputs) / taken / bandwidth
         lines.append(
             {"shape": str(shape), "attention": method, "microseconds": 1e6 * taken, "of bandwidth": share, "error": error}
         )

@@ -241,7 +241,7 @@ class Engine:
         self.memory.allocate(round_)
         computed = self._fill(round_)
         for model in self.models:
-            model.spent()  # no part of a round
+            model.take_counters()  # no part of a round
         self.stats.prefills += sum(a.computes for a in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
@@ -273,7 +273,7 @@ class Engine:
         for row, fault in scores.faults.items():
             if isinstance(fault.error, BadLogits):
                 failed = row.error is fault.error
-                self.target.cache.scrub(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
+                self.target.cache.zero_tail(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
                 if failed:
                     self.scheduler.forget(row.slot)
 
@@ -289,7 +289,7 @@ class Engine:
         stats.seconds_verify += clock[2] - clock[1]
         stats.seconds_accept += clock[3] - clock[2]
         stats.seconds_commit += clock[4] - clock[3]
-        target, *drafting = [model.spent() for model in self.models]
+        target, *drafting = [model.take_counters() for model in self.models]
         stats.target_passes += target[0]
         stats.seconds_target += target[1]
         stats.draft_passes += sum(passes for passes, _ in drafting)

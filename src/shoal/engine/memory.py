@@ -134,4 +134,4 @@ def _meet(model: Runner) -> None:
     if not model.cache.bytes_per_token():
         model.feed([0], torch.zeros(1, 1, dtype=torch.long, device=model.device), [1], want_logits=False)
         model.cache.rollback(0, 0)
-        model.spent()
+        model.take_counters()

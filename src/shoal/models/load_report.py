@@ -30,7 +30,7 @@ def described(runner: Runner) -> dict[str, str]:
 
 
 def _attention(runner: Runner) -> str:
-    if runner.door == "mask":
+    if runner.attention_path == "mask":
         return "the model's own"
     return attention.resolved(runner.attention, runner.device, runner.dtype)
 

@@ -1,6 +1,6 @@
 """Loading models and tokenizers, and what can be known of them before the first token.
 
-The only file beside the cache, the attention registration and the Transformers door that imports `transformers`.
+It imports `transformers`, as only the cache, the attention registration and `shoal.integrations` do beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bundled(part: str) -> Path:
 
 
 def capabilities(hf: Any, name: str) -> tuple[str, int]:
-    """Which door a model takes and how many tokens a row of it may hold.
+    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it may hold.
 
     Raises:
         UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
@@ -59,8 +59,8 @@ def capabilities(hf: Any, name: str) -> tuple[str, int]:
     reason = _refusal(hf, config)
     if reason:
         raise UnsupportedModel(f"{name} ({config.model_type}) is not supported: {reason}")
-    door = "interface" if type(hf)._can_set_attn_implementation() else "mask"
-    return door, _context(config)
+    attention_path = "interface" if type(hf)._can_set_attn_implementation() else "mask"
+    return attention_path, _context(config)
 
 
 def _refusal(hf: Any, config: Any) -> str | None:
@@ -109,12 +109,12 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
         UnsupportedModel: see `capabilities`, `selfcheck` and `strict`.
     """
     require_eval(hf, name)
-    door, context = capabilities(hf, name)
+    attention_path, context = capabilities(hf, name)
     if strict and (hf.device.type != "cpu" or attention not in ("auto", "strict")):
         raise RequestError(f"strict works on a CPU with attention 'auto', got {attention!r} on {hf.device}")
-    if strict and door != "interface":
+    if strict and attention_path != "interface":
         raise UnsupportedModel(f"{name} cannot be strict: it attends by its own code")
-    runner = Runner(hf, name, door, context, "strict" if strict else attention)
+    runner = Runner(hf, name, attention_path, context, "strict" if strict else attention)
     if checked:
         self_check(runner)
     return make_strict(runner, ROWWISE) if strict else runner

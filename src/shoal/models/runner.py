@@ -1,7 +1,7 @@
 """One model with its ragged cache: tokens in, logits out. The engine sees models only through this.
 
-Two doors lead into an unmodified Transformers model. Most take attention from the AttentionInterface ("interface": shoal's own
-ragged attention, no mask). A few older ones do not ("mask": their own eager attention under a hand-made 4D mask).
+An unmodified Transformers model computes attention on one of two paths. Most models take it from the AttentionInterface
+("interface": shoal's own ragged attention, no mask). A few older ones do not ("mask": their own eager attention with a 4D mask).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Runner:
 
     Attributes:
         hf: the Transformers model, never modified. name: as the user wrote it.
-        door: "interface" or "mask". attention: name of the attention method.
+        attention_path: "interface" or "mask". attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
-        cache: the slot cache. passes, seconds: forward calls and time spent in them, see `spent`.
+        cache: the slot cache. passes, seconds: forward calls and time spent in them, see `take_counters`.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
         takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
-        around: entered for the length of each pass (`shoal.models.strict`). notes: what was measured and chosen at load, by
-            subject.
+        forward_context: entered for the length of each pass (`shoal.models.strict`).
+        notes: what was measured and chosen at load, by subject.
         self_check_error: what `selfcheck` found; None before it has run.
     """
 
-    def __init__(self, hf: Any, name: str, door: str, context: int, attention_name: str = "auto") -> None:
-        self.hf, self.name, self.door, self.context = hf, name, door, context
+    def __init__(self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto") -> None:
+        self.hf, self.name, self.attention_path, self.context = hf, name, attention_path, context
         self._method = attention.method_named(attention_name)
         self.attention = attention_name
-        if door == "mask" and attention_name not in ("auto", "pad"):
+        if attention_path == "mask" and attention_name not in ("auto", "pad"):
             raise RequestError(
                 f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
             )
@@ -63,9 +63,9 @@ class Runner:
         self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._positional = "position_ids" in inspect.signature(hf.forward).parameters
         self.takes_trees = self._positional
-        self.packs = door == "interface" and self._positional
+        self.packs = attention_path == "interface" and self._positional
         self.shares = self.packs and attention_name in attention.SHARING
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.notes: dict[str, str] = {}
         self._kv_block = attention.KV_BLOCKS.get(attention_name, 1)
 
@@ -84,7 +84,7 @@ class Runner:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None
         to stop."""
         self.static = None
-        if executor is not None and self.door == "interface" and self.attention in compiled.ATTENTION:
+        if executor is not None and self.attention_path == "interface" and self.attention in compiled.ATTENTION:
             self.static = compiled.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention)
 
     @property
@@ -100,10 +100,10 @@ class Runner:
         other.passes, other.seconds = 0, 0.0
         return other
 
-    def spent(self) -> tuple[int, float]:
+    def take_counters(self) -> tuple[int, float]:
         """Passes, and seconds in them, since this was last asked."""
-        spent, self.passes, self.seconds = (self.passes, self.seconds), 0, 0.0
-        return spent
+        taken, self.passes, self.seconds = (self.passes, self.seconds), 0, 0.0
+        return taken
 
     @contextmanager
     def noting_windows(self) -> Iterator[set[int | None]]:
@@ -111,9 +111,9 @@ class Runner:
         method = self._method
         seen: set[int | None] = set()
 
-        def noting(problem: attention.Problem) -> Tensor:
-            seen.add(problem.window)
-            return method(problem)
+        def noting(inputs: attention.AttentionInputs) -> Tensor:
+            seen.add(inputs.window)
+            return method(inputs)
 
         self._method = noting
         try:
@@ -127,12 +127,12 @@ class Runner:
         config = self.hf.config
         with self._lock:
             before = config._attn_implementation
-            if self.door == "interface":
+            if self.attention_path == "interface":
                 config._attn_implementation = attention.NAME
             try:
                 yield
             finally:
-                if self.door == "interface":
+                if self.attention_path == "interface":
                     config._attn_implementation = before
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
@@ -184,7 +184,7 @@ class Runner:
 
     def static_steps(
         self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
-        temperatures: Sequence[float], luck: Tensor,
+        temperatures: Sequence[float], uniforms: Tensor,
     ) -> Callable[[Tensor], Drawn | None] | None:  # fmt: skip
         """A drafter's steps of a round as static passes, see `shoal.models.compiled.drafting`; None where they cannot be static.
 
@@ -194,11 +194,11 @@ class Runner:
         if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
             return None
         with passes.guarded():
-            steps = Steps(passes, self.cache, plan, pending, most, style, temperatures, luck)
+            steps = Steps(passes, self.cache, plan, pending, most, style, temperatures, uniforms)
 
-            def step(luck: Tensor) -> Drawn | None:
+            def step(uniforms: Tensor) -> Drawn | None:
                 with self._counted(), passes.guarded():
-                    return steps(luck)
+                    return steps(uniforms)
                 return None
 
             return step
@@ -241,11 +241,11 @@ class Runner:
             positions = plan.pack(plan.positions)
             beyond = max(plan.starts) + plan.q > self.context
             options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
-        if self.door == "mask":
+        if self.attention_path == "mask":
             bias = plan.bias(self.dtype)
             options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
         self.cache.begin(plan)
-        with self._switched(), self.around(), attention.planned(self.cache, self._method):
+        with self._switched(), self.forward_context(), attention.planned(self.cache, self._method):
             logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits

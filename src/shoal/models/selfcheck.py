@@ -48,7 +48,7 @@ def self_check(runner: Runner) -> float:
     if runner.takes_trees:
         runner.takes_trees = _guarded(_tree_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
     declared = _declared_window(runner.hf.config.get_text_config())
-    if runner.door == "interface" and declared is not None and declared not in windows:
+    if runner.attention_path == "interface" and declared is not None and declared not in windows:
         runner.context = min(runner.context, declared)
     runner.self_check_error = error
     if not error <= TOLERANCE[runner.dtype]:

@@ -43,7 +43,7 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
                 "depend on the other rows"
             )
     layers = [module for module in runner.hf.modules() if type(module) in rowwise]
-    runner.around = lambda: _in_blocks(layers)
+    runner.forward_context = lambda: _in_blocks(layers)
     prove(runner)
     return runner
 

@@ -30,8 +30,8 @@ from shoal.models.cache.tree import Parents
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
-PATIENCE = timedelta(days=365)
-"""How long a rank waits to be told something: rank 0 may wait for its user."""
+TIMEOUT = timedelta(days=365)
+"""How long a rank waits for the next broadcast: rank 0 may wait for its user."""
 STOP, PASS = "stop", "pass"
 """What rank 0 says beside the names of `SlotCache`'s methods."""
 
@@ -67,7 +67,7 @@ class Ranks:
     """The processes of one model, and how rank 0 speaks to them: on the CPU, beside the collectives of the model itself."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._lock = threading.RLock()
         self._keys = count()
         self._dropped: deque[int] = deque()
@@ -82,7 +82,7 @@ class Ranks:
         return key
 
     @contextmanager
-    def told(self, what: str, key: int, *arguments: Any) -> Iterator[None]:
+    def broadcast(self, what: str, key: int, *arguments: Any) -> Iterator[None]:
         """What the block does, the other ranks do as well.
 
         Raises:
@@ -142,7 +142,7 @@ class Ranks:
 
 class _Leading(Runner):
     """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows what a token takes.
-    `compile` is for others: what is told cannot be captured."""
+    It has no static passes: a captured graph cannot contain the broadcast."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
@@ -155,47 +155,47 @@ class _Leading(Runner):
         return other
 
     def use_static_passes(self, executor: str | None) -> None:
-        """Never: a pass must be told before it is made."""
+        """Never: each pass begins with a broadcast."""
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         assert isinstance(self.cache, _LedCache)
-        with self._ranks.told(PASS, self.cache.key, *_told(plan), tokens.cpu(), want_logits):
+        with self._ranks.broadcast(PASS, self.cache.key, *_arguments(plan), tokens.cpu(), want_logits):
             return super()._dynamic(plan, tokens, want_logits)
 
 
 class _LedCache(SlotCache):
-    """The cache of rank 0's heads; what moves memory in it, or decides what will, is told to the other ranks."""
+    """The cache of rank 0's heads; calls that move memory in it, or decide what will, are broadcast to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks, self.key = ranks, ranks.new_key(self)
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        with self._ranks.told("reserve", self.key, slots, capacity, cells):
+        with self._ranks.broadcast("reserve", self.key, slots, capacity, cells):
             super().reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        with self._ranks.told("trim", self.key, slots, capacity, cells):
+        with self._ranks.broadcast("trim", self.key, slots, capacity, cells):
             super().trim(slots, capacity, cells)
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
-        with self._ranks.told("enter", self.key, slot, prefix):
+        with self._ranks.broadcast("enter", self.key, slot, prefix):
             super().enter(slot, prefix)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        with self._ranks.told("copy", self.key, source, target, length):
+        with self._ranks.broadcast("copy", self.key, source, target, length):
             super().copy(source, target, length)
 
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
-        with self._ranks.told("gather", self.key, slot, start, cells):
+        with self._ranks.broadcast("gather", self.key, slot, start, cells):
             super().gather(slot, start, cells)
 
-    def scrub(self, slot: int, length: int) -> None:
-        with self._ranks.told("scrub", self.key, slot, length):
-            super().scrub(slot, length)
+    def zero_tail(self, slot: int, length: int) -> None:
+        with self._ranks.broadcast("zero_tail", self.key, slot, length):
+            super().zero_tail(slot, length)
 
 
-def _told(plan: Plan) -> tuple[Any, ...]:
+def _arguments(plan: Plan) -> tuple[Any, ...]:
     """What makes a plan, as `_repeat` takes it."""
     return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
 

@@ -28,25 +28,25 @@ from transformers import AttentionInterface
 from shoal.errors import InternalError, RequestError
 from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.fused import available, fused
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.mixed import mixed
 from shoal.models.attention.pad import pad
-from shoal.models.attention.problem import Problem
 from shoal.models.attention.reference import reference
 from shoal.models.attention.split import split
 from shoal.models.attention.strict import KV_BLOCK, strict
 from shoal.models.cache import SlotCache
 
-__all__ = ["KV_BLOCKS", "METHODS", "NAME", "Method", "Problem", "method_named", "planned"]
+__all__ = ["KV_BLOCKS", "METHODS", "NAME", "Method", "AttentionInputs", "method_named", "planned"]
 
-Method = Callable[[Problem], Tensor]
+Method = Callable[[AttentionInputs], Tensor]
 
 NAME = "shoal"
 """The implementation name models are switched to."""
 
 
-def auto(problem: Problem) -> Tensor:
+def auto(inputs: AttentionInputs) -> Tensor:
     """The kernel where there is a GPU; else as much padding as is cheaper than calls."""
-    return fused(problem) if problem.query.is_cuda and available(problem.query) else mixed(problem)
+    return fused(inputs) if inputs.query.is_cuda and available(inputs.query) else mixed(inputs)
 
 
 METHODS: dict[str, Method] = {
@@ -112,7 +112,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
-    return plan.pack(method(Problem(query, key, value, plan, scale, window, softcap, s_aux, *cache.shared()))), None
+    return plan.pack(method(AttentionInputs(query, key, value, plan, scale, window, softcap, s_aux, *cache.shared()))), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -10,37 +10,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.attention.problem import Problem
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.cache.plan import Shared
 
 Part = tuple[Tensor, Tensor]
 """Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [..., q] float32 at least."""
 
 
-def bifurcated(problem: Problem) -> Tensor:
+def bifurcated(inputs: AttentionInputs) -> Tensor:
     """One call for all tails, one for each prompt; returns [rows, q, heads, value dim]."""
-    rows, heads, q, dim = problem.query.shape
-    kv_heads, fold = problem.key.shape[1], problem.group
-    query = problem.query.reshape(rows, kv_heads, fold * q, dim)
-    out, log = _part(query, problem.key, problem.value, problem.plan.bias(query.dtype, problem.window, fold), problem)
-    for shared in problem.plan.groups(problem.window):
-        prompt = _prompt(query[shared.rows], shared, problem)
+    rows, heads, q, dim = inputs.query.shape
+    kv_heads, fold = inputs.key.shape[1], inputs.group
+    query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
+    out, log = _part(query, inputs.key, inputs.value, inputs.plan.bias(query.dtype, inputs.window, fold), inputs)
+    for shared in inputs.plan.groups(inputs.window):
+        prompt = _prompt(query[shared.rows], shared, inputs)
         out[shared.rows], log[shared.rows] = _merged((out[shared.rows], log[shared.rows]), prompt)
-    if problem.sinks is not None:
-        sinks = problem.sinks.to(log.dtype).view(1, kv_heads, fold).repeat_interleave(q, dim=2)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.to(log.dtype).view(1, kv_heads, fold).repeat_interleave(q, dim=2)
         out = out * torch.sigmoid(log - sinks)[..., None].to(out.dtype)
     return out.reshape(rows, heads, q, -1).transpose(1, 2)
 
 
-def _prompt(query: Tensor, shared: Shared, problem: Problem) -> Part:
+def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
     """What the rows of one group take from their prompt; query [rows, kv heads, fold * q, dim]."""
-    assert problem.shared_key is not None
-    assert problem.shared_value is not None
+    assert inputs.shared_key is not None
+    assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape
-    key, value = (t[shared.first : shared.end].transpose(0, 1)[None] for t in (problem.shared_key, problem.shared_value))
-    bias = problem.plan.prompt_bias(shared, query.dtype, problem.window, problem.group)
+    key, value = (t[shared.first : shared.end].transpose(0, 1)[None] for t in (inputs.shared_key, inputs.shared_value))
+    bias = inputs.plan.prompt_bias(shared, query.dtype, inputs.window, inputs.group)
     together = query.transpose(0, 1).reshape(1, kv_heads, rows * folded, dim)
-    out, log = _part(together, key, value, bias, problem)
+    out, log = _part(together, key, value, bias, inputs)
     return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(kv_heads, rows, folded).transpose(0, 1)
 
 
@@ -50,17 +50,17 @@ def _merged(one: Part, other: Part) -> Part:
     return torch.lerp(out, other_out, weight), torch.logaddexp(log, other_log)
 
 
-def _part(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem) -> Part:
+def _part(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Part:
     """query [b, kv heads, q, dim], key and value [b, kv heads, kv, dim], bias [b, 1, q, kv] or None."""
-    if query.device.type == "cpu" and problem.softcap is None and key.shape[-1] == value.shape[-1]:
+    if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
         # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the denominator to itself.
         part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=bias, scale=problem.scale
+            query, key, value, attn_mask=bias, scale=inputs.scale
         )
         return part
-    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * problem.scale
-    if problem.softcap is not None:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     if bias is not None:
         scores = scores + bias
     log = scores.logsumexp(dim=-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
-from shoal.models.attention.problem import Problem
+from shoal.models.attention.inputs import AttentionInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel computes in; sums and softmax are float32 always."""
@@ -60,24 +60,24 @@ def available(query: Tensor) -> bool:
     return query.dtype in DTYPES and _has_triton() and (query.is_cuda or _interpreted())
 
 
-def fused(problem: Problem) -> Tensor:
+def fused(inputs: AttentionInputs) -> Tensor:
     """The kernel; returns [rows, q, heads, value dim]; unused query columns come back zero.
 
     Raises:
         RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a dtype it does not have.
     """
-    query = problem.query
+    query = inputs.query
     if not available(query):
         raise RequestError(
             "attention='fused' needs Triton, a CUDA device (or TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; "
             f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
         )
     shared = None
-    if problem.shared_key is not None and problem.shared_value is not None:
-        shared = problem.shared_key, problem.shared_value
+    if inputs.shared_key is not None and inputs.shared_value is not None:
+        shared = inputs.shared_key, inputs.shared_value
     return attend(
-        query, problem.key, problem.value, problem.plan.bounds, problem.scale, shared=shared,
-        tree=problem.plan.tree(problem.window), window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
+        query, inputs.key, inputs.value, inputs.plan.bounds, inputs.scale, shared=shared,
+        tree=inputs.plan.tree(inputs.window), window=inputs.window, softcap=inputs.softcap, sinks=inputs.sinks,
     )  # fmt: skip
 
 

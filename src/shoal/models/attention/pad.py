@@ -7,29 +7,29 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shoal.models.attention.bifurcated import bifurcated
-from shoal.models.attention.problem import Problem
+from shoal.models.attention.inputs import AttentionInputs
 
 
-def pad(problem: Problem, width: int | None = None) -> Tensor:
+def pad(inputs: AttentionInputs, width: int | None = None) -> Tensor:
     """One batched call; returns [rows, q, heads, value dim].
 
     Args:
         width: keys that rows are padded to; what comes back for longer rows means nothing. None = the longest row's.
     """
-    if problem.shared_key is not None:
-        return bifurcated(problem)
-    key, value = problem.key[:, :, :width], problem.value[:, :, :width]
-    bias = problem.plan.bias(problem.query.dtype, problem.window, problem.group, width)
-    return attend_folded(problem.query, key, value, bias, problem)
+    if inputs.shared_key is not None:
+        return bifurcated(inputs)
+    key, value = inputs.key[:, :, :width], inputs.value[:, :, :width]
+    bias = inputs.plan.bias(inputs.query.dtype, inputs.window, inputs.group, width)
+    return attend_folded(inputs.query, key, value, bias, inputs)
 
 
-def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Tensor:
     """Attention with each GQA group folded into the query axis instead of K and V repeated (up to 8x on a CPU).
 
     Args:
         query: [rows, heads, q, dim]. key, value: [rows, kv heads, kv, dim].
         bias: additive mask [rows, 1, group * q, kv] or None.
-        problem: scale, softcap and sinks.
+        inputs: scale, softcap and sinks.
 
     Returns:
         [rows, q, heads, value dim].
@@ -37,24 +37,24 @@ def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     rows, heads, q, dim = query.shape
     kv_heads = key.shape[1]
     folded = query.reshape(rows, kv_heads, (heads // kv_heads) * q, dim)
-    if problem.softcap is None and problem.sinks is None:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=problem.scale)
+    if inputs.softcap is None and inputs.sinks is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=inputs.scale)
     else:
-        out = _explicit(folded, key, value, bias, problem, q)
+        out = _explicit(folded, key, value, bias, inputs, q)
     return out.reshape(rows, heads, q, value.shape[-1]).transpose(1, 2)
 
 
-def _explicit(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem, q: int) -> Tensor:
+def _explicit(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int) -> Tensor:
     """The folded call for what the library's kernel lacks: soft-capped scores and attention sinks."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(wide) * problem.scale
-    if problem.softcap is not None:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     if bias is not None:
         scores = scores + bias
-    if problem.sinks is not None:
+    if inputs.sinks is not None:
         # sinks [heads] -> [1, kv heads, group * q, 1], in the order of the folded query axis
-        sinks = problem.sinks.to(wide).view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
+        sinks = inputs.sinks.to(wide).view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
         scores = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, -1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return weights @ value

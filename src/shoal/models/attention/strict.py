@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad as zeros_around
 
 from shoal.errors import InternalError, UnsupportedModel
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.pad import attend_folded
-from shoal.models.attention.problem import Problem
 from shoal.models.cache.plan import additive, seen_keys
 
 TILE = 4
@@ -25,39 +25,39 @@ KV_BLOCK = 512
 """Keys per block of torch's CPU kernel; cache views are a multiple of it long (`Plan`)."""
 
 
-def strict(problem: Problem) -> Tensor:
+def strict(inputs: AttentionInputs) -> Tensor:
     """Tiles of each row, all rows or all tiles per call, whichever needs fewer calls; returns [rows, q, heads, value dim]."""
-    query, key, value, plan = problem.query, problem.key, problem.value, problem.plan
-    if problem.softcap is not None or problem.sinks is not None or key.shape[-1] != value.shape[-1]:
+    query, key, value, plan = inputs.query, inputs.key, inputs.value, inputs.plan
+    if inputs.softcap is not None or inputs.sinks is not None or key.shape[-1] != value.shape[-1]:
         raise UnsupportedModel("strict needs plain attention: no soft-capped scores, no sinks, values as wide as keys")
     if plan.kv % KV_BLOCK or plan.shares:
         raise InternalError(f"strict attention got {plan.kv} keys, or a shared prompt")
     if plan.parents is not None:
-        return torch.stack([_paths(problem, row) for row in range(plan.rows)])
+        return torch.stack([_paths(inputs, row) for row in range(plan.rows)])
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
-    bias = plan.bias(query.dtype, problem.window)
+    bias = plan.bias(query.dtype, inputs.window)
     if bias is None:  # the kernel rounds differently without a mask
         bias = plan.zero_bias(query.dtype)
     bias = zeros_around(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
-    bias = bias.repeat(1, 1, 1, problem.group, 1)
+    bias = bias.repeat(1, 1, 1, inputs.group, 1)
     query = (
         zeros_around(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
     )  # [rows, tiles, heads, TILE, dim]
     if plan.rows <= tiles:
         spread = (tiles, -1, -1, -1)
         own = zip(query, key[:, None], value[:, None], bias, strict=True)  # of each row: [tiles, ...], and keys [1, ...]
-        out = torch.stack([attend_folded(q, k.expand(spread), v.expand(spread), mask, problem) for q, k, v, mask in own])
+        out = torch.stack([attend_folded(q, k.expand(spread), v.expand(spread), mask, inputs) for q, k, v, mask in own])
     else:
-        out = torch.stack([attend_folded(query[:, t], key, value, bias[:, t], problem) for t in range(tiles)], dim=1)
+        out = torch.stack([attend_folded(query[:, t], key, value, bias[:, t], inputs) for t in range(tiles)], dim=1)
     return out.flatten(1, 2)[:, : plan.q]
 
 
-def _paths(problem: Problem, row: int) -> Tensor:
+def _paths(inputs: AttentionInputs, row: int) -> Tensor:
     """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
-    plan = problem.plan
-    query = zeros_around(problem.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
-    key, value = (t[row][:, plan.path_order[row]].transpose(0, 1) for t in (problem.key, problem.value))
+    plan = inputs.plan
+    query = zeros_around(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
+    key, value = (t[row][:, plan.path_order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))
     keys = torch.arange(plan.kv, device=plan.device)
-    seen = seen_keys(keys, plan.places[row][:, None, None], problem.window).expand(-1, TILE, -1)
-    return attend_folded(query, key, value, additive(seen, query.dtype, problem.group), problem)[:, 0]
+    seen = seen_keys(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)
+    return attend_folded(query, key, value, additive(seen, query.dtype, inputs.group), inputs)[:, 0]

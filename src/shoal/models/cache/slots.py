@@ -165,7 +165,7 @@ class SlotCache(Cache):
         self.prefixes[target], self.lengths[target] = self.prefixes[source], length
 
     @torch.inference_mode()
-    def scrub(self, slot: int, length: int) -> None:
+    def zero_tail(self, slot: int, length: int) -> None:
         """Makes zeros of what the slot holds from position `length` on."""
         for layer in self._layers:
             for tensor in layer.tensors():

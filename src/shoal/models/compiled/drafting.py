@@ -21,7 +21,7 @@ from shoal.models.compiled.view import View
 from shoal.sampling.distributions import pure_probabilities
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""Weights [rows, vocab], luck [rows, ...] -> tokens [rows] int64."""
+"""Weights [rows, vocab], uniforms [rows, ...] -> tokens [rows] int64."""
 COLDEST = 1e-3
 """Temperatures below (but not 0) need care that a static step does not take."""
 
@@ -63,14 +63,16 @@ class Drawn(NamedTuple):
 
 
 class _Step:
-    """The function. Its buffers: luck [rows, ...] float64, temperature [rows]; `then`: the block to fill, by default its own."""
+    """The function. Buffers: uniforms [rows, ...] float64, temperature [rows]. `then`: the block to fill, by default its own."""
 
-    def __init__(self, passes: Passes, style: Style, rows: int, luck: Tensor, then: Block | None) -> None:
+    def __init__(self, passes: Passes, style: Style, rows: int, uniforms: Tensor, then: Block | None) -> None:
         self.passes, self.style, self.then = passes, style, then
         cut = style.cut
         self.sampling = Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
-        self.luck = luck.new_zeros(rows, *luck.shape[1:])
-        self.temperature = torch.ones(rows, dtype=torch.promote_types(passes.hf.dtype, torch.float32), device=luck.device)
+        self.uniforms = uniforms.new_zeros(rows, *uniforms.shape[1:])
+        self.temperature = torch.ones(
+            rows, dtype=torch.promote_types(passes.hf.dtype, torch.float32), device=uniforms.device
+        )
 
     def __call__(self, view: View) -> Drawn:
         block, style = view.block, self.style
@@ -85,7 +87,7 @@ class _Step:
         logits = torch.where(sound[:, None], logits, 0.0)
         q = pure_probabilities(logits, self.temperature, self.sampling, style.greedy)
         confidence = (q if style.greedy is False else logits.to(q.dtype).softmax(-1)).amax(-1)
-        tokens = torch.where(sound, style.draw(q, self.luck), -1)
+        tokens = torch.where(sound, style.draw(q, self.uniforms), -1)
         then = block if self.then is None else self.then
         then.tokens.copy_(tokens.clamp(0, known - 1)[:, None])
         if then is block:
@@ -94,19 +96,19 @@ class _Step:
 
 
 class Steps:
-    """The steps of one round in order; call it with the luck of each position, [rows, ...].
+    """The steps of one round in order; call it with the uniforms of each position, [rows, ...].
 
     Args:
         passes: of the drafter, over `cache`. plan: of the first step, which feeds `pending`, one or two tokens per row.
-        most: steps there may be. temperatures: of the rows, 0 = greedy. luck: of any position, for its shape.
+        most: steps there may be. temperatures: of the rows, 0 = greedy. uniforms: of any position, for its shape.
     """
 
     def __init__(
         self, passes: Passes, cache: SlotCache, plan: Plan, pending: Tensor, most: int, style: Style,
-        temperatures: Sequence[float], luck: Tensor,
+        temperatures: Sequence[float], uniforms: Tensor,
     ) -> None:  # fmt: skip
         self._passes, self._cache, self._plan = passes, cache, plan
-        self._style, self._luck, self._keys = style, luck, max(plan.tails) + most
+        self._style, self._uniforms, self._keys = style, uniforms, max(plan.tails) + most
         following = Plan(plan.slots, plan.lengths, [1] * plan.rows, plan.device, prefixes=plan.prefixes)
         self._later = self._prepared(following, None)
         self._next = self._prepared(plan, self._later[1].block)
@@ -119,18 +121,18 @@ class Steps:
         """A step with its rows in place."""
         bucket = bucket_for(plan.rows, plan.q if then is None else 2, self._keys, self._cache.capacity)
         assert bucket is not None
-        key = (bucket, self._style, self._luck.shape[1:])
+        key = (bucket, self._style, self._uniforms.shape[1:])
         made = self._passes.prepared(
-            key, bucket, self._cache, lambda: _Step(self._passes, self._style, bucket.rows, self._luck, then)
+            key, bucket, self._cache, lambda: _Step(self._passes, self._style, bucket.rows, self._uniforms, then)
         )
         made.block.place(plan, self._cache.capacity)
         assert isinstance(made.function, _Step)
         return key, made, made.function
 
-    def __call__(self, luck: Tensor) -> Drawn:
+    def __call__(self, uniforms: Tensor) -> Drawn:
         key, made, step = self._next
         rows = self._plan.rows
-        step.luck[:rows].copy_(luck)
+        step.uniforms[:rows].copy_(uniforms)
         drawn: Drawn = self._passes.run(key, made)
         self._cache.wrote(self._plan)
         self._plan = Plan(self._plan.slots, self._plan.lengths, [1] * rows, self._plan.device, prefixes=self._plan.prefixes)

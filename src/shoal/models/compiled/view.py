@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
-from shoal.models.attention import Method, Problem
+from shoal.models.attention import AttentionInputs, Method
 from shoal.models.cache import Plan
 from shoal.models.cache.plan import additive, seen_keys
 from shoal.models.cache.tree import seen_by_words, within
@@ -148,7 +148,7 @@ def _attend(
         raise InternalError("a model switched to shoal's static attention ran outside of a static pass")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
-    return view.method(Problem(query, key, value, view.plan, scale, window, softcap, s_aux, *view.shared())), None
+    return view.method(AttentionInputs(query, key, value, view.plan, scale, window, softcap, s_aux, *view.shared())), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -10,7 +10,7 @@ from shoal.models.cache.plan import Plan
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionInputs:
     """One layer's ragged attention.
 
     Attributes:
@@ -36,7 +36,7 @@ class Problem:
     shared_key: Tensor | None = None
     shared_value: Tensor | None = None
 
-    def repeated(self) -> Problem:
+    def repeated(self) -> AttentionInputs:
         """The same without a shared store: every row with all its keys."""
         if self.shared_key is None or self.shared_value is None:
             return self

@@ -1,4 +1,4 @@
-"""`python benchmarks/compiled.py`: what passes of fixed shape are worth, on the bundled pair (docs/compile.md).
+"""`python benchmarks/compiled.py`: what passes of fixed shape are worth, on the bundled pair (docs/how-to/compile.md).
 
 First milliseconds per pass: made to measure, static, static and compiled (or captured, on CUDA); least of interleaved runs. Then
 tokens per second, plain and speculative, each with and without: plain decoding gets the same treatment. Building is part of no

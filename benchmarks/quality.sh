@@ -1,5 +1,5 @@
 #!/bin/sh
-# Quality within a time budget, of the bundled pair on 200 problems it was not trained on: docs/quality.md shows what it printed.
+# Quality within a time budget, of the bundled pair on 200 problems it was not trained on: docs/measurements/quality.md shows what it printed.
 #
 #   benchmarks/quality.sh [DIRECTORY]      build/quality without one; stopped, it goes on where it was
 #

@@ -168,10 +168,10 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("temperature", ["0.2", "0.8"])
 def test_the_tables_shown_are_those_of_the_results(temperature: str) -> None:
-    """docs/quality.md rounds, and leaves budgets out; nothing else."""
+    """docs/measurements/quality.md rounds, and leaves budgets out; nothing else."""
     summary = json.loads((ROOT / f"benchmarks/results/quality-seeded-{temperature}.json").read_text())
     lines = {(line["way"], line["budget"]): line for line in summary["lines"]}
-    text = (ROOT / "docs/quality.md").read_text().partition(f"**T = {temperature}**")[2]
+    text = (ROOT / "docs/measurements/quality.md").read_text().partition(f"**T = {temperature}**")[2]
     shown = re.findall(
         r"^\| (none|[\d.]+ s) \|(.*)\|$", text.partition("\n\n**T = ")[0].partition("\n- **")[0], re.MULTILINE
     )

@@ -225,7 +225,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 SETS = {
     "human-eval/HumanEval.jsonl.gz": slice(0, SAMPLE),
     "mbxp/mbpp_release_v1.jsonl.gz": slice(0, SAMPLE),
-    "mbxp/mbjsp_release_v1.2.jsonl.gz": slice(2, 2 + SAMPLE),  # MBJSP/2 is wrong, see docs/judging.md
+    "mbxp/mbjsp_release_v1.2.jsonl.gz": slice(2, 2 + SAMPLE),  # MBJSP/2 is wrong, see docs/measurements/published-sets.md
     "mbxp/mbtsp_release_v1.2.jsonl.gz": slice(2, 4),
     "mbxp/mbjp_release_v1.2.jsonl.gz": slice(0, 1),
     "mbxp/mbcpp_release_v1.2.jsonl.gz": slice(2, 3),

@@ -69,11 +69,11 @@ def load(
             takes many seconds for each shape; "off"; "auto": on for CUDA.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.
-        strict: tokens do not depend on the composition of the batch, in 16 bit too (docs/numerics.md); on a CPU, and slower.
+        strict: tokens do not depend on the composition of the batch, in 16 bit either (docs/explanation/exactness.md); CPU only.
         prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied": once per row; "auto": shared
             where that pays (see `shoal.engine.prefix_store`).
-        tensor_parallel: the target is shared by all processes that torchrun started (docs/scaling.md). `load` returns in the first
-            one only; the others serve it within this call, and end when it does.
+        tensor_parallel: the target is shared by all processes that torchrun started (docs/how-to/scale.md). `load` returns in the
+            first one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
 
     Raises:

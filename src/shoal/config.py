@@ -217,7 +217,7 @@ class Limits:
         time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time", and those
             that never ran, empty, "not started". With more rows than slots every prompt gets its first sample before any gets its
             second. Samples that finish in
-            time are conditioned on that: short ones are over-represented among them (docs/quality.md).
+            time are conditioned on that: short ones are over-represented among them (docs/reference/evaluation.md).
     """
 
     max_new_tokens: int = 128

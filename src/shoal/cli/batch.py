@@ -115,7 +115,7 @@ def batch(
     A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ... Or it is
     one of OpenAI's batch files, with "custom_id", "method", "url" and "body", and is answered as those are.
     What is wrong with a line is its answer; the exit code is 1 if every line failed. After a kill or a crash the
-    same command goes on. docs/serving.md.
+    same command goes on. docs/how-to/batch.md.
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     source = Source(

@@ -14,7 +14,7 @@ from shoal.types.prefix import Prefix
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
 """`auto` shares a prompt if copies would take that many more cells; below, more calls per layer cost what they save
-(docs/shared-prompts.md)."""
+(docs/explanation/shared-prompts.md)."""
 
 
 def check_policy(name: str) -> None:

@@ -126,7 +126,7 @@ class Coupled:
     An exponential race over all tokens accepts at least (1 - d) / (1 + d) (Daliri et al. 2024, arXiv 2408.07978), at the cost of a
     random number per token. Here the race is over buckets of tokens: the buckets agree at least that often for the d of their sums.
     Inside the bucket the token is drawn by inverse transform, for which there is no bound: distributions in one bucket may never
-    agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/numerics.md).
+    agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
     """
 
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:

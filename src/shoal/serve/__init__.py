@@ -1,4 +1,4 @@
-"""`shoal serve`: an OpenAI-compatible server for many samples at once (docs/serving.md). Needs the extra `shoal[serve]`.
+"""`shoal serve`: an OpenAI-compatible server for many samples at once (docs/how-to/serve.md). Needs the extra `shoal[serve]`.
 
 settings.py     what a server allows
 schema.py       what clients may ask, field by field; answers.py: what they get

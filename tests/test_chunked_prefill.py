@@ -231,10 +231,24 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
     assert new_tokens(short) == [alone((1, i), new=3)[0] for i in range(3)]
 
 
+def test_free_slots_take_no_memory_from_a_row_that_follows_them() -> None:
+    """Three short rows end in one round while a long one waits: it gets one slot, not the length of a long row in three slots."""
+    memory = bytes_of(len(LONG) + 12, 1)
+    engine = engine_of(kv_bytes=memory)
+    short = [row for i in range(3) for row in ask(engine, (1, i), new=3)]
+    long = ask(engine, LONG)
+    while engine.step():
+        assert engine.memory.used <= memory
+    assert new_tokens(long) == alone(LONG)
+    assert new_tokens(short) == [alone((1, i), new=3)[0] for i in range(3)]
+
+
 def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     """What was below it has gone; its last row is alone now, and fits only with its prompt at the bottom."""
     most = 12
-    scheduler = Scheduler(2, prefix_sharing="shared", fits=lambda rows, slots, prefixes: token_slots(prefixes) <= most)
+    scheduler = Scheduler(
+        2, prefix_sharing="shared", fits=lambda rows, slots, prefixes: token_slots(prefixes.values()) <= most
+    )
     low, high = Request((1,) * 7), Request((2,) * 7, 2)
     rows = [
         Row(request, group, i, 0, list(request.prompt_ids), frozenset(), 99)
@@ -246,7 +260,7 @@ def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
     scheduler.remove(rows[:2])
     most = 6
     last = scheduler.next_round()
-    assert (list(last.rows), list(last.prefixes), rows[2].prefix) == (rows[2:], [Prefix(0, 6)], Prefix(0, 6))
+    assert (list(last.rows), last.prefixes, rows[2].prefix) == (rows[2:], {1: Prefix(0, 6)}, Prefix(0, 6))
     assert list(last.chunks) == [PrefillChunk(rows[2], 0, 0, 6)]
 
 

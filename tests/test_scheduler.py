@@ -22,7 +22,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import token_slots
 from shoal.types.requests import Request, Row
-from shoal.types.schedule import Admission, Move, PrefillChunk, Round
+from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round
 
 
 def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:
@@ -53,16 +53,16 @@ class Slots:
         """Old copies, then chunks of prompts, then copies of those, then moves: each from a slot that holds what it claims to."""
         copies = [admission for admission in round_.admissions if admission.source is not None]
         for admission in copies:
-            if not admission.fresh:
+            if admission.origin is PromptOrigin.COPY:
                 self._copy(admission)
         for admission in round_.admissions:
             if admission.source is None:
                 self.owner[admission.row.slot] = admission.row
-                self.prompt[admission.row.slot] = admission.row.group if admission.stored else None
+                self.prompt[admission.row.slot] = admission.row.group if admission.origin is PromptOrigin.SHARED else None
         for chunk in round_.chunks:
             self._fill(chunk)
         for admission in copies:
-            if admission.fresh:
+            if admission.origin is PromptOrigin.COPY_AFTER_COMPUTE:
                 self._copy(admission)
         for move in round_.moves:
             assert self.owner[move.source] is move.row
@@ -74,7 +74,7 @@ class Slots:
             assert self.owner[row.slot] is row
             assert self.prompt[row.slot] == row.group
             assert all(self.token_slots[token_slot] == row.group for token_slot in token_slots_of(row))
-            assert all(token_slot < token_slots(round_.prefixes) for token_slot in token_slots_of(row))
+            assert all(token_slot < token_slots(round_.prefixes.values()) for token_slot in token_slots_of(row))
 
     def _copy(self, admission: Admission) -> None:
         assert admission.source is not None
@@ -166,7 +166,7 @@ def test_prompts_with_deadlines_take_turns(
     """Calls of several prompts, too little memory for all of them, rows that end or are cancelled in any order: every prompt of a
     call gets its first row before any gets its second, the calls follow each other, every copy comes from where it is, and what is
     stored never takes more than it may."""
-    fits = lambda rows, slots, prefixes: token_slots(prefixes) <= most  # noqa: E731
+    fits = lambda rows, slots, prefixes: token_slots(prefixes.values()) <= most  # noqa: E731
     scheduler, slots = Scheduler(capacity, prefix_sharing=prefix_sharing, chunk=chunk, fits=fits), Slots()
     entered, rows = [], []
     for number, sizes in enumerate(calls):
@@ -178,8 +178,8 @@ def test_prompts_with_deadlines_take_turns(
         round_ = scheduler.next_round()
         slots.carry_out(round_)
         entered += [admission.row for admission in round_.admissions]
-        assert token_slots(round_.prefixes) <= most
-        assert len(scheduler._store.groups) <= capacity
+        assert token_slots(round_.prefixes.values()) <= most
+        assert len(scheduler._store.prefixes) <= capacity
         ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
         gone |= ended
         scheduler.remove(ended)
@@ -249,9 +249,10 @@ def test_one_slot_serves_one_row_at_a_time_in_order() -> None:
     scheduler = Scheduler(1)
     rows = group(0, 2) + group(1, 2)
     scheduler.add(rows)
-    for row, source in zip(rows, (None, 0, None, 0), strict=True):
+    computed, copied = (PromptOrigin.COMPUTE, None), (PromptOrigin.COPY, 0)
+    for row, (origin, source) in zip(rows, (computed, copied, computed, copied), strict=True):
         round_ = scheduler.next_round()
-        assert said(round_) == ([row], [Admission(row, source)], [])
+        assert said(round_) == ([row], [Admission(row, origin, source)], [])
         assert said(scheduler.next_round()) == ([row], [], [])
         scheduler.remove([row])
     assert scheduler.idle
@@ -262,10 +263,10 @@ def test_siblings_admitted_together_are_copied_from_the_one_just_computed() -> N
     first, second = group(0, 2), group(1, 2)
     scheduler.add(first + second)
     expected = [
-        Admission(first[0], None),
-        Admission(first[1], 0, fresh=True),
-        Admission(second[0], None),
-        Admission(second[1], 2, fresh=True),
+        Admission(first[0], PromptOrigin.COMPUTE),
+        Admission(first[1], PromptOrigin.COPY_AFTER_COMPUTE, 0),
+        Admission(second[0], PromptOrigin.COMPUTE),
+        Admission(second[1], PromptOrigin.COPY_AFTER_COMPUTE, 2),
     ]
     assert scheduler.next_round().admissions == expected
 
@@ -276,7 +277,7 @@ def test_a_waiting_row_takes_the_slot_of_one_that_ended() -> None:
     scheduler.add(rows)
     scheduler.next_round()
     scheduler.remove([rows[1]])
-    assert said(scheduler.next_round()) == ([rows[0], rows[3], rows[2]], [Admission(rows[3], 0)], [])
+    assert said(scheduler.next_round()) == ([rows[0], rows[3], rows[2]], [Admission(rows[3], PromptOrigin.COPY, 0)], [])
 
 
 def test_holes_are_closed_from_the_end() -> None:

@@ -51,32 +51,30 @@ def test_no_two_prompts_share_a_cell(asked: Sequence[tuple[int, bool]]) -> None:
     store = PrefixStore("shared")
     living: dict[int, Prefix] = {}
     for group, (length, leaves) in enumerate(asked):
-        before = token_slots(store.prefixes)
-        prefix = store.admit(group, 1, length)
-        assert prefix is not None
+        before = token_slots(store.prefixes.values())
+        store = store.add(group, 1, length)
+        prefix = store.prefixes[group]
         assert prefix.length == length
         taken = sorted((p.base, p.base + p.length) for p in [*living.values(), prefix])
         assert all(end <= base for (_, end), (base, _) in pairwise(taken))
-        assert token_slots(store.prefixes) == max(before, prefix.base + length)
+        assert token_slots(store.prefixes.values()) == max(before, prefix.base + length)
         living[group] = prefix
         if leaves:
             del living[min(living)]
-        for gone in set(range(group + 1)) - set(living):
-            store.forget(gone)
-        assert {g: store.find(g) for g in range(group + 1) if store.find(g)} == living
+        store = store.without(set(range(group + 1)) - set(living))
+        assert store.prefixes == living
 
 
 def test_holes_are_used_again() -> None:
     store = PrefixStore("shared")
-    assert [store.admit(group, 1, 10) for group in range(3)] == [Prefix(0, 10), Prefix(10, 10), Prefix(20, 10)]
-    store.forget(1)
-    assert store.admit(3, 1, 4) == Prefix(10, 4)
-    assert store.admit(4, 1, 6) == Prefix(14, 6)
-    assert store.admit(5, 1, 1) == Prefix(30, 1)
-    for group in range(6):
-        store.forget(group)
-    assert store.admit(6, 1, 31) == Prefix(0, 31)
-    assert token_slots(store.prefixes) == 31
+    for group in range(3):
+        store = store.add(group, 1, 10)
+    assert store.prefixes == {0: Prefix(0, 10), 1: Prefix(10, 10), 2: Prefix(20, 10)}
+    store = store.without([1]).add(3, 1, 4).add(4, 1, 6).add(5, 1, 1)
+    assert [store.prefixes[group] for group in (3, 4, 5)] == [Prefix(10, 4), Prefix(14, 6), Prefix(30, 1)]
+    store = store.without(range(6)).add(6, 1, 31)
+    assert store.prefixes == {6: Prefix(0, 31)}
+    assert token_slots(store.prefixes.values()) == 31
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_holes_are_used_again() -> None:
     ],
 )
 def test_who_shares(policy: str, rows: int, length: int, shared: bool) -> None:
-    assert (PrefixStore(policy).admit(0, rows, length) is not None) is shared
+    assert (0 in PrefixStore(policy).add(0, rows, length).prefixes) is shared
 
 
 def test_auto_keeps_to_static_passes() -> None:
@@ -377,23 +375,23 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
         engine.submit(Request(prompt(n), 3, Sampling(temperature=0), Limits(max_new_tokens=20))) for n in (20, 14)
     )
     late = engine.submit(Request(prompt(30), 2, Sampling(temperature=0), Limits(max_new_tokens=20, time_budget=60.0)))
-    store = engine.scheduler._store
+    stored = lambda: engine.scheduler._store.prefixes  # noqa: E731
     engine.step()
-    assert [store.find(group) for group in range(3)] == [Prefix(0, 19), Prefix(19, 13), None]
+    assert stored() == {0: Prefix(0, 19), 1: Prefix(19, 13)}
     engine.cancel(first)
-    assert store.find(0) is None
+    assert 0 not in stored()
     engine.step()  # the late ones join, and do not fit where the first were
     check(engine)
-    assert [store.find(group) for group in range(3)] == [None, Prefix(19, 13), Prefix(32, 29)]
+    assert stored() == {1: Prefix(19, 13), 2: Prefix(32, 29)}
     now += 61.0
     engine.step()
     assert [row.finish_reason for row in late] == ["time", "not started"]
-    assert store.find(2) is None
+    assert 2 not in stored()
     again = engine.submit(Request(prompt(9), 1, Sampling(temperature=0), Limits(max_new_tokens=20)))
     while engine.step():
         check(engine)
     assert again[0].prefix == Prefix(0, 8)
-    assert [store.find(group) for group in range(4)] == [None] * 4
+    assert stored() == {}
     assert engine.scheduler.idle
     alone = [run(target, None, [(prompt(n), 1, 20)], prefix_sharing="copied")[1][0] for n in (14, 9)]
     assert [row.tokens[row.prompt_length :] for row in (*second, *again)] == [alone[0]] * 3 + [alone[1]]

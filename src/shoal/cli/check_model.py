@@ -138,13 +138,14 @@ def memory(case: Case) -> CheckResult:
     """Weights and caches against what is free now, the loaded weights not counted twice."""
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
+    from shoal.types.prefix import token_slots
 
     longest = case.longest
     slots = min(case.n, case.model.max_batch)
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    prefix = PrefixStore(policy_for(case.model.prefix_sharing, runners)).admit(0, slots, longest - 1)
-    shared = 0 if prefix is None else prefix.length
+    store = PrefixStore(policy_for(case.model.prefix_sharing, runners)).add(0, slots, longest - 1)
+    shared = token_slots(store.prefixes.values())
     caches = sum(
         runner.cache_bytes(slots, min(longest + case.max_new_tokens, runner.context) - shared + case.k + 1, shared)
         for runner in runners

@@ -29,7 +29,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Outcome, Proposal, Scores
-from shoal.types.schedule import Round
+from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
 
 
@@ -242,7 +242,7 @@ class Engine:
         computed = self._fill(round_)
         for model in self.models:
             model.take_counters()  # no part of a round
-        self.stats.prefills += sum(a.computes for a in round_.admissions)
+        self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += self._clock() - started

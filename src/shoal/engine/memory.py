@@ -1,15 +1,15 @@
-"""What keys and values may take, and what rows need of it.
+"""How much memory keys and values may take, and how much rows need.
 
-A cache is slots times the longest row in them, and the prompts that rows share beside that, once each. The target alone decides
-which rows are served. The drafter's cache has room for what it reads: no more of a row than its own context, and no more than fits
-beside the target's keys of that row.
+A cache takes slots times the longest row in them, and the prompts of the prefix store, once each. The target alone decides which
+rows are served. The drafter's cache is sized for the tokens that the drafter reads: at most its own context, and at most what fits
+beside the target's keys and values of that row.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,9 @@ from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Round
+
+CacheSize = tuple[int, int, int]
+"""Slots, tokens per slot, and token slots of the prefix store."""
 
 
 class Memory:
@@ -33,7 +36,7 @@ class Memory:
         self._reserved = 0
         if most is not None:
             for model in models:
-                _meet(model)
+                _measure_token(model)
 
     @property
     def used(self) -> int:
@@ -41,8 +44,8 @@ class Memory:
         return sum(model.cache.nbytes() for model in self._models)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError: one row of the request is too much for the target. Alone it takes as much with its prompt in its
-        slot as apart."""
+        """Raises RequestError: a single row of the request is too large for the target. A single row takes the same memory whether
+        its prompt is in its slot or in the prefix store."""
         need, tokens = self._target_bytes(request), self._tokens(request)
         if self._most is not None and need > self._most:
             raise RequestError(
@@ -51,8 +54,8 @@ class Memory:
             )
 
     def draft_context(self, request: Request) -> int:
-        """Most tokens of a row of the request that the drafter reads: what it has a context for, and what fits beside the target's
-        keys of one such row. The target alone decides whether the row is served and where it ends."""
+        """Most tokens of a row of the request that the drafter reads: at most its context, and at most what fits beside the
+        target's keys and values of one such row. The target alone decides whether the row is served and where it ends."""
         context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
         if self._most is None or len(self._models) == 1:
             return context
@@ -70,18 +73,18 @@ class Memory:
         return min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
 
     def _beyond(self, slots: int) -> int:
-        """Columns beyond a row's last token that a pass may write: padding, which a row alone does not have."""
+        """Columns beyond a row's last token that a pass may write: padding, which a pass over one row does not have."""
         return self._spare if slots > 1 else 1
 
-    def fits(self, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> bool:
-        """Whether these rows may be in that many slots, with these prompts in the shared store."""
+    def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
+        """Whether there is memory for these rows in that many slots, with these prompts (by group) in the prefix store."""
         if self._most is None:
             return True
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
         return need + self._reserved <= self._most
 
     def reserve_tokens(self, tokens: int) -> None:
-        """From now on so many tokens in a cache of one row of the target count beside the engine's caches; 0 = none.
+        """Reserves memory for so many tokens in a target cache of one row, beside the engine's caches; 0 = none.
 
         Raises:
             RequestError: they never fit.
@@ -94,7 +97,7 @@ class Memory:
         self._reserved = need if tokens else 0
 
     def allocate(self, round_: Round) -> None:
-        """For what a round has in its slots. Caches keep the size they had, unless that would be too much.
+        """Sizes the caches for what a round has in its slots. They keep the size they had, unless that would be too much.
 
         Raises:
             OutOfMemory.
@@ -106,30 +109,32 @@ class Memory:
         for model, size in sizes:
             model.reserve(*size)
 
-    def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Sequence[Prefix]) -> tuple[int, int, int]:
-        """Slots, tokens per slot and token slots of the prefix store that the model needs."""
+    def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> CacheSize:
+        """The cache that the model needs."""
+        stored = list(prefixes.values())
         if model is not self._models[0]:
             rows = [row for row in rows if row.draft_reach]
-            prefixes = [prefix for prefix in prefixes if prefix.drafted]
-        capacity = max(self._room(model, row) for row in rows) + self._beyond(slots) if rows else 0
-        return slots, capacity, token_slots(prefixes)
+            stored = [prefix for prefix in stored if prefix.drafted]
+        longest = max((self._slot_tokens(model, row, prefixes.get(row.group)) for row in rows), default=None)
+        capacity = 0 if longest is None else longest + self._beyond(slots)
+        return slots, capacity, token_slots(stored)
 
-    def _room(self, model: Runner, row: Row) -> int:
+    def _slot_tokens(self, model: Runner, row: Row, prefix: Prefix | None) -> int:
         """Most tokens that the row's slot will hold in the model's cache."""
         most = self._tokens(row.request)
         if model is not self._models[0]:
             most = min(most, row.draft_reach)
-        return most if row.prefix is None else max(most - row.prefix.length, 0)
+        return most if prefix is None else max(most - prefix.length, 0)
 
 
 def _grown(model: Runner, slots: int, capacity: int, shared: int) -> int:
-    """Bytes of the model's cache once it has room for that, too."""
+    """Bytes of the model's cache once it is at least that large."""
     cache = model.cache
     return model.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(shared, cache.cells))
 
 
-def _meet(model: Runner) -> None:
-    """One token through the model: only then is it known what a token takes in its cache."""
+def _measure_token(model: Runner) -> None:
+    """Runs one token through the model if it takes that to know the bytes that a token takes in its cache."""
     model.reserve(1, 1)
     if not model.cache.bytes_per_token():
         model.feed([0], torch.zeros(1, 1, dtype=torch.long, device=model.device), [1], want_logits=False)

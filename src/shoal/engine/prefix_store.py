@@ -1,20 +1,21 @@
 """Prompts stored once for all rows of a group: which, and where. Pure Python.
 
-m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d cells instead of n * (m_c + m_d), and every pass reads the
-prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
+m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n * (m_c + m_d), and every pass
+reads the prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix
 
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
-"""`auto` shares a prompt if copies would take that many more cells; below, more calls per layer cost what they save
-(docs/explanation/shared-prompts.md)."""
+"""`auto` shares a prompt if copies would take that many more token slots. Below, the additional attention calls per layer cost as
+much as they save (docs/explanation/shared-prompts.md)."""
 
 
 def check_policy(name: str) -> None:
@@ -23,55 +24,37 @@ def check_policy(name: str) -> None:
         raise RequestError(f"prefix_sharing must be one of {', '.join(POLICIES)}, got {name!r}")
 
 
+@dataclass(frozen=True)
 class PrefixStore:
-    """Which cells belong to which group: first fit, holes are used again.
+    """Which token slots hold the prompt of which group. A store does not change: its methods return other stores.
 
-    Args:
+    Attributes:
         policy: "auto" (by `MIN_SAVED_TOKENS`), "shared" (always) or "copied" (never).
+        prefixes: the stored prompts by group, in the order in which they were added.
     """
 
-    def __init__(self, policy: str = "auto") -> None:
-        self.policy = policy
-        self._held: dict[int, Prefix] = {}
+    policy: str = "auto"
+    prefixes: Mapping[int, Prefix] = field(default_factory=dict)
 
-    @property
-    def prefixes(self) -> Sequence[Prefix]:
-        """The prompts that are here, or come here in this round."""
-        return list(self._held.values())
-
-    @property
-    def groups(self) -> list[int]:
-        """Whose prompts are here, the first that came first."""
-        return list(self._held)
-
-    def find(self, group: int) -> Prefix | None:
-        """The group's prompt, if it is here."""
-        return self._held.get(group)
-
-    def admit(self, group: int, rows: int, length: int, drafted: bool = True) -> Prefix | None:
-        """Room for the prompt of a group, or None if it is better copied.
+    def add(self, group: int, rows: int, length: int, drafted: bool = True) -> PrefixStore:
+        """With the prompt of a group in the first hole that is large enough; the same store if the prompt is better copied.
 
         Args:
             rows: of the group that may run at once. length: tokens of its prompt that are stored, all but the last.
-            drafted: the drafter stores them, too.
+            drafted: the drafter's cache stores them, too.
         """
         if length < 1 or not self._shares(rows, length):
-            return None
+            return self
         base = 0
-        for held in sorted(self._held.values(), key=lambda held: held.base):
-            if held.base - base >= length:
+        for other in sorted(self.prefixes.values(), key=lambda prefix: prefix.base):
+            if other.base - base >= length:
                 break
-            base = held.base + held.length
-        self._held[group] = Prefix(base, length, drafted)
-        return self._held[group]
+            base = other.base + other.length
+        return PrefixStore(self.policy, {**self.prefixes, group: Prefix(base, length, drafted)})
 
-    def forget(self, group: int) -> None:
-        """Frees the prompt of a group, if it is here."""
-        self._held.pop(group, None)
-
-    def clear(self) -> None:
-        """Frees all prompts."""
-        self._held.clear()
+    def without(self, groups: Collection[int]) -> PrefixStore:
+        """Without the prompts of these groups, as far as they are stored."""
+        return PrefixStore(self.policy, {group: prefix for group, prefix in self.prefixes.items() if group not in groups})
 
     def _shares(self, rows: int, length: int) -> bool:
         return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= MIN_SAVED_TOKENS)

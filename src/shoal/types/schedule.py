@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from shoal.types.prefix import Prefix
 from shoal.types.requests import Row
 
 
+class PromptOrigin(Enum):
+    """Where the prompt of a row that enters a slot comes from."""
+
+    COMPUTE = auto()
+    """This row computes it, in `Round.chunks` of this round and maybe of later ones: into the prefix store if the row has a
+    prefix, else into its slot."""
+    COPY = auto()
+    """It is copied from another slot, before prompts are computed."""
+    COPY_AFTER_COMPUTE = auto()
+    """It is copied from another slot, where another row of the group computes it in this round."""
+    SHARED = auto()
+    """It is in the prefix store, or an earlier row of this round computes it there."""
+
+
 @dataclass(frozen=True)
 class Admission:
-    """A row enters `row.slot`. `source`: slot to copy the prompt from. `fresh`: the source is itself computed in this round.
-    `stored`: the prompt is in the shared store already, or comes there by an earlier admission of this round."""
+    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that copy."""
 
     row: Row
-    source: int | None
-    fresh: bool = False
-    stored: bool = False
-
-    @property
-    def computes(self) -> bool:
-        """Nobody has the prompt yet."""
-        return self.source is None and not self.stored
+    origin: PromptOrigin
+    source: int | None = None
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or the slot it has before the round's moves."""
+    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or into the slot it has before the round's moves."""
 
     row: Row
     slot: int
@@ -37,7 +45,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Move:
-    """A row was moved from slot `source` to slot `target`; its tokens must follow."""
+    """A row was moved from slot `source` to slot `target`; its keys and values must follow."""
 
     row: Row
     source: int
@@ -46,11 +54,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What to do before the round, in this order: admissions (old sources, chunks of prompts, fresh sources), then moves.
+    """What the caches do before a round, in this order: copies (COPY), other admissions, chunks of prompts, copies of what they
+    complete (COPY_AFTER_COMPUTE), moves.
 
     Attributes:
-        rows: of the round, in slots 0, 1, ... prefilling: the row whose prompt is not complete; it is in a slot above theirs.
-        slots: that many the cache must have meanwhile. prefixes: the prompts that its shared store must have room for.
+        rows: of the round, in slots 0, 1, ...
+        prefilling: the row whose prompt is not complete yet, in a slot above theirs.
+        slots: how many the caches need until the moves are done.
+        prefixes: the prompts that the prefix store holds, by group.
     """
 
     rows: Sequence[Row]
@@ -59,7 +70,7 @@ class Round:
     moves: Sequence[Move] = ()
     prefilling: Row | None = None
     slots: int = 0
-    prefixes: Sequence[Prefix] = ()
+    prefixes: Mapping[int, Prefix] = field(default_factory=dict)
 
     @property
     def in_slots(self) -> list[Row]:

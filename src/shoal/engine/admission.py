@@ -1,0 +1,120 @@
+"""Decides whether the next row of the queue gets a slot, which one, and where its prompt comes from. Pure Python.
+
+A decision is made on data that does not change, and the scheduler carries it out. `decide` tries several states of the caches, from
+the one that keeps most prompts to the one that keeps fewest. For each it finds the row's prompt, chooses a slot, and asks whether
+there is memory for the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.engine.prefix_store import PrefixStore
+from shoal.types.prefix import Prefix
+from shoal.types.requests import Row
+from shoal.types.schedule import PromptOrigin
+
+Fits = Callable[[Sequence[Row], int, Mapping[int, Prefix]], bool]
+"""Whether there is memory for rows in a number of slots, with these stored prompts by group."""
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What the caches hold when a row asks for a slot.
+
+    Attributes:
+        rows: the row in each slot, None = free.
+        slot_groups: the group whose complete prompt the slot holds, for each slot.
+        store: the stored prompts.
+        completed: groups whose prompts are completed in this round, so that copies of them come after that.
+    """
+
+    rows: Sequence[Row | None]
+    slot_groups: Sequence[int]
+    store: PrefixStore
+    completed: Collection[int] = ()
+
+    @property
+    def in_slots(self) -> list[Row]:
+        """Rows with a slot."""
+        return [row for row in self.rows if row is not None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a row that asks for a slot.
+
+    Attributes:
+        kept: what the caches keep. Other prompts are given up, also if the row waits: it needs their memory.
+        store: the stored prompts once the row is admitted. slot: the row's; None = the row waits.
+        origin, source: of its prompt, see `shoal.types.schedule.Admission`.
+    """
+
+    kept: CacheState
+    store: PrefixStore
+    slot: int | None = None
+    origin: PromptOrigin = PromptOrigin.COMPUTE
+    source: int | None = None
+
+
+def decide(row: Row, state: CacheState, budget: int, capacity: int, fits: Fits, must_fit: bool) -> Decision:
+    """Whether the row gets a slot, and what for.
+
+    Args:
+        budget: prompt tokens that may still be computed in this round. capacity: most rows in slots.
+        must_fit: False = a row that would be the only one is admitted without asking. The engine has refused rows that are too
+            large for that (`shoal.engine.memory.Memory.check`).
+    """
+    for kept in _states(row, state, capacity):
+        origin, source = find_prompt(row, kept)
+        slot = choose_slot(row, origin, kept, budget, capacity)
+        if slot is None:
+            return Decision(state, state.store)
+        store = _with_prompt(row, origin, kept.store, capacity)
+        decision = Decision(kept, store, slot, origin, source)
+        if fits([*kept.in_slots, row], max(len(kept.rows), slot + 1), store.prefixes):
+            return decision
+    return Decision(kept, kept.store) if must_fit or state.in_slots else decision
+
+
+def _states(row: Row, state: CacheState, capacity: int) -> Iterator[CacheState]:
+    """What the caches may keep: at most as many stored prompts as slots, then only those that a row reads, then nothing, if no row
+    is in a slot."""
+    read = {other.group for other in [*state.in_slots, row]}
+    unread = [group for group in state.store.prefixes if group not in read]
+    computes = find_prompt(row, state)[0] is PromptOrigin.COMPUTE
+    excess = max(0, len(state.store.prefixes) + computes - capacity)
+    yield replace(state, store=state.store.without(unread[:excess]))
+    yield replace(state, store=state.store.without(unread))
+    if not state.in_slots:
+        yield CacheState((), (), PrefixStore(state.store.policy))
+
+
+def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
+    """Where the row's prompt comes from, and the slot to copy it from."""
+    if row.group in state.store.prefixes:
+        return PromptOrigin.SHARED, None
+    if row.group in state.slot_groups:
+        later = row.group in state.completed
+        return PromptOrigin.COPY_AFTER_COMPUTE if later else PromptOrigin.COPY, state.slot_groups.index(row.group)
+    return PromptOrigin.COMPUTE, None
+
+
+def choose_slot(row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int) -> int | None:
+    """The first free slot, or None. A prompt that takes several rounds gets a slot above all that are taken, as the rows that run
+    meanwhile need adjacent slots."""
+    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.prompt_length - 1 > budget
+    if takes_several_rounds and not budget:
+        return None
+    if None in state.rows and not takes_several_rounds:
+        return state.rows.index(None)
+    return len(state.rows) if len(state.rows) < capacity else None
+
+
+def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: int) -> PrefixStore:
+    """The store with the row's prompt, if that is computed and better stored than copied."""
+    if origin is not PromptOrigin.COMPUTE:
+        return store
+    rows = min(row.request.n, capacity)
+    return store.add(row.group, rows, row.prompt_length - 1, drafted=row.draft_reach > 0)

@@ -142,7 +142,7 @@ def test_a_prompt_that_cannot_be_asked_is_an_honest_row(tmp_path: Path) -> None:
     tasks = [task("long", "x" * 5000), task("fine")]
     summary = evaluate(tmp_path, pair, tasks, config()).report(("passed",), [float("inf")], {}, plot=False)
     assert "5000 tokens" in summary["errors"]["long"]
-    line = next(line for line in summary["lines"] if line["way"] == BATCHED)
+    line = next(line for line in summary["lines"] if line["method"] == BATCHED)
     assert line["finished"]["mean"] == 0.5
     assert line["passed_all"]["mean"] == 0.5
     assert "long could not be asked" in " ".join(figures_text(summary))
@@ -195,7 +195,7 @@ def test_a_sample_that_ended_too_late_is_not_finished(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"methods": ("fast",)}, "fast"), ({"methods": ()}, "no way"), ({"options": {"x": 1}}, "'x'")]
+    ("changes", "said"), [({"methods": ("fast",)}, "fast"), ({"methods": ()}, "no method"), ({"options": {"x": 1}}, "'x'")]
 )
 def test_wrong_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
@@ -370,7 +370,7 @@ def test_a_summary_is_whole_and_its_figure_has_every_method(pair: Shoal, tmp_pat
     summary = evaluation.report(("passed",), [1e-9, float("inf")], {"machine": {}}, plot=False)
     assert json.loads((tmp_path / SUMMARY).read_text()) == summary
     assert not (tmp_path / FIGURE).exists()
-    assert [(line["way"], line["budget"]) for line in summary["lines"]] == [(w, b) for b in (1e-9, None) for w in METHODS]
+    assert [(line["method"], line["budget"]) for line in summary["lines"]] == [(w, b) for b in (1e-9, None) for w in METHODS]
     assert all(pair["same_ids"] == pair["samples"] == 3 * N for pair in summary["against"])
     drawn = figures.draw([summary])
     assert [axes.get_ylabel() for axes in drawn.axes] == ["Pass@First", "Pass@All"]
@@ -496,8 +496,8 @@ def test_an_interrupted_run_says_how_to_go_on(
         (["functions", "--time-budget", "0,1"], "--time-budget"),
         (["functions", "--time-budget", "nan"], "--time-budget"),
         (["functions", "--temperature", "-1"], "temperature"),
-        (["functions", "--ways", "plain,quick"], "quick"),
-        (["functions", "--lookahead", "off", "--ways", "batched"], "--ways plain"),
+        (["functions", "--methods", "plain,quick"], "quick"),
+        (["functions", "--lookahead", "off", "--methods", "batched"], "--methods plain"),
         (["functions", "--lookahead", "often"], "often"),
         (["functions", "--limit", "0"], "--limit"),
         (["infilling", "--data", "x.jsonl", "--chat"], "--chat"),
@@ -587,7 +587,7 @@ def test_chats_and_middles_from_end_to_end(
         tokenizer.save_pretrained(place)
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps({**PROBLEM, "suffix": "\nx = 1\n" if name == "infilling" else ""}))
-    models = ["--model", tmp_path / "target", "--ways", "plain", *(["--chat"] if name == "humaneval" else [])]
+    models = ["--model", tmp_path / "target", "--methods", "plain", *(["--chat"] if name == "humaneval" else [])]
     code, out, err = shoal(capsys, name, "--data", file, *models, "-n", 2, "--max-new-tokens", 4, "--no-plot", "--json")
     assert code == 0, err
     assert json.loads(out)["errors"] == {}

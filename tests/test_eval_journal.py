@@ -107,15 +107,15 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, said: s
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    file, settings = tmp_path / "settings.json", {"n": 8, "ways": ("plain",), "seed": None}
+    file, settings = tmp_path / "settings.json", {"n": 8, "methods": ("plain",), "seed": None}
     open_directory(tmp_path, settings)
     open_directory(tmp_path, settings)
     for other, said in (({"n": 4}, "n = 8, asked for is 4"), ({"top_p": 0.9}, "top_p = None, asked for is 0.9")):
         with pytest.raises(RequestError, match=said):
             open_directory(tmp_path, {**settings, **other})
-    with pytest.raises(RequestError, match=r"ways = \['plain'\], asked for is None"):
+    with pytest.raises(RequestError, match=r"methods = \['plain'\], asked for is None"):
         open_directory(tmp_path, {"n": 8})
-    assert json.loads(file.read_text()) == {"n": 8, "ways": ["plain"], "seed": None}
+    assert json.loads(file.read_text()) == {"n": 8, "methods": ["plain"], "seed": None}
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

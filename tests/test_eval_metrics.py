@@ -118,7 +118,7 @@ def results() -> Results:
 
 def test_a_summary_counts_what_was_ready() -> None:
     summary = summarize(results(), [1.0, 2.0, INF])
-    lines = {(line["way"], line["budget"]): line for line in summary["lines"]}
+    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
     assert len(lines) == 6
     early, late = lines["batched", 1.0], lines["batched", None]
     assert early["finished"]["mean"] == pytest.approx(2 / 9)
@@ -142,7 +142,7 @@ def test_a_summary_counts_what_was_ready() -> None:
 
 def test_ways_are_held_against_each_other() -> None:
     (pair,) = summarize(results(), [INF])["against"]
-    assert (pair["way"], pair["other"]) == ("batched", "plain")
+    assert (pair["method"], pair["other"]) == ("batched", "plain")
     assert (pair["same_ids"], pair["samples"]) == (6, 9)  # of the refused problem there are none
     assert pair["all"]["gain"]["difference"] == pytest.approx(2 / 3)
     assert 2 <= pair["all"]["gain"]["budget"] < 4
@@ -170,7 +170,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_tables_shown_are_those_of_the_results(temperature: str) -> None:
     """docs/measurements/quality.md rounds, and leaves budgets out; nothing else."""
     summary = json.loads((ROOT / f"benchmarks/results/quality-seeded-{temperature}.json").read_text())
-    lines = {(line["way"], line["budget"]): line for line in summary["lines"]}
+    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
     text = (ROOT / "docs/measurements/quality.md").read_text().partition(f"**T = {temperature}**")[2]
     shown = re.findall(
         r"^\| (none|[\d.]+ s) \|(.*)\|$", text.partition("\n\n**T = ")[0].partition("\n- **")[0], re.MULTILINE

@@ -1,4 +1,4 @@
-"""`shoal eval`: quality within a time budget, by every way of decoding."""
+"""`shoal eval`: quality within a time budget, by every method of decoding."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def evaluate(
     ] = 0.95,
     seed: Annotated[
         int | None,
-        typer.Option(help="The same seed gives the same samples by every way; fresh entropy without.", rich_help_panel=SAMPLING),
+        typer.Option(help="The same seed gives the same samples by every method; fresh entropy without.", rich_help_panel=SAMPLING),
     ] = None,
     time_budget: Annotated[
         str,
@@ -109,10 +109,10 @@ def evaluate(
             help="Budgets at which one run is looked at; inf: none. Rows are cut at the longest.",
         ),
     ] = "inf",
-    ways: Annotated[
+    methods: Annotated[
         str | None,
         typer.Option(
-            metavar="WAY,...", show_default="all that there is a drafter for", rich_help_panel=SPEED,
+            metavar="METHOD,...", show_default="all that there is a drafter for", rich_help_panel=SPEED,
             help="plain; single: speculation sample after sample; batched: speculation on all samples at once.",
         ),
     ] = None,
@@ -154,7 +154,7 @@ def evaluate(
         compile_passes, quantize, strict,
     )  # fmt: skip
     plan = _plan(
-        source, ways, n, lookahead or "auto", seed, rule=rule, max_new_tokens=max_new_tokens, temperature=temperature,
+        source, methods, n, lookahead or "auto", seed, rule=rule, max_new_tokens=max_new_tokens, temperature=temperature,
         top_p=top_p, time_budget=None if math.isinf(max(budgets)) else max(budgets),
     )  # fmt: skip
     if plot and out is not None:
@@ -234,16 +234,16 @@ def parse_budgets(text: str) -> list[float]:
     return budgets
 
 
-def _plan(source: Source, ways: str | None, n: int, lookahead: str, seed: int | None, **options: Any) -> SamplingConfig:
+def _plan(source: Source, methods: str | None, n: int, lookahead: str, seed: int | None, **options: Any) -> SamplingConfig:
     """Checked before a model is loaded."""
     from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
 
     length = parse_lookahead(lookahead)
     speculative = (source.model is None or source.draft is not None) and length not in ("off", 0)
     possible = METHODS if speculative else (PLAIN,)
-    chosen = possible if ways is None else tuple(part.strip() for part in ways.split(",") if part.strip())
+    chosen = possible if methods is None else tuple(part.strip() for part in methods.split(",") if part.strip())
     if not speculative and set(chosen) - {PLAIN}:
-        raise RequestError("only --ways plain is left without a drafter or with --lookahead off")
+        raise RequestError("only --methods plain is left without a drafter or with --lookahead off")
     return SamplingConfig(n, options, length, seed, chosen)
 
 
@@ -257,7 +257,7 @@ def _settings(suite: Suite, source: Source, plan: SamplingConfig) -> dict[str, A
     return {
         "set": suite.name, "file": suite.file, "fingerprint": suite.fingerprint, "chat": suite.chat,
         "model": "bundled pair", **models, "n": plan.n, **plan.options, "lookahead": plan.lookahead, "seed": plan.seed,
-        "ways": list(plan.methods), "threads": torch.get_num_threads(), "shoal": __version__,
+        "methods": list(plan.methods), "threads": torch.get_num_threads(), "shoal": __version__,
     }  # fmt: skip
 
 

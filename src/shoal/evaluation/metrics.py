@@ -96,7 +96,7 @@ class Bootstrap:
 
 
 def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
-    """Two-sided p-value of "pass@k is the same by both ways", whatever the budget: a permutation test within problems.
+    """Two-sided p-value of "pass@k is the same by both methods", whatever the budget: a permutation test within problems.
 
     Exact: if samples of both methods have the same distribution, a problem's 2n outcomes are exchangeable between them.
     """

@@ -40,9 +40,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if unknown := [method for method in self.methods if method not in METHODS]:
-            raise RequestError(f"ways must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
+            raise RequestError(f"methods must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
         if not self.methods:
-            raise RequestError(f"no way of decoding is left: give some of {', '.join(METHODS)}")
+            raise RequestError(f"no method of decoding is left: give some of {', '.join(METHODS)}")
         split_options(self.options)
 
 
@@ -54,7 +54,7 @@ class Sampler:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
         self.config, self.tokenizer, self.loaded = config, pair.tokenizer, pair.loaded
         if pair.draft_model is None and (missing := [method for method in config.methods if method != PLAIN]):
-            raise RequestError(f"the way {missing[0]!r} needs a drafter: give one, or --ways plain")
+            raise RequestError(f"the method {missing[0]!r} needs a drafter: give one, or --methods plain")
         self.shoals = {
             method: Shoal(
                 pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if method == SINGLE else pair.max_batch,

@@ -75,7 +75,7 @@ def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
         "scores": list(results.scores),
         "errors": results.errors(),
         "lines": [
-            {"way": method, "budget": budget if math.isfinite(budget) else None}
+            {"method": method, "budget": budget if math.isfinite(budget) else None}
             | _line([tables[method, score] for score in results.scores], results.scores, budget, bootstrap)
             for budget in budgets
             for method in results.methods
@@ -151,7 +151,7 @@ def _against(
     results: Results, tables: Mapping[str, Table], method: str, other: str, grid: Sequence[float], bootstrap: Bootstrap
 ) -> dict[str, Any]:  # fmt: skip
     """One method minus another: over all budgets, and without a budget."""
-    found: dict[str, Any] = {"way": method, "other": other, "samples": len(results.names) * results.n}
+    found: dict[str, Any] = {"method": method, "other": other, "samples": len(results.names) * results.n}
     found["same_ids"] = sum(
         mine["token_ids"] == theirs["token_ids"]
         for name in results.names

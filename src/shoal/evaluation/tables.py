@@ -12,7 +12,15 @@ from shoal.evaluation.grading import PASSED
 def columns(summary: Mapping[str, Any]) -> list[str]:
     """The column heads."""
     scores = [metric_name(score, which) for score in summary["scores"] for which in ("first", "all")]
-    return ["budget", "way", *scores, *(["pass@1", "syntax err."] if _is_code(summary) else []), "finished", "tokens", "s"]
+    return [
+        "budget",
+        "method",
+        *scores,
+        *(["pass@1", "syntax err."] if _is_code(summary) else []),
+        "finished",
+        "tokens",
+        "s",
+    ]
 
 
 def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -22,7 +30,7 @@ def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
     for line in summary["lines"]:
         budget = "none" if line["budget"] is None else f"{line['budget']:g} s"
         shares = [percent(line[name]) for name in [*names, "finished"]]
-        yield [budget, line["way"], *shares, number(line["tokens"], ".1f"), number(line["seconds"], ".3f")]
+        yield [budget, line["method"], *shares, number(line["tokens"], ".1f"), number(line["seconds"], ".3f")]
 
 
 def percent(estimate: Mapping[str, float | None]) -> str:
@@ -38,7 +46,9 @@ def number(estimate: Mapping[str, float | None], form: str) -> str:
 
 def legend(summary: Mapping[str, Any]) -> str:
     """The meaning of the columns."""
-    methods = "; ".join(f"{method}: {LABELS[method]}" for method in dict.fromkeys(line["way"] for line in summary["lines"]))
+    methods = "; ".join(
+        f"{method}: {LABELS[method]}" for method in dict.fromkeys(line["method"] for line in summary["lines"])
+    )
     syntax = " syntax err.: of those, what does not parse or compile;" if _is_code(summary) else ""
     return (
         f"Per cent with 95 % intervals; {methods}. finished: of all samples, in time;{syntax} tokens: of a finished sample; "
@@ -80,7 +90,7 @@ def _pass_at(pair: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _names(pair: Mapping[str, Any]) -> str:
-    return f"{pair['way']} against {pair['other']}"
+    return f"{pair['method']} against {pair['other']}"
 
 
 def _is_code(summary: Mapping[str, Any]) -> bool:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models import attention, loading
@@ -30,6 +29,7 @@ from shoal.models.attention.fused import Tiling, attend, fused
 from shoal.models.cache import Plan
 from shoal.models.cache.plan import Prefix
 from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
 from test_tree_passes import path_of, random_tree
 
@@ -398,7 +398,7 @@ def decode(architecture: str, drafter_seed: int, method: str, prefix_sharing: st
         loading.wrap(tiny_model(architecture, seed=seed).to(DEVICE), "tiny", method, checked=False)
         for seed in (0, drafter_seed)
     )
-    engine = Engine(target, drafter, by_name("fixed:3"), max_batch=4, prefix_sharing=prefix_sharing)
+    engine = engine_of(target, drafter, by_name("fixed:3"), max_batch=4, prefix_sharing=prefix_sharing)
     requests = [
         Request((5, 9, 200, 31, 7, 7, 80, 16, 3, 44, 21), 2, Sampling(temperature=0.9, seed=1), Limits(max_new_tokens=4)),
         Request((77, 12), 1, Sampling(temperature=0), Limits(max_new_tokens=2)),

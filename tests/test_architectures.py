@@ -17,7 +17,6 @@ import shoal
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
 from shoal.engine import engine
-from shoal.engine.engine import Engine
 from shoal.engine.scheduler import Round
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
@@ -25,6 +24,7 @@ from shoal.models import attention, loading
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import TOLERANCE, self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.engines import engine_of
 from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
 from shoal.types.samples import Result
@@ -84,7 +84,7 @@ Asked = Sequence[tuple[Sequence[int], int]]
 
 def shoal_ids(target: Runner, drafter: Runner | None, asked: Asked = ASKED, n: int = 2) -> Result:
     """Greedy samples of each prompt, through a batch too small for all of them."""
-    stream = Stream(Engine(target, drafter, Fixed(K), max_batch=MAX_BATCH), requests(asked, n), text=False)
+    stream = Stream(engine_of(target, drafter, Fixed(K), max_batch=MAX_BATCH), requests(asked, n), text=False)
     for _ in stream:
         pass
     return stream.result()

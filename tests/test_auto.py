@@ -15,6 +15,7 @@ from shoal.lookahead.acceptance import Acceptance
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
 from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
@@ -265,7 +266,7 @@ def with_known_costs(packed: bool = False) -> Auto:
 
 
 def run(controller: Controller, samples: int = 20_000, **sampling: Any) -> tuple[Engine, list[Row]]:
-    engine = Engine(table_model(P), table_model(Q), controller, max_batch=250)
+    engine = engine_of(table_model(P), table_model(Q), controller, max_batch=250)
     rows = engine.submit(Request((0, 0), samples, Sampling(**{"seed": 5, **sampling}), Limits(max_new_tokens=4)))
     while engine.step():
         pass
@@ -335,7 +336,7 @@ def test_a_drafter_known_to_be_hopeless_is_not_even_given_the_prompts() -> None:
     controller = auto({1: 1.0, 600: 60.0}, 0.2, 0.01)
     assert not controller.may_speculate
     engine, _ = run(controller, samples=20)
-    assert engine.models == [engine.target]
+    assert runners_of(engine) == [engine.target]
     controller.costs.idle_seconds = 1e9
     assert controller.may_speculate
     assert auto(FLAT, 0.2, 0.5).may_speculate

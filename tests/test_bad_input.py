@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
 from shoal.lookahead.controller import Fixed
 from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, runner, scripted
 from shoal.types.requests import Request
 
@@ -248,7 +248,7 @@ def spoilt(value: float, after: int) -> Callable[[tuple[int, ...]], Tensor]:
 
 
 def decode(target: Any, drafter: Any = None, k: int = 3, **sampling: Any) -> list[int]:
-    engine = Engine(target, drafter, Fixed(k))
+    engine = engine_of(target, drafter, Fixed(k))
     row = engine.submit(Request((1, 2), 1, Sampling(**{"seed": 0, **sampling}), Limits(max_new_tokens=10)))[0]
     while engine.step():
         pass
@@ -313,7 +313,7 @@ def test_out_of_memory_inside_a_forward(error: BaseException, who: str) -> None:
 def test_out_of_memory_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer request arrives and there is no room for its rows: they are refused, and the one that runs does not notice."""
     target = scripted(hashed(VOCAB, 0), VOCAB)
-    engine = Engine(target, None, Fixed(0))
+    engine = engine_of(target, None, Fixed(0))
     row = engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=4)))[0]
     engine.step()
 
@@ -336,7 +336,7 @@ def test_out_of_memory_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) ->
 
 def tokens_alone(count: int) -> list[int]:
     """What a row of prompt 1 and seed 0 says when nothing happens."""
-    engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), None, Fixed(0))
+    engine = engine_of(scripted(hashed(VOCAB, 0), VOCAB), None, Fixed(0))
     row = engine.submit(Request((1,), 1, Sampling(seed=0), Limits(max_new_tokens=count)))[0]
     while engine.step():
         pass

@@ -30,7 +30,8 @@ from shoal.cli.files import listed_prompts
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
 from shoal.types import stats
-from shoal.types.rounds import Proposal, Verdict
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree
 
 TOKENS = 8
 JOB = Job(
@@ -248,10 +249,10 @@ def test_an_imposed_rate_is_kept(pair: Shoal, rate: float) -> None:
     trials = 0
 
     class Counting(Imposed):
-        def decide(self, proposal: Proposal, p: torch.Tensor, luck: torch.Tensor) -> Verdict:
+        def decide(self, tree: DraftTree, p: torch.Tensor, luck: torch.Tensor) -> Verdict:
             nonlocal trials
-            verdict = super().decide(proposal, p, luck)
-            trials += int((verdict.accepted + (verdict.accepted < proposal.lengths)).sum())
+            verdict = super().decide(tree, p, luck)
+            trials += int((verdict.accepted + (verdict.accepted < tree.lengths)).sum())
             return verdict
 
     loaded.rule = Counting(rate)

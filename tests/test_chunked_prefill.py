@@ -14,6 +14,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
@@ -30,10 +31,10 @@ def pair(real: bool) -> tuple[Runner, Runner]:
     return scripted(hashed(VOCAB, 0), VOCAB), scripted(mixed(hashed(VOCAB, 0), hashed(VOCAB, 1)), VOCAB)
 
 
-def engine_of(
+def chunking(
     chunk: int = CHUNK, prefix_sharing: str = "copied", k: int = 3, max_batch: int = 8, real: bool = False, **more: int
 ) -> Engine:
-    return Engine(
+    return engine_of(
         *pair(real), Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing, chunk=chunk, **more
     )
 
@@ -53,7 +54,7 @@ def new_tokens(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) -> list[list[int]]:
-    engine = engine_of(real=real, k=0)
+    engine = chunking(real=real, k=0)
     rows = ask(engine, prompt, n, new)
     finish(engine)
     return new_tokens(rows)
@@ -66,7 +67,7 @@ def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) 
 @pytest.mark.parametrize("chunk", [1, 7, 16, CHUNK])
 def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prefix_sharing: str) -> None:
     """Every step commits to the running row and computes at most a chunk; the tokens are those of prompts computed whole."""
-    engine = engine_of(chunk, prefix_sharing)
+    engine = chunking(chunk, prefix_sharing)
     first = ask(engine, (1, 2, 3), new=200)
     engine.step()
     joined = [*ask(engine, LONG, n=3), *ask(engine, OTHER, n=2)]
@@ -90,7 +91,7 @@ def test_rows_run_on_while_a_long_prompt_is_computed(chunk: int, prefix_sharing:
 
 @pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 def test_ids_of_a_real_pair(prefix_sharing: str) -> None:
-    engine = engine_of(5, prefix_sharing, real=True)
+    engine = chunking(5, prefix_sharing, real=True)
     rows = [*ask(engine, (9, 8, 7), 2, 20)]
     engine.step()
     rows += [*ask(engine, range(30, 70), 2), *ask(engine, (4, 5), 1), *ask(engine, range(100, 125), 1)]
@@ -102,7 +103,7 @@ def test_ids_of_a_real_pair(prefix_sharing: str) -> None:
 
 
 def test_with_nobody_waiting_for_a_round_prompts_are_computed_whole() -> None:
-    engine = engine_of(4)
+    engine = chunking(4)
     rows = [*ask(engine, LONG), *ask(engine, OTHER)]
     engine.step()
     assert engine.stats.prefill_chunks == engine.stats.prefills == 2
@@ -114,7 +115,7 @@ def test_with_nobody_waiting_for_a_round_prompts_are_computed_whole() -> None:
 @pytest.mark.parametrize("cancelled", [[0], [0, 1], [1]])
 def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prefix_sharing: str) -> None:
     """Its siblings start again, or never; what is incomplete is never taken for a prompt."""
-    engine = engine_of(6, prefix_sharing)
+    engine = chunking(6, prefix_sharing)
     running = ask(engine, (1, 2, 3), new=40)
     engine.step()
     long = ask(engine, LONG, n=2)
@@ -136,7 +137,7 @@ def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prefix_s
 
 def test_a_full_batch_with_a_hole_waits_one_round_for_the_slot_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a round lie side by side even while a prompt is being computed beside them."""
-    engine = engine_of(6, max_batch=3)
+    engine = chunking(6, max_batch=3)
     rows = [ask(engine, (1, 2, i), new=new)[0] for i, new in ((3, 60), (4, 1), (5, 60))]
     long = ask(engine, LONG)
     rounds, next_round = [], engine.scheduler.next_round
@@ -154,7 +155,7 @@ def test_a_full_batch_with_a_hole_waits_one_round_for_the_slot_above(monkeypatch
 @pytest.mark.parametrize("chunk", [0, -3])
 def test_a_chunk_of_nothing(chunk: int) -> None:
     with pytest.raises(RequestError, match=f"chunk must be >= 1, got {chunk}"):
-        engine_of(chunk)
+        chunking(chunk)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,8 +163,8 @@ def test_a_chunk_of_nothing(chunk: int) -> None:
 
 def bytes_of(tokens: int, rows: int, shared: int = 0) -> int:
     """Bytes of both models' caches: 16 per token (an id and a place in float32, twice), and 4 unused columns per slot for k = 3."""
-    engine = engine_of(kv_bytes=1 << 20)
-    per_token = sum(model.cache.bytes_per_token() for model in engine.models)
+    engine = chunking(kv_bytes=1 << 20)
+    per_token = sum(model.cache.bytes_per_token() for model in runners_of(engine))
     assert per_token == 16
     return per_token * (rows * (tokens + 4) + shared)
 
@@ -171,7 +172,7 @@ def bytes_of(tokens: int, rows: int, shared: int = 0) -> int:
 @pytest.mark.parametrize("fit", [1, 2, 5])
 def test_rows_wait_for_memory(fit: int) -> None:
     """As many rows run as fit, whatever max_batch; the caches never take more than they may."""
-    engine = engine_of(kv_bytes=bytes_of(3 + 12, fit))
+    engine = chunking(kv_bytes=bytes_of(3 + 12, fit))
     rows = [row for i in range(7) for row in ask(engine, (1, 2, i))]
     most = 0
     while engine.step():
@@ -183,7 +184,7 @@ def test_rows_wait_for_memory(fit: int) -> None:
 
 
 def test_one_byte_less_is_one_row_less() -> None:
-    engine = engine_of(kv_bytes=bytes_of(15, 3) - 1)
+    engine = chunking(kv_bytes=bytes_of(15, 3) - 1)
     ask(engine, (1, 2, 3), n=3)
     engine.step()
     assert len(engine.scheduler.running) == 2
@@ -194,7 +195,7 @@ def test_a_shared_prompt_counts_once() -> None:
     tail = 1 + 12
     memory = bytes_of(tail, 4, len(LONG) - 1)
     for prefix_sharing, together in (("shared", 4), ("copied", 1)):
-        engine = engine_of(prefix_sharing=prefix_sharing, kv_bytes=memory)
+        engine = chunking(prefix_sharing=prefix_sharing, kv_bytes=memory)
         rows = ask(engine, LONG, n=4)
         engine.step()
         assert len(engine.scheduler.running) == together
@@ -206,7 +207,7 @@ def test_a_shared_prompt_counts_once() -> None:
 
 def test_a_request_that_never_fits_is_refused_with_figures() -> None:
     memory = 8 * (20 + 1)  # of the target alone
-    engine = engine_of(kv_bytes=memory)
+    engine = chunking(kv_bytes=memory)
     ask(engine, (1, 2, 3), new=17)
     message = rf"a row of up to 21 tokens takes {8 * 22} bytes of KV cache, and there are {memory}: shorten the prompt"
     with pytest.raises(RequestError, match=message):
@@ -218,7 +219,7 @@ def test_a_request_that_never_fits_is_refused_with_figures() -> None:
 def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches keep their size while that is no harm; slots of the short rows times the length of the long one would be."""
     memory = bytes_of(len(LONG) + 12, 1)
-    engine = engine_of(kv_bytes=memory)
+    engine = chunking(kv_bytes=memory)
     short = [row for i in range(3) for row in ask(engine, (1, i), new=3)]
     finish(engine)
     assert engine.target.cache.slots == 3
@@ -265,9 +266,9 @@ def test_a_prompt_stored_too_far_up_is_stored_again() -> None:
 
 
 def test_the_caches_of_all_models_count() -> None:
-    plain = Engine(pair(False)[0], None, Fixed(0), rule=Coupled(), kv_bytes=1 << 20)
-    both = engine_of(kv_bytes=1 << 20)
-    assert [len(engine.models) for engine in (plain, both)] == [1, 2]
+    plain = engine_of(pair(False)[0], None, Fixed(0), rule=Coupled(), kv_bytes=1 << 20)
+    both = chunking(kv_bytes=1 << 20)
+    assert [len(runners_of(engine)) for engine in (plain, both)] == [1, 2]
     rows = ask(plain, (1, 2, 3))
     finish(plain)
     assert plain.memory.used == 8 * (15 + 1)

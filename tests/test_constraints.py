@@ -26,6 +26,7 @@ from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import grammar as grammars
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -34,10 +35,11 @@ from shoal.sampling.distributions import probabilities, race
 from shoal.sampling.uniforms import group_seed, race_luck, row_seed
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.distributions import chain_rule, chi_square, committed_distribution
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Proposal
+from shoal.types.trees import DraftTree, Positions
 
 TOKENIZER = tiny_tokenizer()
 ALPHABET = llguidance.hf.from_tokenizer(TOKENIZER)
@@ -136,7 +138,7 @@ def test_the_law_is_that_of_the_masked_target_exactly() -> None:
     """Every way that rounds of drafts can go, enumerated through the real acceptance code with the real masked p and q."""
 
     def real(weights: Tensor, new: list[int]) -> Tensor:
-        return probabilities(weights.log()[None, None], [row_of(SMALL, new)], [()])[0, 0]
+        return probabilities(weights.log()[None, None], Positions([row_of(SMALL, new)], [()]))[0, 0]
 
     def defined(weights: Tensor, new: list[int]) -> Tensor:
         kept = weights * possible(SMALL, new)
@@ -198,7 +200,7 @@ def masked_law() -> dict[tuple[int, ...], float]:
 
 def test_the_law_of_whole_texts_counted_through_the_engine() -> None:
     target, drafter = (table_model(tables(seed)[1]) for seed in (0, 1))
-    engine = Engine(target, drafter, Fixed(3), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=Rejection())
+    engine = engine_of(target, drafter, Fixed(3), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=Rejection())
     rows = engine.submit(Request((LETTERS[0],), 1000, Sampling(seed=1, grammar=SMALL), Limits(max_new_tokens=8)))
     while engine.step():
         pass
@@ -226,29 +228,29 @@ class Watched(ModelDrafter):
         super().__init__(*arguments)
         self.proposed: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, rows: Sequence[Row], *arguments: Any) -> Proposal:
-        proposal = super().propose(rows, *arguments)
-        new = [row.tokens[row.prompt_length :] for row in rows]
-        self.proposed += list(zip(new, proposal.drafts, strict=True))
-        return proposal
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        new = [row.tokens[row.prompt_length :] for row in inputs.rows]
+        self.proposed += list(zip(new, tree.drafts, strict=True))
+        return tree
 
 
 class Unmasked(Watched):
     """Drafts as if there were no grammar, and says so in its q."""
 
-    def propose(self, rows: Sequence[Row], *arguments: Any) -> Proposal:
-        held = [row.constraint for row in rows]
-        for row in rows:
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        held = [row.constraint for row in inputs.rows]
+        for row in inputs.rows:
             row.constraint = None
-        proposal = super().propose(rows, *arguments)
-        for row, constraint in zip(rows, held, strict=True):
+        tree = super().propose(inputs)
+        for row, constraint in zip(inputs.rows, held, strict=True):
             row.constraint = constraint
-        return proposal
+        return tree
 
 
 def run(kind: type[Watched], k: int = 4) -> tuple[Engine, Watched, list[Row]]:
     engine = made().engine(k, shoal.sampling.acceptance.Coupled())
-    drafter = kind(engine.models[1], VOCABULARY)
+    drafter = kind(runners_of(engine)[1], VOCABULARY)
     engine.drafter = drafter
     sampling = Sampling(grammar=WORDS, seed=5, temperature=1.3)
     rows = engine.submit(Request(PROMPT, 3, sampling, Limits(max_new_tokens=30)))
@@ -308,7 +310,7 @@ def test_a_constraint_follows_any_history(asked: list[tuple[int, str]]) -> None:
         new, drafted = row.tokens[1:], encode(draft)
         matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
         valid = matcher.validate_tokens([*new, *drafted]) == len(new) + len(drafted)
-        mask = grammars.allowed([row], [drafted], len(drafted), torch.empty(1, 1, VOCABULARY))
+        mask = grammars.allowed(Positions([row], [drafted], first=len(drafted)), torch.empty(1, 1, VOCABULARY))
         assert mask is not None
         expected = possible(WORDS, [*new, *drafted]) if valid else torch.zeros(VOCABULARY, dtype=torch.bool)
         assert torch.equal(mask[0, 0], expected)
@@ -509,7 +511,7 @@ def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, wit
         monkeypatch.setattr(grammars, name, never)
     result = made().generate([PROMPT], n=2, seed=0, lookahead=3, max_new_tokens=9)
     assert result.stats.drafted > 0
-    assert grammars.allowed([row_without()], [()], 0, torch.empty(1, 1, VOCABULARY)) is None
+    assert grammars.allowed(Positions([row_without()], [()]), torch.empty(1, 1, VOCABULARY)) is None
 
 
 def row_without() -> Row:

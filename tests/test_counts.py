@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.counts import TokenCounts
 from shoal.types.requests import Request, Row
@@ -50,7 +50,7 @@ def test_each_token_is_counted_once(
     said = []
     for drafter in (scripted(mixed(script, hashed(VOCAB, 1)), VOCAB), None):
         counted.clear()
-        engine = Engine(scripted(script, VOCAB), drafter, Fixed(k), rule=Coupled())
+        engine = engine_of(scripted(script, VOCAB), drafter, Fixed(k), rule=Coupled())
         rows: list[Row] = []
         for length in (200, 3, 50):
             rows += engine.submit(Request((1,) * length, 2, Sampling(seed=1, **sampling), Limits(20)))

@@ -18,6 +18,7 @@ from shoal.sampling.distributions import draw, race
 from shoal.sampling.uniforms import LANES, race_luck
 from shoal.testing import reference
 from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from test_exact_law import ALPHA, P, Q, joint
@@ -30,7 +31,7 @@ def run(
     drafter: Runner | None, lookahead: Lookahead | Controller, max_batch: int = 16, rule: Rule | None = None, n: int = 5
 ) -> tuple[Engine, list[Row]]:
     """n samples of three prompts; all rows in order."""
-    engine = Engine(table_model(P), drafter, lookahead, max_batch=max_batch, rule=rule or Coupled())
+    engine = engine_of(table_model(P), drafter, lookahead, max_batch=max_batch, rule=rule or Coupled())
     rows = [
         row
         for prompt in PROMPTS
@@ -93,7 +94,7 @@ def test_rejection_sampling_does_not_give_those_ids() -> None:
 
 
 def test_the_law_through_the_engine() -> None:
-    engine = Engine(table_model(P), table_model(Q), Fixed(3), max_batch=250, rule=Coupled())
+    engine = engine_of(table_model(P), table_model(Q), Fixed(3), max_batch=250, rule=Coupled())
     rows = engine.submit(Request((0, 0), 20_000, Sampling(seed=3), Limits(max_new_tokens=4)))
     while engine.step():
         pass

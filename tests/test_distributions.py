@@ -15,8 +15,15 @@ from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
 from shoal.errors import BadLogits, RequestError
-from shoal.sampling.distributions import probabilities, pure_probabilities
+from shoal.sampling import distributions
+from shoal.sampling.distributions import pure_probabilities
 from shoal.types.requests import Request, Row
+from shoal.types.trees import Positions
+
+
+def probabilities(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+    return distributions.probabilities(logits, Positions(rows, drafts, first=first))
+
 
 VOCABS = (7, 40, 333, 2048)
 quick = settings(max_examples=40, deadline=None)
@@ -271,7 +278,7 @@ def test_a_draft_position_equals_a_row_that_committed_the_draft(name: str, data:
     block = probabilities(logits, rows, drafts)
     assert bool(block.isfinite().all())
     for b, draft in enumerate(drafts):
-        for j in range(len(draft) + 1):
+        for j in range(1 + (draft.index(2) if 2 in draft else len(draft))):  # the row ends with an EOS
             committed = make_row(sampling, [*tokens[b], *draft[:j]], prompt=prompts[b], eos=[2])
             alone = probabilities(logits[b : b + 1, j : j + 1], [committed], [()])[0, 0]
             assert_same(block[b, j], alone)

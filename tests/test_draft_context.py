@@ -16,15 +16,16 @@ from shoal.cli import check_model
 from shoal.cli.check_case import Case
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
+from shoal.drafting.protocol import DraftInputs
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, PairCosts, by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request
 from test_auto import auto
 
 CONTEXT, SHORT = 64, 24
@@ -63,7 +64,7 @@ class Run:
         self, pair: tuple[Runner, Runner | None], lookahead: Any, lengths: Sequence[int], *, n: int = 1, new: int = 100,
         temperature: float = 1.0, sampling: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.engine = Engine(*pair, lookahead, rule=Coupled(), **{"max_batch": 16, **options})
+        self.engine = engine_of(*pair, lookahead, rule=Coupled(), **{"max_batch": 16, **options})
         self.proposed: list[tuple[int, int]] = []
         if self.engine.drafter is not None:
             self._watch(self.engine.drafter)
@@ -79,9 +80,11 @@ class Run:
     def _watch(self, drafter: Any) -> None:
         propose = drafter.propose
 
-        def watched(rows: Sequence[Row], *args: Any) -> Any:
-            proposal = propose(rows, *args)
-            self.proposed += [(len(row.tokens), len(drafts)) for row, drafts in zip(rows, proposal.drafts, strict=True)]
+        def watched(inputs: DraftInputs) -> Any:
+            proposal = propose(inputs)
+            self.proposed += [
+                (len(row.tokens), len(drafts)) for row, drafts in zip(inputs.rows, proposal.drafts, strict=True)
+            ]
             return proposal
 
         drafter.propose = watched
@@ -176,7 +179,7 @@ def test_by_static_steps(architecture: str, prefix_sharing: str) -> None:
 def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(prefix_sharing: str) -> None:
     pair = runners("llama")
     run = Run(pair, Fixed(4), [SHORT + 1, 50], n=2, prefix_sharing=prefix_sharing)
-    target, drafter = run.engine.models
+    target, drafter = runners_of(run.engine)
     assert run.said == plain("llama", [SHORT + 1, 50], n=2).said
     assert (run.engine.stats.draft_passes, run.proposed) == (0, [])
     assert drafter.cache.nbytes() == 0  # no pass, so no layer
@@ -187,7 +190,7 @@ def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(pr
 
 def test_a_drafters_cache_is_no_longer_than_its_context() -> None:
     run = Run(runners("llama"), Fixed(4), [3, 50], prefix_sharing="copied")
-    target, drafter = run.engine.models
+    target, drafter = runners_of(run.engine)
     assert (target.cache.capacity, drafter.cache.capacity) == (CONTEXT + 5, SHORT + 5)
     assert run.before > 0
 
@@ -227,8 +230,8 @@ def test_drafts_go_as_far_as_memory_holds_the_drafters_keys(held: int, executor:
     pair = runners("llama")
     for model in pair:
         model.use_static_passes(executor)
-    lone = Engine(*pair, Fixed(4), kv_bytes=1 << 40)
-    most = lone.models[0].cache_bytes(1, CONTEXT + 1) + lone.models[1].cache_bytes(1, held + 1)
+    lone = engine_of(*pair, Fixed(4), kv_bytes=1 << 40)
+    most = runners_of(lone)[0].cache_bytes(1, CONTEXT + 1) + runners_of(lone)[1].cache_bytes(1, held + 1)
     run = Run(pair, Fixed(4), [9], temperature=0, kv_bytes=most)
     assert run.said == plain("llama", [9], temperature=0).said
     (row,) = run.rows
@@ -283,7 +286,7 @@ def test_padding_of_silent_rows_teaches_auto_nothing() -> None:
         learned.append((drafted, sure)),
         learn(rows, drafted, accepted, sure),
     )  # type: ignore[method-assign, assignment, func-returns-value]
-    engine = Engine(target, drafter, controller, rule=Coupled())
+    engine = engine_of(target, drafter, controller, rule=Coupled())
     for ids in ((1, 2), (1,) * 20):
         engine.submit(Request(ids, 1, Sampling(seed=1), Limits(12)))
     while engine.step():
@@ -337,7 +340,7 @@ def test_scripted_rows_that_go_silent_leave_their_neighbours_alone() -> None:
     script = hashed(12, 0)
     target, drafter = scripted(script, 12, 40), scripted(mixed(script, hashed(12, 1), 3), 12, 10)
     for lookahead in (Fixed(5), by_name("heuristic")):
-        engines = [Engine(target, other, lookahead, rule=Coupled(), max_batch=3) for other in (drafter, None)]
+        engines = [engine_of(target, other, lookahead, rule=Coupled(), max_batch=3) for other in (drafter, None)]
         said = []
         for engine in engines:
             rows = [row for ids in ((1, 2), (3,) * 12, (4,) * 7) for row in engine.submit(Request(ids, 3, Sampling(seed=2)))]

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
+from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_model
 from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
 from shoal.types.requests import Request, Row
 from test_auto import auto
@@ -41,14 +43,14 @@ def decode(
 ) -> tuple[Engine, list[Row], list[dict[int, tuple[int, int]]]]:  # fmt: skip
     """The engine, its rows, and of each proposal, by the row's first token, its length and its drafts. After every round no cell of
     the drafter may hold NaN."""
-    engine = Engine(target, drafter, lookahead, rule=rule or Coupled(), **options)
+    engine = engine_of(target, drafter, lookahead, rule=rule or Coupled(), **options)
     seen: list[dict[int, tuple[int, int]]] = []
     if engine.drafter is not None:
         propose = engine.drafter.propose
 
-        def watched(rows: Sequence[Row], *args: Any) -> Any:
-            proposal = propose(rows, *args)
-            counts = zip(rows, proposal.drafts, strict=True)
+        def watched(inputs: DraftInputs) -> Any:
+            proposal = propose(inputs)
+            counts = zip(inputs.rows, proposal.drafts, strict=True)
             seen.append({row.tokens[0]: (len(row.tokens), len(drafts)) for row, drafts in counts})
             assert proposal.q is None or bool(proposal.q.isfinite().all())
             return proposal
@@ -61,7 +63,7 @@ def decode(
         )
         rows += engine.submit(request)
     while engine.step():
-        for model in engine.models[1:]:
+        for model in runners_of(engine)[1:]:
             scratch = model.cache.slots - (model.static is not None)
             for tensors in model.cache.stores():
                 assert all(bool(tensor[:scratch].isfinite().all()) for tensor in tensors[:2])
@@ -212,7 +214,7 @@ def test_infinite_logits_end_the_same_drafts_in_static_steps(sampling: dict[str,
     )
     assert said(static[1]) == said(ordinary[1]) == said(decode(pair(None)[0], None, Fixed(0), prompts, **asked)[1])
     assert static[2] == ordinary[2]
-    assert static[0].models[1].static.failure is None
+    assert runners_of(static[0])[1].static.failure is None
     lengths = {drafts for proposal in ordinary[2] for _, drafts in proposal.values()}
     assert {0, 1} < lengths, "drafts end at their first position, and later"
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import adversary, hashed, mixed, says, scripted
 from shoal.testing.tiny import END
 from shoal.types.requests import Request
@@ -199,7 +199,7 @@ def chunked(pieces: Sequence[bytes], kind: str, k: int, **limits: Any) -> tuple[
     said = says([range(len(pieces) + 1)], len(pieces) + 1)
     scripts = {"oracle": said, "adversarial": adversary(said, len(pieces) + 1)}
     drafter = None if kind == "plain" else scripted(scripts[kind], len(pieces) + 1)
-    engine = Engine(scripted(said, len(pieces) + 1), drafter, Fixed(k), tokenizer=Chunks(b">", *pieces))
+    engine = engine_of(scripted(said, len(pieces) + 1), drafter, Fixed(k), tokenizer=Chunks(b">", *pieces))
     request = Request((0,), 1, Sampling(temperature=0), Limits(**{"max_new_tokens": len(pieces), **limits}))
     engine.submit(request, stream=True)
     shown = []
@@ -468,7 +468,7 @@ class AfterThree:
 @pytest.mark.parametrize("k", [0, 4])
 def test_stopping_criteria_are_asked_after_every_token(k: int) -> None:
     target, drafter = pair(encode("abcdefgh"), "oracle")
-    engine = Engine(target, drafter, Fixed(k), tokenizer=TOKENIZER)
+    engine = engine_of(target, drafter, Fixed(k), tokenizer=TOKENIZER)
     engine.submit(Request(tuple(encode(PROMPT)), 1, Sampling(temperature=0), criteria=[AfterThree()]))
     while commits := engine.step():
         last = commits[-1].sample
@@ -480,7 +480,7 @@ def test_stopping_criteria_are_asked_after_every_token(k: int) -> None:
 def test_a_short_row_beside_a_long_one_is_not_asked_beyond_its_end(k: int) -> None:
     """Of five tokens none may come twice, so a sixth is impossible; the short row has just room for its five."""
     model = scripted(hashed(5, 0), 5)
-    engine = Engine(model, model, Fixed(k))
+    engine = engine_of(model, model, Fixed(k))
     short = engine.submit(Request((0,), 1, Sampling(seed=1, no_repeat_ngram=1), Limits(max_new_tokens=4)))[0]
     long = engine.submit(Request((0,), 1, Sampling(seed=1), Limits(max_new_tokens=12)))[0]
     while engine.step():

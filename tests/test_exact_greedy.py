@@ -19,6 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import History, adversary, mixed, runner, says, scripted
 from shoal.types.requests import Request, Row
 
@@ -75,7 +76,7 @@ def decode(
     draft: Runner | None, k: object, *, prompts: int, n: int, max_batch: int, new: int = NEW
 ) -> tuple[Engine, list[Row]]:
     """All rows of the first prompts, greedily."""
-    engine = Engine(runner(target_model()), draft, by_name(k), max_batch=max_batch)
+    engine = engine_of(runner(target_model()), draft, by_name(k), max_batch=max_batch)
     requests = [Request(prompt(i), n, Sampling(temperature=0), Limits(max_new_tokens=new)) for i in range(prompts)]
     rows = [row for request in requests for row in engine.submit(request)]
     while engine.step():
@@ -135,14 +136,14 @@ def test_every_draft_length_and_drafter(kind: str, k: int) -> None:
             assert (row.rounds, row.accepted, row.drafted) == (NEW, 0, drafted_in_total(k, kind))
     if k == 0:
         assert engine.stats.draft_passes == 0
-        assert engine.models == [engine.target]
+        assert runners_of(engine) == [engine.target]
     elif kind == "sometimes":
         assert 0 < engine.stats.accepted < engine.stats.drafted
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_an_oracle_commits_one_more_than_it_drafts_in_every_round(k: int) -> None:
-    engine = Engine(runner(target_model()), drafter("oracle", 3), by_name(k), max_batch=3)
+    engine = engine_of(runner(target_model()), drafter("oracle", 3), by_name(k), max_batch=3)
     for i in range(3):
         engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=3 * (k + 1))))
     for _ in range(3):
@@ -177,7 +178,7 @@ def test_every_n(n: int, capacity: int) -> None:
 @pytest.mark.parametrize("attention", ["reference", "pad", "split"])
 def test_every_attention_method(attention: str) -> None:
     target = Runner(target_model(), "target", "interface", 128, attention)
-    engine = Engine(target, drafter("sometimes", 7), by_name(5), max_batch=4)
+    engine = engine_of(target, drafter("sometimes", 7), by_name(5), max_batch=4)
     rows = [
         row
         for i in range(7)
@@ -197,8 +198,8 @@ def test_bass_lengths() -> None:
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and pass budgets much smaller than the prompts."""
-    monkeypatch.setattr("shoal.engine.prefill.MAX_PASS_WIDTH", 7)
-    monkeypatch.setattr("shoal.engine.prefill.MAX_PASS_TOKENS", 20)
+    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_WIDTH", 7)
+    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_TOKENS", 20)
     engine, rows = decode(drafter("sometimes", 12), 3, prompts=12, n=2, max_batch=9, new=8)
     assert_stock(rows, 2, 8)
     assert_adds_up(engine, rows, 2)
@@ -230,7 +231,7 @@ def test_a_drafter_that_lags_far_behind_catches_up(pause: int) -> None:
 
 def test_catching_up_beside_a_long_row_that_has_just_joined() -> None:
     """What one row lacks, behind what the other has, is more columns than the cache was made for."""
-    engine = Engine(runner(target_model()), drafter("oracle", PROMPTS), by_name(Intermittent(NEW - 1)), max_batch=2)
+    engine = engine_of(runner(target_model()), drafter("oracle", PROMPTS), by_name(Intermittent(NEW - 1)), max_batch=2)
     short, long = min(range(PROMPTS), key=lambda i: len(prompt(i))), max(range(PROMPTS), key=lambda i: len(prompt(i)))
     asked = [(short, NEW), (short, NEW - 2), (long, 4)]
     rows = [engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=new)))[0] for i, new in asked]

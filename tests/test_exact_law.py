@@ -20,6 +20,7 @@ from shoal.lookahead.controller import Bass, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, Row
 
@@ -129,7 +130,7 @@ def run(
     rule: Rule | None = None, **sampling: float,
 ) -> tuple[Engine, list[Row]]:  # fmt: skip
     """Samples of one prompt of zeros, all through one engine."""
-    engine = Engine(target, drafter, lookahead, max_batch=max_batch, rule=rule)
+    engine = engine_of(target, drafter, lookahead, max_batch=max_batch, rule=rule)
     rows = engine.submit(Request((0, 0), samples, Sampling(**{"seed": 1, **sampling}), Limits(max_new_tokens=horizon)))
     while engine.step():
         pass
@@ -204,7 +205,7 @@ def test_joint_law_of_plain_decoding() -> None:
 
 def test_joint_law_over_request_seeds() -> None:
     """One row per request, the seeds as close as users choose them."""
-    engine = Engine(table_model(P), table_model(Q), Fixed(3), max_batch=250)
+    engine = engine_of(table_model(P), table_model(Q), Fixed(3), max_batch=250)
     rows = [engine.submit(Request((0, 0), 1, Sampling(seed=seed), Limits(max_new_tokens=4)))[0] for seed in range(SAMPLES)]
     while engine.step():
         pass

@@ -23,6 +23,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Move
@@ -62,7 +63,7 @@ def requests() -> tuple[Request, ...]:
 
 def engine(max_batch: int, attention: str = "auto") -> Engine:
     target, drafter = (Runner(hf, "tiny", "interface", 128, attention) for hf in pair())
-    return Engine(target, drafter, Fixed(K), max_batch=max_batch)
+    return engine_of(target, drafter, Fixed(K), max_batch=max_batch)
 
 
 def drain(running: Engine) -> None:
@@ -189,7 +190,7 @@ def test_exactly_so_in_float64_whatever_the_draft_length(k: int) -> None:
     asked = [replace(request, prompt_ids=tuple(t % 10 for t in request.prompt_ids)) for request in requests()]
 
     def together(chosen: Sequence[Request], max_batch: int) -> list[list[Path]]:
-        running = Engine(*models, Fixed(k), max_batch=max_batch)
+        running = engine_of(*models, Fixed(k), max_batch=max_batch)
         rows = [running.submit(request) for request in chosen]
         drain(running)
         return [paths(group) for group in rows]

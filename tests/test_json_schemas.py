@@ -26,6 +26,7 @@ from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
+from shoal.types.trees import Positions
 
 TOKENIZER = tiny_tokenizer()
 
@@ -38,7 +39,7 @@ def masks(grammar: Grammar, text: str) -> Tensor:
     """What may follow each beginning of a text, [characters + 1, vocabulary]."""
     constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
     row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
-    made = grammars.allowed([row], [encode(text)], 0, torch.empty(1, len(encode(text)) + 1, VOCABULARY))
+    made = grammars.allowed(Positions([row], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY))
     assert made is not None
     return made[0]
 
@@ -153,7 +154,7 @@ def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
         constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
         row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
         for j, expected in enumerate(whole):
-            one = grammars.allowed([row], [tokens[j:]], 0, torch.empty(1, 1, VOCABULARY))
+            one = grammars.allowed(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
             assert one is not None
             assert torch.equal(one[0, 0], expected)
             row.tokens += tokens[j : j + 1]

@@ -25,6 +25,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
 from shoal.testing.distributions import chi_square
+from shoal.testing.engines import engine_of
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 from test_exact_law import joint, shifted
@@ -66,7 +67,7 @@ def law(vocab: int = VOCAB) -> Tensor:
 
 def sampled(drafter: Runner, controller: Controller | Fixed, target: Runner | None = None) -> tuple[Engine, list[Row]]:
     """N rows of two tokens by rejection sampling."""
-    engine = Engine(target or runner(llama(VOCAB, 0)), drafter, controller, max_batch=1000)
+    engine = engine_of(target or runner(llama(VOCAB, 0)), drafter, controller, max_batch=1000)
     rows = engine.submit(Request(PROMPT, N, Sampling(seed=11), Limits(max_new_tokens=2)))
     while engine.step():
         pass
@@ -141,7 +142,7 @@ def test_auto_under_rejection() -> None:
 
 def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    engine = Engine(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(PairCosts(packed=True)), max_batch=4)
+    engine = engine_of(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(PairCosts(packed=True)), max_batch=4)
     luck = engine.rule.luck
     monkeypatch.setattr(engine.rule, "luck", lambda *args: (seen.append(args[3]), luck(*args))[1])
     engine.submit(Request(PROMPT, 4, Sampling(seed=1), Limits(max_new_tokens=6)))
@@ -199,7 +200,7 @@ def test_confidence_is_the_highest_probability_not_that_of_the_drawn_token(execu
     with torch.inference_mode():
         highest = float(drafter(torch.tensor([PROMPT])).logits[0, -1].softmax(-1).max())
     controller = Listening()
-    engine = Engine(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=64)
+    engine = engine_of(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=64)
     engine.submit(Request(PROMPT, 64, Sampling(seed=2, temperature=temperature), Limits(max_new_tokens=2)))
     engine.step()
     assert controller.told[0] == pytest.approx([highest] * 64, rel=1e-5)

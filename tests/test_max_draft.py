@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.sampling.acceptance import Coupled
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 from shoal.types.samples import Sample
@@ -20,7 +20,7 @@ V, NEW = 23, 24
 
 def run(bounds: list[int | None], lookahead: Any, **sampling: Any) -> list[Sample]:
     """One row per bound, all in one batch, with a drafter that is always right."""
-    engine = Engine(scripted(hashed(V), V), scripted(hashed(V), V), lookahead, rule=Coupled())
+    engine = engine_of(scripted(hashed(V), V), scripted(hashed(V), V), lookahead, rule=Coupled())
     limits = Limits(max_new_tokens=NEW)
     rows = [
         engine.submit(Request((1, i + 2), 1, Sampling(seed=i, **sampling), limits, max_draft=bound))[0]
@@ -50,7 +50,7 @@ def test_auto_keeps_to_it() -> None:
 
 @pytest.mark.parametrize("most", [-1, 2.5, "3"])
 def test_what_is_no_draft_length(most: Any) -> None:
-    engine = Engine(scripted(hashed(9, 0), 9), scripted(hashed(9, 0), 9), Fixed(3))
+    engine = engine_of(scripted(hashed(9, 0), 9), scripted(hashed(9, 0), 9), Fixed(3))
     with pytest.raises(RequestError, match="max_draft must be an integer >= 0 or None, got"):
         engine.submit(Request((1,), max_draft=most))
     assert engine.scheduler.idle

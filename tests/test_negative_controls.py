@@ -20,15 +20,16 @@ import shoal.engine.validation
 import shoal.engine.verify
 import shoal.sampling.acceptance
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, runner, scripted, table_model
-from shoal.types.requests import Request, Row
-from shoal.types.rounds import Proposal, Verdict
+from shoal.types.requests import Request
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree, Positions
 from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 from test_exact_law import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 
@@ -162,12 +163,12 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(self: shoal.sampling.acceptance.Rejection, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-        verdict = real_decide(self, proposal, p, luck)
-        if proposal.k == 0:
+    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
+        verdict = real_decide(self, tree, p, luck)
+        if tree.m == 0:
             return verdict
-        full = (verdict.accepted == proposal.lengths) & (proposal.lengths > 0)
-        last = proposal.tokens.gather(1, (proposal.lengths - 1).clamp(min=0)[:, None]).squeeze(1)
+        full = (verdict.accepted == tree.lengths) & (tree.lengths > 0)
+        last = tree.tokens.gather(1, (tree.lengths - 1).clamp(min=0)[:, None]).squeeze(1)
         return Verdict(torch.where(full, verdict.accepted - 1, verdict.accepted), torch.where(full, last, verdict.token))
 
     k, new = 3, 20
@@ -182,12 +183,11 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
 # ── history ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_token_late(
-    logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0, **more: Any
-) -> Tensor:
+def one_token_late(logits: Tensor, positions: Positions, *more: Any) -> Tensor:
     """Draft position j is given the history of position j - 1."""
-    late = [[row.tokens[-1], *draft[:-1]] if draft else [] for row, draft in zip(rows, drafts, strict=True)]
-    return real_probabilities(logits, rows, late, first, **more)
+    pairs = zip(positions.rows, positions.drafts, strict=True)
+    late = [[row.tokens[-1], *draft[:-1]] if draft else [] for row, draft in pairs]
+    return real_probabilities(logits, replace(positions, drafts=late), *more)
 
 
 def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_penalties_one_token_late_show_in_greedy_ids(control: dict[str, Any], mo
     target = scripted(lambda ids: noise(ids) + 2.5 * again[ids[-1]], 12)
 
     def ids(k: int) -> list[int]:
-        engine = Engine(target, target, Fixed(k))
+        engine = engine_of(target, target, Fixed(k))
         row = engine.submit(Request((1,), 1, Sampling(temperature=0, **control), Limits(max_new_tokens=10)))[0]
         while engine.step():
             pass
@@ -228,14 +228,14 @@ def test_penalties_one_token_late_show_in_greedy_ids(control: dict[str, Any], mo
 
 def greedy_ids(monkeypatch: pytest.MonkeyPatch | None, more: int = 0) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Ids of three prompts with a drafter that is right now and then, and what they should be."""
-    engine = Engine(runner(target_model()), drafter("sometimes", 3), Fixed(4), max_batch=3)
+    engine = engine_of(runner(target_model()), drafter("sometimes", 3), Fixed(4), max_batch=3)
     if monkeypatch is not None:
 
-        def rollback(slot: int, length: int) -> None:
-            SlotCache.rollback(cache, slot, max(0, min(cache.lengths[slot], length + more)))
+        def keep(slot: int, length: int, columns: Sequence[int]) -> None:
+            SlotCache.rollback(cache, slot, max(0, min(cache.lengths[slot], length + len(columns) + more)))
 
         cache = engine.target.cache
-        monkeypatch.setattr(cache, "rollback", rollback)
+        monkeypatch.setattr(cache, "keep", keep)
     rows = [engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=20)))[0] for i in range(3)]
     while engine.step():
         pass
@@ -276,7 +276,7 @@ def spoil(cache: SlotCache) -> None:
 def test_stale_cells_behind_a_row_are_never_read() -> None:
     """The opposite control: garbage where the real code says nobody looks changes nothing."""
     plain, expected = greedy_ids(None)
-    engine = Engine(
+    engine = engine_of(
         runner(target_model()), scripted(continuations(3), VOCABULARY, dtype=torch.float32), Fixed(4), max_batch=3
     )
     rows = [engine.submit(Request(prompt(i), 1, Sampling(temperature=0), Limits(max_new_tokens=20)))[0] for i in range(3)]

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
 from shoal.testing.distributions import chi_square
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 
@@ -104,7 +104,7 @@ def test_the_test_of_independence_can_fail() -> None:
 
 def test_requests_without_a_seed_have_seeds_of_their_own() -> None:
     """Of 63 random bits: of 20,000 such numbers two are equal by chance once in 10^11 runs, of 24 bits always."""
-    engine = Engine(scripted(hashed(5), 5), None, Fixed(0))
+    engine = engine_of(scripted(hashed(5), 5), None, Fixed(0))
     seeds = [row.seed for _ in range(20_000) for row in engine.submit(Request((1, 2)))]
     assert len(set(seeds)) == len(seeds)
     assert flat(np.bincount(np.array(seeds) >> 55, minlength=256)) > ALPHA  # the high bits as well

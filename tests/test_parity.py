@@ -24,9 +24,11 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
 from shoal.testing import reference, tiny_model
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner
 from shoal.types.requests import Request, Row
 from shoal.types.samples import Sample
+from shoal.types.trees import Positions
 
 NEW = 12
 EOS = (17, 200)
@@ -93,7 +95,7 @@ def requests(name: str, n: int = 2, **changes: Any) -> list[Request]:
 
 
 def decode(asked: Sequence[Request], draft: Any, k: int, max_batch: int = 4) -> tuple[Engine, list[Row], list[Sample]]:
-    engine = Engine(runner(target(), 128), runner(draft, 128), Fixed(k), max_batch=max_batch, eos=EOS)
+    engine = engine_of(runner(target(), 128), runner(draft, 128), Fixed(k), max_batch=max_batch, eos=EOS)
     rows = [row for request in asked for row in engine.submit(request)]
     samples = {}
     while commits := engine.step():
@@ -153,7 +155,7 @@ def from_scratch(row: Row) -> tuple[Tensor, Tensor]:
     processed = []
     for t in range(row.new_tokens):
         before = Row(row.request, 0, 0, 0, row.tokens[: start + t], row.eos, row.max_length)
-        processed.append(probabilities(logits[None, t, None], [before], [[]])[0, 0].log())
+        processed.append(probabilities(logits[None, t, None], Positions([before], [[]]))[0, 0].log())
     return logits.log_softmax(dim=-1), torch.stack(processed)
 
 
@@ -210,7 +212,7 @@ def test_greedy_tokens_lead_the_top() -> None:
 
 
 def test_kept_logits_are_those_of_the_committed_positions() -> None:
-    engine = Engine(runner(target(), 128), runner(drafter(), 128), Fixed(4))
+    engine = engine_of(runner(target(), 128), runner(drafter(), 128), Fixed(4))
     rows = engine.submit(Request(PROMPTS[0], 2, Sampling(seed=1), Limits(max_new_tokens=NEW), keep_logits=True))
     while engine.step():
         pass
@@ -309,7 +311,7 @@ def assert_plain(rows: Sequence[Row], samples: dict[int, Sample], cancelled: set
 
 
 def assert_run(make: Callable[[], Lookahead], draft: ScriptedModel, capacity: int, schedule: Sequence[Any]) -> None:
-    engine = Engine(runner(TARGET), runner(draft), make(), max_batch=capacity)
+    engine = engine_of(runner(TARGET), runner(draft), make(), max_batch=capacity)
     rows, samples, cancelled = follow(engine, schedule)
     assert_plain(rows, samples, cancelled)
     stats = engine.stats

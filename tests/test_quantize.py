@@ -18,6 +18,7 @@ from shoal.lookahead.controller import by_name
 from shoal.models.loading import wrap
 from shoal.models.quantize import Int8Linear, parse, quantized
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.testing.engines import engine_of
 from shoal.types.requests import Request, Row
 
 NEW = 20
@@ -123,7 +124,7 @@ def pair() -> tuple[Any, Any]:
 
 def decode(target: Any, draft: Any, k: int, max_batch: int = 6, **sampling: Any) -> tuple[Engine, list[list[int]]]:
     """New tokens of three ragged prompts, two rows each."""
-    engine = Engine(wrap(target, "target"), wrap(draft, "draft"), by_name(k), max_batch=max_batch)
+    engine = engine_of(wrap(target, "target"), wrap(draft, "draft"), by_name(k), max_batch=max_batch)
     rows: list[Row] = []
     for i in range(3):
         prompt = torch.randint(0, VOCABULARY, (3 + 9 * i,), generator=torch.Generator().manual_seed(i)).tolist()

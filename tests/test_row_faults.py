@@ -21,6 +21,7 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import History, adversary, hashed, mixed, runner, scripted
 from shoal.types.requests import Request, Row
 
@@ -41,7 +42,7 @@ def run(
     target: Runner, drafter: Runner | None, k: int, prompts: Sequence[tuple[int, ...]], *, n: int = 1, max_batch: int = 8,
     new: int = 10, prefix_sharing: str = "auto", temperature: float = 1.0,
 ) -> tuple[Engine, list[Row]]:  # fmt: skip
-    engine = Engine(target, drafter, Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing)
+    engine = engine_of(target, drafter, Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing)
     sampling = Sampling(seed=3, temperature=temperature)
     rows = [row for ids in prompts for row in engine.submit(Request(ids, n, sampling, Limits(max_new_tokens=new)))]
     while engine.step():
@@ -102,7 +103,7 @@ def test_nan_of_a_draft_itself(attention: str) -> None:
     limits = Limits(max_new_tokens=10)
 
     def tokens(most: int | None) -> tuple[Engine, list[Row]]:
-        engine = Engine(target, drafts_bad, Fixed(3))
+        engine = engine_of(target, drafts_bad, Fixed(3))
         rows = [
             engine.submit(Request(ids, 1, Sampling(temperature=0), limits, max_draft=max_draft))[0]
             for ids, max_draft in (((1, 2), most), ((3, 4, 5), 0))
@@ -125,7 +126,7 @@ def test_nan_of_a_draft_itself(attention: str) -> None:
 
 
 def test_controls_that_leave_nothing_possible_end_their_row() -> None:
-    engine = Engine(scripted(HEALTHY, VOCAB), scripted(DRAFTER, VOCAB), Fixed(3), rule=Coupled())
+    engine = engine_of(scripted(HEALTHY, VOCAB), scripted(DRAFTER, VOCAB), Fixed(3), rule=Coupled())
     limits = Limits(max_new_tokens=10)
     hopeless = Sampling(seed=0, bad_words=[[token] for token in range(VOCAB)])
     rows = [engine.submit(Request((1, 2), 1, sampling, limits))[0] for sampling in (hopeless, Sampling(seed=3))]
@@ -196,7 +197,7 @@ def test_nothing_is_cleaned_where_nothing_was_spoilt(monkeypatch: pytest.MonkeyP
 def test_a_prompt_that_was_never_computed_is_not_found(prefix_sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two rows is refused for want of memory; the second computes the prompt anew."""
     target = scripted(HEALTHY, VOCAB)
-    engine = Engine(target, None, Fixed(0), max_batch=1, rule=Coupled(), prefix_sharing=prefix_sharing)
+    engine = engine_of(target, None, Fixed(0), max_batch=1, rule=Coupled(), prefix_sharing=prefix_sharing)
     running = engine.submit(Request((4, 4), 1, Sampling(seed=3), Limits(max_new_tokens=2)))
     engine.step()
     refused = engine.submit(Request((1, 2, 3), 2, Sampling(seed=3), Limits(max_new_tokens=10)))

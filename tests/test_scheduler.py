@@ -19,6 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import token_slots
 from shoal.types.requests import Request, Row
@@ -426,7 +427,7 @@ VOCAB = 12
 
 def tokens_of(requests: Sequence[Request], max_batch: int) -> tuple[Engine, list[list[int]]]:
     """All rows' tokens from models that depend on every token of the history."""
-    engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(3), max_batch=max_batch)
+    engine = engine_of(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(3), max_batch=max_batch)
     rows = [row for request in requests for row in engine.submit(request)]
     while engine.step():
         pass
@@ -465,7 +466,7 @@ def test_an_engine_step_costs_nothing_for_rows_that_wait() -> None:
     """Rows end in it, and others take their slots."""
 
     def of(waiting: int) -> int:
-        engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(2), max_batch=4)
+        engine = engine_of(scripted(hashed(VOCAB, 0), VOCAB), scripted(hashed(VOCAB, 1), VOCAB), Fixed(2), max_batch=4)
         sampling, limits = Sampling(temperature=0), Limits(max_new_tokens=3, time_budget=1e6)
         engine.submit(Request((1, 2), waiting, sampling, limits))
         engine.step()

@@ -16,7 +16,6 @@ import serving
 from serving import CONTEXT, legible, served
 from shoal import Shoal, cli, custom_generate
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
@@ -28,6 +27,7 @@ from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
 from shoal.testing.distributions import chain_rule, chi_square, independence
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, occurrences
 from test_exact_law import ALPHA, P, Q, codes, contingency, joint
@@ -157,7 +157,7 @@ def test_a_row_that_joins_late_draws_what_it_would_have(shoal: Shoal) -> None:
 
 def test_occurrences_of_a_prompt_are_independent() -> None:
     """By count: the joint law of two occurrences is the product of the law of one, which is the target's."""
-    engine = Engine(table_model(P), table_model(Q), Fixed(2), max_batch=250, rule=Coupled())
+    engine = engine_of(table_model(P), table_model(Q), Fixed(2), max_batch=250, rule=Coupled())
     pairs = [
         [
             row
@@ -259,7 +259,7 @@ def test_generate_of_transformers_keys_by_the_prompt_too() -> None:
 def test_prompts_of_one_seed_do_not_share_their_noise() -> None:
     """Through a target that looks at nothing but the last token: the same last token, other prompts, other noise."""
     target = table_model(P[0])
-    engine = Engine(target, None, Fixed(0), max_batch=64, rule=Coupled())
+    engine = engine_of(target, None, Fixed(0), max_batch=64, rule=Coupled())
     prompts = [(i % 2, i % 3, 0) for i in range(6)]
     rows = [engine.submit(Request(prompt, 1, Sampling(seed=1), Limits(max_new_tokens=NEW)))[0] for prompt in prompts]
     while engine.step():

@@ -33,6 +33,7 @@ from shoal.serve.scoring import Scoring
 from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import runner, scripted
 from shoal.types.requests import Request, Row
 from test_serve_faults import assert_all_given_back, eventually, in_background
@@ -101,7 +102,7 @@ class Failing:
         self.before()
         self.left.append(sum(ref() is not None for ref in self.made))
         engine = self.shoal.engine(4, Coupled())
-        self.made += [weakref.ref(engine), *(weakref.ref(model.cache) for model in engine.models)]
+        self.made += [weakref.ref(engine), *(weakref.ref(model.cache) for model in runners_of(engine))]
         return engine
 
 
@@ -120,7 +121,7 @@ STAGES = [
     "shoal.sampling.acceptance.Coupled.luck",
     "shoal.sampling.acceptance.Coupled.decide",
     "shoal.engine.engine.commit",
-    "shoal.models.cache.SlotCache.rollback",
+    "shoal.models.cache.SlotCache.keep",
 ]
 
 
@@ -305,7 +306,7 @@ def test_an_error_does_not_hold_what_the_pass_held(monkeypatch: pytest.MonkeyPat
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    engine = Engine(scripted(legible(0), VOCABULARY), None, Fixed(0))
+    engine = engine_of(scripted(legible(0), VOCABULARY), None, Fixed(0))
     (row,) = engine.submit(Request((1, 2, 3)))
     monkeypatch.setattr(Runner, "_dynamic", dynamic)
     engine.step()

@@ -17,6 +17,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import RULES, Coupled
 from shoal.serve.scoring import Scoring
 from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request
 
@@ -26,7 +27,7 @@ SCORE: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
 def budget(tokens: int) -> int:
     """Bytes of a row of so many tokens in both caches of a pair."""
     engine = pair().engine(4, RULES["coupled"](), kv_bytes=2**40)
-    return sum(model.cache_bytes(1, tokens) for model in engine.models)
+    return sum(model.cache_bytes(1, tokens) for model in runners_of(engine))
 
 
 def at_rest(server: Served) -> bool:
@@ -102,7 +103,7 @@ def test_caches_that_rows_have_left_make_room() -> None:
 
 def real(memory: int | None, prefix_sharing: str, max_batch: int = 2, k: int = 3) -> Engine:
     models = [runner(tiny_model("llama"), 128), runner(tiny_model("llama", seed=1, layers=1), 128)]
-    return Engine(
+    return engine_of(
         *models, Fixed(k), max_batch=max_batch, rule=Coupled(), prefix_sharing=prefix_sharing, chunk=4, kv_bytes=memory
     )
 
@@ -132,7 +133,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_reserved(
         return [row.tokens for row in rows]
 
     trimmed: list[int] = []
-    most = sum(model.cache_bytes(1, room) for model in real(2**40, prefix_sharing).models)
+    most = sum(model.cache_bytes(1, room) for model in runners_of(real(2**40, prefix_sharing)))
     expected = run(None, 0)
     for every in (1, 2):
         assert run(most, every) == expected
@@ -140,7 +141,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_reserved(
 
 
 def test_slots_that_rows_have_left_take_no_memory() -> None:
-    most = 8 * sum(model.cache_bytes(1, 16) for model in real(2**40, "copied").models)
+    most = 8 * sum(model.cache_bytes(1, 16) for model in runners_of(real(2**40, "copied")))
     engine = real(most, "copied", max_batch=8, k=8)
     rows = [
         row for i in range(8) for row in engine.submit(Request((1, 2, i), 1, Sampling(seed=1), Limits(max_new_tokens=4)))

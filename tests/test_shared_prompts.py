@@ -24,6 +24,7 @@ from shoal.models import loading
 from shoal.models.cache import SlotCache
 from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
+from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.tiny import WINDOW
 from shoal.types.prefix import Prefix, token_slots
@@ -111,7 +112,7 @@ def test_auto_keeps_to_static_passes() -> None:
 def test_an_unknown_policy() -> None:
     target = scripted(hashed(VOCABULARY), VOCABULARY)
     with pytest.raises(RequestError, match="prefix_sharing must be one of auto, shared, copied, got 'twice'"):
-        Engine(target, None, Fixed(0), prefix_sharing="twice")
+        engine_of(target, None, Fixed(0), prefix_sharing="twice")
 
 
 # ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +201,7 @@ def test_long_prompts_are_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Runner, "feed_prefix", feed_prefix)
     whole = run(runner, None, [(prompt(24), 2, 6)])[1]
-    monkeypatch.setattr("shoal.engine.prefill.MAX_PASS_WIDTH", 10)
+    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_WIDTH", 10)
     pieces = run(runner, None, [(prompt(24), 2, 6)])[1]
     assert fed == [23, 10, 10, 3]
     assert pieces == whole
@@ -233,7 +234,7 @@ def run(
     temperature: float = 0.0,
 ) -> tuple[Engine, list[list[int]], list[Row]]:  # fmt: skip
     """The engine afterwards, and all rows' new tokens."""
-    engine = Engine(target, drafter, Fixed(K if drafter else 0), max_batch=max_batch, prefix_sharing=prefix_sharing)
+    engine = engine_of(target, drafter, Fixed(K if drafter else 0), max_batch=max_batch, prefix_sharing=prefix_sharing)
     rows = submitted(engine, asked, temperature)
     while engine.step():
         check(engine)
@@ -249,7 +250,7 @@ def submitted(engine: Engine, asked: Asked, temperature: float) -> list[Row]:
 def check(engine: Engine) -> None:
     """Every running row finds its prompt where it was put, rows of a group in the same token slots, other groups in others."""
     found = {row.group: row.prefix for row in engine.scheduler.running}
-    for model in engine.models:
+    for model in runners_of(engine):
         for row in engine.scheduler.running:
             assert model.cache.prefixes[row.slot] == row.prefix == found[row.group]
     taken = sorted((p.base, p.base + p.length) for p in found.values() if p is not None)
@@ -293,7 +294,7 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
         expected = run(target, drafter, PAIRS, prefix_sharing="copied", max_batch=4, temperature=temperature)[1]
         engine, ids, _ = run(target, drafter, PAIRS, max_batch=4, temperature=temperature)
         assert ids == expected
-        assert all(model.cache.cells > 0 for model in engine.models)
+        assert all(model.cache.cells > 0 for model in runners_of(engine))
 
 
 def test_static_passes_leave_shared_prompts_to_ordinary_ones() -> None:
@@ -315,7 +316,7 @@ def test_a_wrong_base_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, slot, Prefix(prefix.base - 1, prefix.length) if prefix is not None and prefix.base else prefix)
 
     monkeypatch.setattr(SlotCache, "enter", enter)
-    engine = Engine(pair()[0], None, Fixed(0), max_batch=8, prefix_sharing="shared")
+    engine = engine_of(pair()[0], None, Fixed(0), max_batch=8, prefix_sharing="shared")
     submitted(engine, PAIRS, 0.0)
     with pytest.raises(AssertionError, match="sees in cell 0 what was written at position 18"):
         engine.step()
@@ -370,7 +371,7 @@ def test_the_store_is_no_larger_than_what_was_needed_at_once() -> None:
 def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
     target, drafter = pair()
     now = time.perf_counter()
-    engine = Engine(target, drafter, Fixed(K), max_batch=4, prefix_sharing="shared", clock=lambda: now)
+    engine = engine_of(target, drafter, Fixed(K), max_batch=4, prefix_sharing="shared", clock=lambda: now)
     first, second = (
         engine.submit(Request(prompt(n), 3, Sampling(temperature=0), Limits(max_new_tokens=20))) for n in (20, 14)
     )
@@ -398,7 +399,7 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
 
 
 def test_a_waiting_row_finds_the_prompt_after_all_others_have_gone() -> None:
-    engine = Engine(pair()[0], None, Fixed(0), max_batch=2, prefix_sharing="shared")
+    engine = engine_of(pair()[0], None, Fixed(0), max_batch=2, prefix_sharing="shared")
     rows = submitted(engine, [(prompt(10), 3, 4)], 0.0)
     engine.step()
     engine.cancel(rows[:2])

@@ -32,8 +32,10 @@ from shoal.models.compiled.executors import EXECUTORS, Executor, Graphs, Run
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request, Row
 from shoal.types.samples import Result
+from shoal.types.trees import Positions
 
 CPU = torch.device("cpu")
 ERROR = 5e-5
@@ -215,7 +217,7 @@ def test_the_pure_distribution_is_the_declared_one(cut: dict[str, Any]) -> None:
         Row(Request((1,), 1, sampling, Limits()), 0, i, 0, [1], frozenset(), 100, None)
         for i, sampling in enumerate(samplings)
     ]
-    expected = probabilities(logits[:, None], rows, [[]] * 4)[:, 0]
+    expected = probabilities(logits[:, None], Positions(rows, [[]] * 4))[:, 0]
     heat = torch.tensor([sampling.temperature for sampling in samplings])
     torch.testing.assert_close(pure_probabilities(logits, heat, Sampling(**cut), None), expected, rtol=1e-6, atol=1e-9)
     assert torch.equal(pure_probabilities(logits[:1], heat[:1], Sampling(**cut), True), expected[:1])
@@ -285,7 +287,7 @@ def test_rows_of_several_settings(second: Sampling, static: bool) -> None:
     """Temperatures may differ within a step; what cuts the tail may not."""
     samplings = [Sampling(temperature=0.0), second, Sampling(temperature=1.2, seed=5)]
     drafts = [runner(hf(seed=1, layers=1), executor) for executor in (None, "eager")]
-    expected, found = (rows_of(Engine(runner(hf(), None), draft, Fixed(K)), samplings) for draft in drafts)
+    expected, found = (rows_of(engine_of(runner(hf(), None), draft, Fixed(K)), samplings) for draft in drafts)
     assert found == expected
     passes = drafts[1].static
     assert passes is not None
@@ -430,12 +432,12 @@ def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"temperature": temperature}
     results = []
     for models_ in (made, [runner(hf(), None), runner(hf(seed=1, layers=1), None)]):
-        engine = Engine(models_[0], models_[1], Fixed(K), max_batch=5, prefix_sharing="shared")
+        engine = engine_of(models_[0], models_[1], Fixed(K), max_batch=5, prefix_sharing="shared")
         requests = [Request(tuple(p), 3, Sampling(seed=4, **options), Limits(max_new_tokens=NEW)) for p in PROMPTS]
         rows = [row for request in requests for row in engine.submit(request)]
         while engine.step():
             pass
-        assert max(model.cache.cells for model in engine.models) >= sum(len(p) - 1 for p in PROMPTS[:2])
+        assert max(model.cache.cells for model in runners_of(engine)) >= sum(len(p) - 1 for p in PROMPTS[:2])
         results.append([row.tokens for row in rows])
     assert results[0] == results[1]
     for one in made:

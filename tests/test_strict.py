@@ -28,6 +28,7 @@ from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
 
 NEW = 24
@@ -176,7 +177,7 @@ def decode(
     models: tuple[Runner, Runner], k: int, max_batch: int, *, rows: Sequence[int] = range(8), **sampling: Any
 ) -> tuple[Engine, dict[int, tuple[int, ...]]]:
     """New tokens of eight ragged prompts, or some of them, in the order given."""
-    engine = Engine(*models, by_name(k), max_batch=max_batch)
+    engine = engine_of(*models, by_name(k), max_batch=max_batch)
     submitted = {}
     for i in rows:
         prompt = torch.randint(0, VOCABULARY, (1 + 5 * i,), generator=torch.Generator().manual_seed(i)).tolist()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.serve.submissions import Submission
 from shoal.serve.worker import Worker
+from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
@@ -29,7 +29,7 @@ class Timed:
         self.now = 0.0
         drafter = scripted(hashed(VOCAB, 1), VOCAB) if draft else None
         settings = {"max_batch": 4, "chunk": 8, "rule": Coupled(), "clock": lambda: self.now, **options}
-        self.engine = Engine(scripted(hashed(VOCAB, 0), VOCAB), drafter, Fixed(2), **settings)
+        self.engine = engine_of(scripted(hashed(VOCAB, 0), VOCAB), drafter, Fixed(2), **settings)
         self.samples: dict[Row, Sample] = {}
         feed, feed_prefix = self.engine.target.feed, self.engine.target.feed_prefix
 

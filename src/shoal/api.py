@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.config import Sampling, Speculation, plain
+from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
@@ -256,8 +257,10 @@ class Shoal:
             RequestError: for an unknown lookahead.
         """
         controller = controllers.by_name(lookahead_name, self.pair_costs)
+        draft = self.draft_model
+        drafter = None if draft is None else ModelDrafter(draft.fork(), self.target.vocab_size)
         engine = Engine(
-            self.target, self.draft_model, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
+            self.target, drafter, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
         )  # fmt: skip
         engine.stats.loaded = self.loaded

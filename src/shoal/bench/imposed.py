@@ -12,7 +12,8 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import PairCosts
 from shoal.sampling.acceptance import Rejection
 from shoal.sampling.uniforms import Purpose
-from shoal.types.rounds import Proposal, Verdict
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree
 
 
 class Imposed(Rejection):
@@ -29,12 +30,12 @@ class Imposed(Rejection):
             raise RequestError(f"an acceptance rate is in 0..1, got {rate}")
         self.rate = rate
 
-    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
+    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
         """The real decision by dice that always or never pass."""
         loaded = luck.clone()  # u = -1 passes every draft that q can draw, u = infinity none
         column = Purpose.ACCEPT - 1
         loaded[..., column] = torch.where(luck[..., column] < self.rate, -1.0, torch.inf)
-        return super().decide(proposal, p, loaded)
+        return super().decide(tree, p, loaded)
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:

@@ -31,6 +31,7 @@ from shoal.config import Grammar
 from shoal.constraints.json_schemas import numbers, prepared
 from shoal.errors import RequestError
 from shoal.types.requests import Row
+from shoal.types.trees import Positions
 
 _END = "<|end of a text|>"
 STACK = 2**28
@@ -228,11 +229,10 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def allowed(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, like: Tensor) -> Tensor | None:
+def allowed(positions: Positions, like: Tensor) -> Tensor | None:
     """The tokens that the rows' grammars leave possible; None if no row has one.
 
-    Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Nothing is possible once a draft has left the
-    grammar, nor past a drafted EOS or a row's own draft.
+    Nothing is possible once a draft has left the grammar, nor at padding.
 
     Args:
         like: [rows, q, vocab], for shape and device.
@@ -240,6 +240,7 @@ def allowed(rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, li
     Returns:
         [rows, q, vocab] bool; all True for rows without a grammar.
     """
+    rows, drafts, first = positions.rows, positions.drafts, positions.first
     held = [b for b, row in enumerate(rows) if row.constraint is not None]
     if not held:
         return None

@@ -21,65 +21,64 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.slots import DraftSlots
 from shoal.errors import BadLogits
-from shoal.models.compiled.drafting import Draw, Drawn, style_of
+from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
 from shoal.types.requests import Row
-from shoal.types.rounds import Fault, Faults, Proposal
+from shoal.types.rounds import Faults, Scores, Verdict
+from shoal.types.trees import DraftTree, Positions, chains
 
 log = logging.getLogger("shoal")
 
 Step = Callable[[Tensor, Sequence[int]], Drawn | None]
-"""The luck of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
+"""The uniforms of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Samples k tokens per row from a draft model under the row's own sampling controls.
 
-    Attributes:
-        runner: the draft model. vocab_size: the target's; the drafter's logits are cut or filled up to it.
+    Args:
+        runner: the draft model, with a cache that nobody else uses.
+        vocab_size: the target's; the drafter's logits are cut or filled up to it.
     """
 
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
+        self.memory = self._slots = DraftSlots(runner)
         self._warned = False
 
-    def propose(
-        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, draw: Draw,
-        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None = None,
-    ) -> Proposal:  # fmt: skip
-        """At most max(lengths) passes; rows with shorter drafts ride along and their surplus is ignored."""
-        self._shorten_lags(rows)
-        before = [self.runner.cache.lengths[row.slot] for row in rows]
-        fixed = self._static_steps(rows, max(lengths), luck, draw)
-        proposal = fixed and self._drafted(rows, lengths, luck, fixed, shorten, {})
-        if proposal is None:  # no static steps, or they failed
-            for row, length in zip(rows, before, strict=True):
-                self.runner.cache.rollback(row.slot, length)
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus is ignored."""
+        self._slots.place(inputs.rows)
+        self._shorten_lags(inputs.rows)
+        before = [self._held(row) for row in inputs.rows]
+        fixed = self._static_steps(inputs)
+        tree = fixed and self._drafted(inputs, fixed, {})
+        if tree is None:  # no static steps, or they failed
+            for row, length in zip(inputs.rows, before, strict=True):
+                self.runner.cache.rollback(self._slots.of(row), length)
             faults: Faults = {}
-            step = _OrdinarySteps(self, rows, draw, shorten is not None, faults)
-            proposal = self._drafted(rows, lengths, luck, step, shorten, faults)
-        assert proposal is not None
-        return proposal
+            tree = self._drafted(inputs, _OrdinarySteps(self, inputs, faults), faults)
+        assert tree is not None
+        return tree
 
-    def _drafted(
-        self, rows: Sequence[Row], lengths: Sequence[int], luck: Tensor, step: Step,
-        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None, faults: Faults,
-    ) -> Proposal | None:  # fmt: skip
+    def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
         """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
         token of -1, which is read when all steps are done."""
-        lengths = list(lengths)
+        rows, lengths = inputs.rows, list(inputs.lengths)
         looked: list[Drawn] = []
         steps = 0
         while steps < max(lengths):
             j, steps = steps, steps + 1
-            drawn = step(luck[:, j], lengths)
+            drawn = step(inputs.uniforms[:, j], lengths)
             if drawn is None:
                 return None
             looked.append(drawn)
-            if shorten is not None:
-                lengths = [min(pair) for pair in zip(lengths, shorten(j, drawn.confidence.tolist()), strict=True)]
+            if inputs.stop is not None:
+                lengths = [min(pair) for pair in zip(lengths, inputs.stop(j, drawn.confidence.tolist()), strict=True)]
             if faults:
                 lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
             if max(lengths) <= j:
@@ -90,24 +89,41 @@ class ModelDrafter:
         self._clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
         k = max(map(len, drafts))
         if not k:
-            return Proposal.empty(len(rows), luck.device, steps)
+            return DraftTree.empty(len(rows), drafted.device, steps)
         own = torch.tensor([len(tokens) for tokens in drafts], device=drafted.device)
         q = torch.stack([drawn.q for drawn in looked[:k]], dim=1)
-        return Proposal(drafted[:, :k].clamp(min=0), own, q, drafts, steps)
+        return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def _clean(self, rows: Sequence[Row]) -> None:
         """Removes what a faulty pass has left in the cells of these rows, whether or not it was part of their drafts."""
         for row in rows:
-            self.runner.cache.zero_non_finite(row.slot)
+            self.runner.cache.zero_non_finite(self._slots.of(row))
         if rows and not self._warned:
             self._warned = True
             log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""
-        cache = self.runner.cache
-        for row in rows:
-            cache.rollback(row.slot, min(cache.lengths[row.slot], self._kept(row)))
+        for row in self._slots.known(rows):
+            self.runner.cache.rollback(self._slots.of(row), min(self._held(row), self._kept(row)))
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """Their slots are free; what they hold of prompts is still of use."""
+        self._slots.leave(rows)
+
+    def releases(self) -> Sequence[Callable[[], None]]:
+        return () if self.runner.static is None else (self.runner.static.release,)
+
+    def take_counters(self) -> DraftCounters:
+        return DraftCounters(*self.runner.take_counters(), self._slots.take_seconds())
+
+    @property
+    def seconds_preparing(self) -> float:
+        return self._slots.seconds + self.runner.seconds_building
+
+    def _held(self, row: Row) -> int:
+        """Tokens of the row in the cache."""
+        return self.runner.cache.lengths[self._slots.of(row)]
 
     def _kept(self, row: Row) -> int:
         """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
@@ -127,21 +143,26 @@ class ModelDrafter:
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
         return torch.tensor(block, device=self.runner.device), counts
 
-    def _static_steps(self, rows: Sequence[Row], most: int, luck: Tensor, draw: Draw) -> Step | None:
+    def slots(self, rows: Sequence[Row]) -> list[int]:
+        """Where the rows are in the cache."""
+        return [self._slots.of(row) for row in rows]
+
+    def _static_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
         if self.runner.static is None:
             return None
-        style = style_of([row.request.sampling for row in rows], self.vocab_size, draw)
+        samplings = [row.request.sampling for row in inputs.rows]
+        style = style_of(samplings, self.vocab_size, inputs.sampler)
         if style is None:
             return None
-        temperatures = [row.request.sampling.temperature for row in rows]
         step = self.runner.static_steps(
-            [row.slot for row in rows], *self.pending(rows), most, style, temperatures, luck[:, 0]
-        )
-        return step and (lambda luck, _: step(luck))
+            self.slots(inputs.rows), *self.pending(inputs.rows), max(inputs.lengths), style,
+            [sampling.temperature for sampling in samplings], inputs.uniforms[:, 0],
+        )  # fmt: skip
+        return step and (lambda uniforms, _: step(uniforms))
 
     def _pending(self, row: Row) -> list[int]:
-        return row.tokens[self.runner.cache.lengths[row.slot] :] if self._reads(row) else [0]
+        return row.tokens[self._held(row) :] if self._reads(row) else [0]
 
     def _shorten_lags(self, rows: Sequence[Row]) -> None:
         """After plain rounds: brings every row to at most two pending tokens, all laggards by the shortest lag at a time, so
@@ -149,7 +170,7 @@ class ModelDrafter:
         while late := [row for row in rows if len(self._pending(row)) > 2]:
             step = min(len(self._pending(row)) for row in late) - 1
             block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
-            self.runner.feed([row.slot for row in late], block, [step] * len(late), want_logits=False)
+            self.runner.feed(self.slots(late), block, [step] * len(late), want_logits=False)
 
 
 def _sound(tokens: Sequence[int]) -> list[int]:
@@ -160,20 +181,17 @@ def _sound(tokens: Sequence[int]) -> list[int]:
 class _OrdinarySteps:
     """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far."""
 
-    def __init__(
-        self, drafter: ModelDrafter, rows: Sequence[Row], draw: Draw, wants_confidence: bool, faults: Faults
-    ) -> None:
-        self._drafter, self._rows, self._draw, self._wants_confidence = drafter, rows, draw, wants_confidence
-        self._faults = faults
-        self._reads_history = any(row.request.sampling.reads_history for row in rows)
-        self._histories: list[list[int]] = [[] for _ in rows]
+    def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
+        self._drafter, self._rows, self._inputs, self._faults = drafter, inputs.rows, inputs, faults
+        self._reads_history = any(row.request.sampling.reads_history for row in self._rows)
+        self._histories: list[list[int]] = [[] for _ in self._rows]
         self._drawn: list[Tensor] = []
 
-    def __call__(self, luck: Tensor, lengths: Sequence[int]) -> Drawn:
+    def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
         logits, sound = self._possible(self._logits(lengths))
         q = self._distributions(logits)
-        tokens = torch.where(sound, self._draw(q, luck), -1)
-        confidence = self._confidence(logits, q) * sound if self._wants_confidence else q[:, 0]
+        tokens = torch.where(sound, self._inputs.sampler(q, uniforms), -1)
+        confidence = self._confidence(logits, q) * sound if self._inputs.stop is not None else q[:, 0]
         self._drawn.append(tokens)
         return Drawn(q, tokens, confidence)
 
@@ -190,12 +208,13 @@ class _OrdinarySteps:
             logits = logits.masked_fill(~sound[:, None], 0.0)
             for row, good in zip(self._rows, sound.tolist(), strict=True):
                 if not good:
-                    self._faults.setdefault(row, Fault(len(self._drawn), BadLogits("NaN or infinite logits of the drafter")))
+                    error = BadLogits("NaN or infinite logits of the drafter")
+                    self._faults.setdefault(row, {len(self._drawn): error})
         return logits, sound
 
     def _logits(self, lengths: Sequence[int]) -> Tensor:
         """Logits of the next position, [rows, vocab]."""
-        runner, slots, rows = self._drafter.runner, [row.slot for row in self._rows], len(self._rows)
+        runner, slots, rows = self._drafter.runner, self._drafter.slots(self._rows), len(self._rows)
         if not self._drawn:
             block, counts = self._drafter.pending(self._rows)
             logits = runner.feed(slots, block, counts)
@@ -210,7 +229,8 @@ class _OrdinarySteps:
 
     def _distributions(self, logits: Tensor) -> Tensor:
         """q of every row, [rows, target vocab]."""
-        return probabilities(logits[:, None], self._rows, self._histories, len(self._drawn), self._faults)[:, 0]
+        positions = Positions(self._rows, self._histories, first=len(self._drawn))
+        return probabilities(logits[:, None], positions, self._faults)[:, 0]
 
     def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
         """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""

@@ -1,43 +1,154 @@
-"""Drafters: whatever proposes tokens. A drafter is a class with two methods.
+"""The Drafter protocol: what the engine asks of whatever proposes tokens.
 
-`propose` may use anything it likes, as long as the q it reports is the distribution the drafts were really drawn from; the
-output is then exactly the target's, however bad the drafts.
+A drafter is exact by construction as long as it is honest about q: a proposal either carries the distribution that its tokens
+were really drawn from, or none (`DraftTree.q` is None), and is then verified by exact match. The output has the target's
+distribution however bad the drafts are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.drafting.model import ModelDrafter
+from shoal.errors import InternalError, UnsupportedModel
+from shoal.models.runner import Runner
 from shoal.types.requests import Row
-from shoal.types.rounds import Proposal
+from shoal.types.rounds import Scores, Verdict
+from shoal.types.trees import DraftTree
 
-__all__ = ["Drafter", "ModelDrafter"]
+Sampler = Callable[[Tensor, Tensor], Tensor]
+"""q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows] int64."""
+Stop = Callable[[int, Sequence[float]], Sequence[int]]
+"""Asked before the tokens of a position are drawn, with the position and the drafter's highest probability there, one per row: how
+long each row's draft may still become. A token once drawn is proposed: to drop it for what it is would bias the distribution."""
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What a drafter is given in a round.
+
+    Attributes:
+        rows: those of the round; `row.tokens` are the prompt and what was committed.
+        lengths: the most tokens that may follow each row's last one on any path of its tree, 0 included; at least one is positive.
+        uniforms: of each row's next positions, [rows, max(lengths) + 1, ...] float64, for a drafter that draws from a q.
+        sampler: draws from q by them. stop: None where no row's draft is to be shortened.
+    """
+
+    rows: Sequence[Row]
+    lengths: Sequence[int]
+    uniforms: Tensor
+    sampler: Sampler
+    stop: Stop | None = None
+
+
+class DraftCounters(NamedTuple):
+    """passes, seconds: of the drafter's models while it drafted. preparing: seconds for prompts, which are no part of a round."""
+
+    passes: int = 0
+    seconds: float = 0.0
+    preparing: float = 0.0
+
+
+class KeyValueMemory(Protocol):
+    """Keys and values that grow with the rows, of the target or of a drafter: slots of a common capacity, and prompts that are
+    stored once."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows of a group may read one stored prompt."""
+        ...
+
+    @property
+    def static_without_prefixes(self) -> bool:
+        """Whether sharing prompts would cost it its passes of fixed shape."""
+        ...
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        """Bytes that so many slots of so many tokens, and so many tokens of shared prompts, take."""
+        ...
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        """Bytes that it will have allocated once it has room for that, too."""
+        ...
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Makes room for that. Raises OutOfMemory."""
+        ...
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives back what is beyond that."""
+        ...
 
 
 class Drafter(Protocol):
-    """Proposes, and hears what became of it."""
+    """Proposes, and hears what became of it. A class that inherits from this one need only define `propose`.
 
-    def propose(
-        self,
-        rows: Sequence[Row],
-        lengths: Sequence[int],
-        luck: Tensor,
-        draw: Callable[[Tensor, Tensor], Tensor],
-        shorten: Callable[[int, Sequence[float]], Sequence[int]] | None = None,
-    ) -> Proposal:
-        """Drafts up to lengths[b] tokens to follow rows[b].tokens; max(lengths) >= 1.
+    Attributes:
+        max_nodes: the most nodes of a tree that is no chain; 0 = it proposes chains only. The target must take positions per token
+            to verify others.
+        memory: its keys and values, for which the engine finds room; None where it keeps none. Rows beyond its context, or for
+            which there is no memory, are never asked for (`lengths` is 0).
+    """
 
-        Args:
-            luck: noise by position, [rows, >= max(lengths), ...] float64. draw: (q [rows, vocab], one position's luck) -> tokens.
-            shorten: asked before each position is drawn, with the drafter's highest probability there, one per row: how long
-                each row's draft may still become. A token once drawn is proposed: dropping it for what it is would bias the law.
-        """  # fmt: skip
+    max_nodes: int = 0
+    memory: KeyValueMemory | None = None
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Rows joined. Nothing need be computed before a draft is asked for."""
+        return None
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        """A tree for each row, whose paths are no longer than the row's length."""
         ...
 
-    def observe(self, rows: Sequence[Row]) -> None:
-        """Called after the commit, when `row.tokens` are what they will be: forget what was rejected."""
-        ...
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        """The round was committed, and `row.tokens` are what they will be: whatever was rejected must be forgotten. Also called
+        for rounds in which nothing was asked for."""
+        return None
+        return None
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """Rows left, for whatever reason."""
+        return None
+
+    def releases(self) -> Sequence[Callable[[], None]]:
+        """What gives back memory that outlives the drafter; called once it is gone."""
+        return ()
+
+    def take_counters(self) -> DraftCounters:
+        """What it did since this was last asked."""
+        return DraftCounters()
+
+    @property
+    def seconds_preparing(self) -> float:
+        """Seconds so far that are no part of any round: prompts, passes built."""
+        return 0.0
+
+
+def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:
+    """The tree itself.
+
+    Raises:
+        InternalError: some path is longer than its row may be given, or a row is missing.
+    """
+    reach = [max(depths) for depths in tree.depths] if tree.branches else list(map(len, tree.drafts))
+    if len(reach) != len(inputs.rows) or any(depth > most for depth, most in zip(reach, inputs.lengths, strict=True)):
+        raise InternalError(f"a drafter was asked for paths of at most {list(inputs.lengths)} tokens and proposed {reach}")
+    return tree
+
+
+def require_trees(target: Runner, drafter: Drafter) -> None:
+    """Raises UnsupportedModel: the drafter's trees branch, and the target cannot verify such."""
+    if drafter.max_nodes and not target.takes_trees:
+        raise UnsupportedModel(
+            f"{target.name} takes no position for each token, which draft trees need: give a drafter that proposes chains"
+        )

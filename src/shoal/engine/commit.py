@@ -9,34 +9,37 @@ import torch
 from torch import Tensor
 
 from shoal.engine.samples import finish, visible_text
+from shoal.errors import ShoalError
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit, Fault, Faults, Proposal, Scores, Verdict
+from shoal.types.rounds import Commit, Faults, Scores, Verdict
 from shoal.types.samples import TopLogprobs
+from shoal.types.trees import DraftTree
 
 
 def commit(
-    rows: Sequence[Row], proposal: Proposal, scores: Scores, verdict: Verdict, clock: Callable[[], float]
+    rows: Sequence[Row], tree: DraftTree, scores: Scores, verdict: Verdict, clock: Callable[[], float]
 ) -> list[Commit]:  # fmt: skip
     """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
 
-    A row whose accepted drafts lead to a fault ends before it. The round ends when all rows have their tokens: that moment of the
+    A row whose accepted path leads to a fault ends before it. The round ends when all rows have their tokens: that moment of the
     `clock`, in seconds, is the end of every row that ends in it.
     """
-    accepted, following = verdict.accepted.tolist(), verdict.token.tolist()
-    blocks = [[*drafts[:a], token] for drafts, a, token in zip(proposal.drafts, accepted, following, strict=True)]
-    failing = _reached(rows, accepted, scores.faults)
-    for b, fault in failing.items():
-        blocks[b] = blocks[b][: fault.position]
+    paths, following = verdict.lists
+    scores = scores.along(verdict)
+    blocks = [[*(d[i] for i in path), last] for d, path, last in zip(tree.drafts, paths, following, strict=True)]
+    failing = _reached(rows, paths, scores.faults)
+    for b, (depth, _) in failing.items():
+        blocks[b] = blocks[b][:depth]
     raw, processed = _logprobs(scores, blocks)
-    told = []
+    appended = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
         row.rounds += 1
         row.target_passes += 1
-        row.drafted += len(proposal.drafts[b])
+        row.drafted += len(tree.drafts[b])
         taken = _append(row, block)
         if b in failing and row.finish_reason is None:
-            row.finish_reason, row.error = "error", failing[b].error
-        kept = min(accepted[b], taken)
+            row.finish_reason, row.error = "error", failing[b][1]
+        kept = min(len(paths[b]), taken)
         row.accepted += kept
         row.from_draft += [True] * kept + [False] * (taken - kept)
         row.logprobs += raw[b][:taken]
@@ -45,9 +48,9 @@ def commit(
             row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
         if row.request.keep_logits:
             row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
-        told.append((row, block[:taken], kept))
+        appended.append((row, block[:taken], kept))
     now = clock()
-    return [_commit(row, tokens, kept, now) for row, tokens, kept in told]
+    return [_commit(row, tokens, kept, now) for row, tokens, kept in appended]
 
 
 def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
@@ -56,9 +59,14 @@ def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
     return Commit(row, tokens, accepted, visible_text(row), sample)
 
 
-def _reached(rows: Sequence[Row], accepted: Sequence[int], faults: Faults) -> dict[int, Fault]:
-    """The faults that rows have come to, by their places in the batch."""
-    return {b: faults[row] for b, row in enumerate(rows) if row in faults and faults[row].position <= accepted[b]}
+def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults) -> dict[int, tuple[int, ShoalError]]:
+    """The first fault on each row's accepted path: its depth and the reason, by the row's place in the batch."""
+    reached: dict[int, tuple[int, ShoalError]] = {}
+    for b, row in enumerate(rows):
+        for depth, column in enumerate((0, *(node + 1 for node in paths[b])) if row in faults else ()):
+            if column in faults[row]:
+                reached.setdefault(b, (depth, faults[row][column]))
+    return reached
 
 
 def _append(row: Row, block: Sequence[int]) -> int:

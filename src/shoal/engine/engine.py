@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import Drafter, ModelDrafter
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, KeyValueMemory, require_trees, within
+from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
@@ -28,16 +29,17 @@ from shoal.models.out_of_memory import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Commit, Outcome, Proposal, Scores
+from shoal.types.rounds import Commit, Scores, Verdict
 from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
+from shoal.types.trees import DraftTree
 
 
 class Engine:
     """Runs any number of requests through a batch of at most `max_batch` rows.
 
     Args:
-        target: the model whose distribution is promised. drafter_model: proposes, or None for plain decoding.
+        target: the model whose distribution is promised. drafter: proposes, for this engine alone; None = plain decoding.
         lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
@@ -52,25 +54,25 @@ class Engine:
     """
 
     def __init__(
-        self, target: Runner, drafter_model: Runner | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
+        self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
         tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prefix_sharing: str = "auto", chunk: int = CHUNK,
         kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
-        speculative = drafter_model is not None and controller.limit > 0 and controller.may_speculate
         self.target = target.fork()
-        self.models = [self.target]
-        self.drafter: Drafter | None = None
-        if drafter_model is not None and speculative:
-            self.models.append(drafter_model.fork())
-            self.drafter = ModelDrafter(self.models[1], target.vocab_size)
+        self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
+        memories: list[KeyValueMemory] = [self.target]
+        most_nodes = controller.limit
+        if self.drafter is not None:
+            require_trees(self.target, self.drafter)
+            memories += [self.drafter.memory] if self.drafter.memory is not None else []
+            most_nodes = max(most_nodes, self.drafter.max_nodes)
         self.lookahead, self.rule = controller, rule or Rejection()
-        # A pass may write up to `limit` unused columns beyond a row's last token.
-        self.memory = Memory(self.models, controller.limit + 1, kv_bytes)
-        self.scheduler = Scheduler(
-            max_batch, prefix_sharing=policy_for(prefix_sharing, self.models), chunk=chunk, fits=self.memory.fits
-        )
-        self.intake = Intake(self.models, self.memory, tokenizer, eos)
+        # A pass may write that many columns beyond a row's last token.
+        self.memory = Memory(memories, most_nodes + 1, kv_bytes)
+        policy = policy_for(prefix_sharing, memories)
+        self.scheduler = Scheduler(max_batch, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits)
+        self.intake = Intake(self.target, self.memory, tokenizer, eos)
         self.stats = Stats()
         self._clock = clock or time.perf_counter
 
@@ -78,6 +80,12 @@ class Engine:
     def context(self) -> int:
         """Most tokens of a row: as many as the target holds. Beyond its own context the drafter proposes nothing."""
         return self.target.context
+
+    def releases(self) -> list[Callable[[], None]]:
+        """What gives back memory that outlives the engine; to be called once the engine is gone."""
+        static = self.target.static
+        own = [] if static is None else [static.release]
+        return own if self.drafter is None else [*own, *self.drafter.releases()]
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +136,7 @@ class Engine:
     def _trim_caches(self) -> bool:
         """Whether all that is in slots fits beside what is reserved; the caches are then no larger than that."""
         round_ = self.scheduler.release_free_slots()
-        self._fill(round_)
+        prefill(self.target, round_)
         fits = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
         if fits:
             self.memory.allocate(round_)
@@ -136,7 +144,7 @@ class Engine:
 
     def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
-        self.scheduler.remove(unfinished)
+        self._remove(unfinished)
         now, commits = self._clock(), []
         for row in unfinished:
             row.finish_reason, row.error = reason, error
@@ -165,25 +173,29 @@ class Engine:
         rows = self._gather(ended)
         if not rows:
             return ended
-        clock = [self._now()]
-        luck, proposal = self._propose(rows)
-        clock.append(self._now())
-        scores = verify(self.target, rows, proposal)
-        clock.append(self._now())
-        verdict = self.rule.decide(proposal, scores.p, luck)
-        accepted = verdict.accepted.tolist()
-        clock.append(self._now())
-        commits = commit(rows, proposal, scores, verdict, self._clock)
-        self._settle(rows)
-        self._scrub(scores)
-        clock.append(self._now())
-        self._count(proposal, commits, clock)
-        self._learn(proposal, accepted, clock)
+        watch = Stopwatch(self._now)
+        uniforms, tree = self._propose(rows)
+        watch.lap()
+        scores = verify(self.target, rows, tree)
+        watch.lap()
+        verdict = self.rule.decide(tree, scores.p, uniforms)
+        paths, _ = verdict.lists
+        watch.lap()
+        commits = commit(rows, tree, scores, verdict, self._clock)
+        self._settle(commits, scores, verdict)
+        watch.lap()
+        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), self._draft_counters())
+        self.lookahead.learn(outcome(tree, paths, watch.laps))
         return ended + commits
 
     def _now(self) -> float:
-        """The clock of the stages; it stands still while a static pass is built, which says nothing of the next round."""
-        return self._clock() - sum(model.seconds_building for model in self.models)
+        """The clock of the stages; it stands still while prompts are computed for the drafter or a static pass is built, which
+        says nothing of the next round."""
+        drafter = self.drafter
+        return self._clock() - self.target.seconds_building - (0.0 if drafter is None else drafter.seconds_preparing)
+
+    def _draft_counters(self) -> DraftCounters:
+        return DraftCounters() if self.drafter is None else self.drafter.take_counters()
 
     def _expire(self) -> list[Commit]:
         """Ends the rows whose deadline has passed; those that had no round yet were not started."""
@@ -219,13 +231,8 @@ class Engine:
     def _close_up(self) -> Sequence[Row]:
         """The rows of a round that others have left since their prompts were computed: their slots side by side again."""
         round_ = self.scheduler.close_up()
-        self._fill(round_)
+        prefill(self.target, round_)
         return round_.rows
-
-    def _fill(self, round_: Round) -> int:
-        """Carries out a round's admissions and moves in all caches; returns how many prompt tokens the target computed."""
-        computed = [prefill(model, round_, drafting=model is not self.target) for model in self.models]
-        return computed[0]
 
     def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
         """Ends the rows that a round was to admit, as their prompts could not be computed; raises the error if there are none."""
@@ -233,68 +240,58 @@ class Engine:
         if not refused:
             raise error
         moves = [move for move in round_.moves if move.row not in refused]
-        self._fill(Round(round_.rows, moves=moves))
+        prefill(self.target, Round(round_.rows, moves=moves))
         return self._cut(refused, "error", error)
 
     def _prefill(self, round_: Round) -> None:
         started = self._clock()
         self.memory.allocate(round_)
-        computed = self._fill(round_)
-        for model in self.models:
-            model.take_counters()  # no part of a round
+        computed = prefill(self.target, round_)
+        self.target.take_counters()  # no part of a round
+        if self.drafter is not None:
+            self.drafter.begin([admission.row for admission in round_.admissions])
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += self._clock() - started
 
-    def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, Proposal]:
-        """The round's luck, [rows, k + 1, ...] as its rule has it, and the drafts drawn by it."""
-        lengths = self.lookahead.lengths(rows, len(self.scheduler.waiting)) if self.drafter is not None else [0] * len(rows)
+    def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, DraftTree]:
+        """The uniforms of the round as its rule has them, [rows, longest draft + 1, ...], and the trees drawn by them."""
+        lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
         longest = max(lengths)
         rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
         seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        luck = self.rule.luck(seeds, firsts, longest + 1, rounds).to(self.target.device)
+        uniforms = self.rule.luck(seeds, firsts, longest + 1, rounds).to(self.target.device)
         if self.drafter is None or longest == 0:
-            return luck, Proposal.empty(len(rows), luck.device)
-        proposal = self.drafter.propose(rows, lengths, luck, self.rule.draw, self.lookahead.shorten)
-        return luck[:, : proposal.k + 1], proposal
+            return uniforms, DraftTree.empty(len(rows), uniforms.device)
+        inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, self.lookahead.shorten)
+        return uniforms, within(self.drafter.propose(inputs), inputs)
 
-    def _settle(self, rows: Sequence[Row]) -> None:
-        """Restores the invariant and lets finished rows go."""
-        for row in rows:
-            self.target.cache.rollback(row.slot, len(row.tokens) - 1)
+    def _settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
+        """Restores the invariant: of each row's tree, the cache keeps what was committed. Finished rows leave."""
+        paths, _ = verdict.lists
+        for done, path in zip(commits, paths, strict=True):
+            row, count = done.row, len(done.tokens)
+            columns = range(count) if isinstance(path, range) else [0, *(node + 1 for node in path)][:count]
+            self.target.cache.keep(row.slot, len(row.tokens) - 1 - count, columns)
+        rows = [done.row for done in commits]
         if self.drafter is not None:
-            self.drafter.observe(rows)
-        self.scheduler.remove([row for row in rows if row.finish_reason])
+            self.drafter.observe(rows, scores, verdict)
+        self._remove([row for row in rows if row.finish_reason])
+        self._zero_faults(scores)
 
-    def _scrub(self, scores: Scores) -> None:
+    def _remove(self, rows: Sequence[Row]) -> None:
+        """Rows leave, wherever they are."""
+        self.scheduler.remove(rows)
+        if self.drafter is not None:
+            self.drafter.end(rows)
+
+    def _zero_faults(self, scores: Scores) -> None:
         """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0 * NaN is NaN. Of a row that
-        failed all goes, of others what lies beyond their ends: drafts that were rejected, and padding."""
-        for row, fault in scores.faults.items():
-            if isinstance(fault.error, BadLogits):
-                failed = row.error is fault.error
+        failed all is removed, of others what lies beyond their ends: drafts that were rejected, and padding."""
+        for row, faults in scores.faults.items():
+            if any(isinstance(error, BadLogits) for error in faults.values()):
+                failed = any(row.error is error for error in faults.values())
                 self.target.cache.zero_tail(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
                 if failed:
                     self.scheduler.forget(row.slot)
-
-    def _count(self, proposal: Proposal, commits: Sequence[Commit], clock: Sequence[float]) -> None:
-        stats = self.stats
-        stats.rounds += 1
-        stats.row_rounds += len(commits)
-        stats.drafted += sum(map(len, proposal.drafts))
-        stats.accepted += sum(c.accepted for c in commits)
-        stats.committed += sum(len(c.tokens) for c in commits)
-        stats.seconds_rounds += clock[-1] - clock[0]
-        stats.seconds_propose += clock[1] - clock[0]
-        stats.seconds_verify += clock[2] - clock[1]
-        stats.seconds_accept += clock[3] - clock[2]
-        stats.seconds_commit += clock[4] - clock[3]
-        target, *drafting = [model.take_counters() for model in self.models]
-        stats.target_passes += target[0]
-        stats.seconds_target += target[1]
-        stats.draft_passes += sum(passes for passes, _ in drafting)
-        stats.seconds_draft += sum(seconds for _, seconds in drafting)
-
-    def _learn(self, proposal: Proposal, accepted: list[int], clock: Sequence[float]) -> None:
-        drafted = [len(drafts) for drafts in proposal.drafts]
-        self.lookahead.learn(Outcome(drafted, accepted, proposal.steps, clock[-1] - clock[0], clock[1] - clock[0]))

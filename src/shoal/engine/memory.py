@@ -11,10 +11,8 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-import torch
-
+from shoal.drafting.protocol import KeyValueMemory
 from shoal.errors import RequestError
-from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Round
@@ -31,17 +29,17 @@ class Memory:
             may write. most: bytes that all caches together may take; None = no limit but the machine's.
     """
 
-    def __init__(self, models: Sequence[Runner], spare: int, most: int | None) -> None:
+    def __init__(self, models: Sequence[KeyValueMemory], spare: int, most: int | None) -> None:
         self._models, self._context, self._spare, self._most = models, models[0].context, spare, most
         self._reserved = 0
         if most is not None:
             for model in models:
-                _measure_token(model)
+                model.cache_bytes(1, 1)  # what a token takes is found out before anything is asked
 
     @property
     def used(self) -> int:
         """Bytes that the caches take now."""
-        return sum(model.cache.nbytes() for model in self._models)
+        return sum(model.allocated_bytes for model in self._models)
 
     def check(self, request: Request) -> None:
         """Raises RequestError: a single row of the request is too large for the target. A single row takes the same memory whether
@@ -103,13 +101,13 @@ class Memory:
             OutOfMemory.
         """
         sizes = [(model, self._size(model, round_.in_slots, round_.slots, round_.prefixes)) for model in self._models]
-        if self._most is not None and sum(_grown(model, *size) for model, size in sizes) + self._reserved > self._most:
+        if self._most is not None and sum(model.grown_bytes(*size) for model, size in sizes) + self._reserved > self._most:
             for model, size in sizes:
                 model.trim(*size)
         for model, size in sizes:
             model.reserve(*size)
 
-    def _size(self, model: Runner, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> CacheSize:
+    def _size(self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> CacheSize:
         """The cache that the model needs."""
         stored = list(prefixes.values())
         if model is not self._models[0]:
@@ -119,24 +117,9 @@ class Memory:
         capacity = 0 if longest is None else longest + self._beyond(slots)
         return slots, capacity, token_slots(stored)
 
-    def _slot_tokens(self, model: Runner, row: Row, prefix: Prefix | None) -> int:
+    def _slot_tokens(self, model: KeyValueMemory, row: Row, prefix: Prefix | None) -> int:
         """Most tokens that the row's slot will hold in the model's cache."""
         most = self._tokens(row.request)
         if model is not self._models[0]:
             most = min(most, row.draft_reach)
         return most if prefix is None else max(most - prefix.length, 0)
-
-
-def _grown(model: Runner, slots: int, capacity: int, shared: int) -> int:
-    """Bytes of the model's cache once it is at least that large."""
-    cache = model.cache
-    return model.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(shared, cache.cells))
-
-
-def _measure_token(model: Runner) -> None:
-    """Runs one token through the model if it takes that to know the bytes that a token takes in its cache."""
-    model.reserve(1, 1)
-    if not model.cache.bytes_per_token():
-        model.feed([0], torch.zeros(1, 1, dtype=torch.long, device=model.device), [1], want_logits=False)
-        model.cache.rollback(0, 0)
-        model.take_counters()

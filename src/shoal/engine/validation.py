@@ -21,12 +21,12 @@ class Intake:
     """Makes rows of requests, for one engine.
 
     Args:
-        models: target first. It alone decides which prompts fit and where rows end. memory: what their caches may take.
+        target: it alone decides which prompts fit and where rows end. memory: what their caches may take.
         tokenizer: for text, stop strings and grammars, or None. eos: the model's own EOS ids, for requests that name none.
     """
 
-    def __init__(self, models: Sequence[Runner], memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
-        self._target, self._memory = models[0], memory
+    def __init__(self, target: Runner, memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
+        self._target, self._memory = target, memory
         self.tokenizer, self._eos = tokenizer, tuple(eos)
         self.vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0

@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from shoal.config import Speculation
+from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
@@ -106,9 +107,10 @@ def decode(
 
 def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int) -> Engine:
     target = _runner(model, attention)
-    drafter = _runner(draft_model, attention) if draft_model is not None else None
-    if drafter is not None:
-        loading.check_pair(target, drafter)
+    draft = _runner(draft_model, attention) if draft_model is not None else None
+    if draft is not None:
+        loading.check_pair(target, draft)
+    drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
     pair_costs = _pair_costs.setdefault(model, PairCosts(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
     return Engine(target, drafter, controller, max_batch=max_batch, rule=Coupled())

@@ -75,10 +75,34 @@ class Runner:
         return sum(p.numel() * p.element_size() for p in self.hf.parameters())
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes a cache of that size takes; known once the self-check has run."""
+        """Bytes a cache of that size takes."""
+        if not self.cache.bytes_per_token():
+            self._learn_bytes()
         if self.static is not None:
             slots, capacity = compiled.room(slots, capacity)
         return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        """Bytes of the cache once it has room for that, too."""
+        cache = self.cache
+        return self.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the cache takes now."""
+        return self.cache.nbytes()
+
+    @property
+    def static_without_prefixes(self) -> bool:
+        """Whether rows whose prompt is stored once would lose passes of fixed shape."""
+        return self.static is not None and not self.static.knows_prefixes
+
+    def _learn_bytes(self) -> None:
+        """One token through the model: only then is it known what a token takes in its cache."""
+        self.reserve(1, 1)
+        self.feed([0], torch.zeros(1, 1, dtype=torch.long, device=self.device), [1], want_logits=False)
+        self.cache.rollback(0, 0)
+        self.take_counters()
 
     def use_static_passes(self, executor: str | None) -> None:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None

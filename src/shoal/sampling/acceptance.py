@@ -25,7 +25,8 @@ from torch import Tensor
 
 from shoal.sampling.distributions import draw, race
 from shoal.sampling.uniforms import race_luck, round_luck
-from shoal.types.rounds import Proposal, Verdict
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree
 
 
 def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
@@ -85,6 +86,35 @@ def reject_and_replace(
     return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
 
 
+def exact_match(tree: DraftTree, said: Tensor) -> Verdict:
+    """Follows from the root the nodes that are what the target says itself, as far as there are any.
+
+    One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al. 2024, arXiv 2305.09781): whatever
+    proposed the tree, what is committed is what plain decoding draws by the same uniforms, so nothing has to be known of q.
+
+    Args:
+        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1] int64.
+    """
+    if not tree.branches:
+        accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
+        return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1))
+    paths = [_followed(*row) for row in zip(tree.drafts, tree.parents, said.tolist(), strict=True)]
+    longest = max(map(len, paths))
+    path = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in paths], device=said.device, dtype=torch.long)
+    accepted = torch.tensor([len(nodes) for nodes in paths], device=said.device)
+    last = torch.tensor([nodes[-1] + 1 if nodes else 0 for nodes in paths], device=said.device)
+    return Verdict(accepted, said.gather(1, last[:, None]).squeeze(1), path.view(len(paths), longest))
+
+
+def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
+    """The longest path whose every node is what was said after its parent; among equally long ones that of the lowest node."""
+    deepest: dict[int, list[int]] = {-1: []}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent in deepest and token == said[parent + 1]:
+            deepest[node] = [*deepest[parent], node]
+    return max(deepest.values(), key=len)
+
+
 class Rule(Protocol):
     """How drafts are drawn and judged. `luck` is the row's own: [rows, width, ...] float64, one slice per position."""
 
@@ -97,13 +127,15 @@ class Rule(Protocol):
         """One token per row from weights [rows, vocab] by one position's luck [rows, ...]; [rows] int64."""
         ...
 
-    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-        """What is accepted of a proposal; p: target distributions, [rows, k + 1, vocab]; luck: [rows, k + 1, ...]."""
+    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
+        """What is accepted of a draft tree; p: target distributions by column, [rows, m + 1, vocab]; luck: by position,
+        [rows, depth of the tree + 1, ...]."""
         ...
 
 
 class Rejection:
-    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2)."""
+    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2). Drafts without a
+    distribution are verified by exact match."""
 
     def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(round_luck(seeds, firsts, width, rounds))
@@ -112,9 +144,12 @@ class Rejection:
     def draw(weights: Tensor, luck: Tensor) -> Tensor:
         return draw(weights, luck[:, 0])
 
-    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-        u_accept, u_next = luck[:, : proposal.k, 1], luck[..., [2, 0]]
-        return reject_and_replace(proposal.tokens, proposal.lengths, proposal.q, p, u_accept, u_next)
+    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
+        luck = tree.by_column(luck)
+        if tree.q is None and tree.m:
+            said = draw(p.flatten(0, 1), luck[..., 0].flatten()).view(p.shape[:2])
+            return exact_match(tree, said)
+        return reject_and_replace(tree.tokens, tree.lengths, tree.q, p, luck[:, : tree.m, 1], luck[..., [2, 0]])
 
 
 class Coupled:
@@ -136,10 +171,8 @@ class Coupled:
     def draw(weights: Tensor, luck: Tensor) -> Tensor:
         return race(weights, luck)
 
-    def decide(self, proposal: Proposal, p: Tensor, luck: Tensor) -> Verdict:
-        tokens = race(p, luck)
-        accepted = accepted_lengths(tokens[:, : proposal.k] == proposal.tokens, proposal.lengths)
-        return Verdict(accepted, tokens.gather(1, accepted[:, None]).squeeze(1))
+    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
+        return exact_match(tree, race(p, tree.by_column(luck)))
 
 
 RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

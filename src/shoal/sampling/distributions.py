@@ -19,24 +19,20 @@ from shoal.constraints import grammar as grammars
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties, truncation
 from shoal.types.requests import Row
-from shoal.types.rounds import Fault, Faults
+from shoal.types.rounds import Faults
+from shoal.types.trees import Positions
 
 
-def probabilities(
-    logits: Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int = 0, faults: Faults | None = None
-) -> Tensor:
+def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = None) -> Tensor:
     """The declared distribution of each (row, position), by the row's own `Sampling` in the order it documents.
 
-    Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Positions past a row's own draft are
-    padding: finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id on a tie.
+    Padding gets finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id on a tie.
 
     Args:
         logits: [rows, q, vocab], any float dtype; -inf is allowed. Not modified.
-        rows: one per row of logits.
-        drafts: per row, its drafted tokens so far; may differ in length.
-        first: the draft position that logits[:, 0] belongs to.
-        faults: is told where there is no distribution, instead of raising, at padding too if the logits themselves are at fault;
-            that position is then as good as padding.
+        positions: the history of each (row, column), and which columns are padding.
+        faults: receives the reason where there is no distribution, instead of an error being raised; for padding only where the
+            logits themselves are at fault. Such a position then counts as padding.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
@@ -45,16 +41,15 @@ def probabilities(
         RequestError: if a row's controls leave no token possible, or name ids outside the vocabulary.
         BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
     """
-    groups = _groups(rows)
-    allowed = grammars.allowed(rows, drafts, first, logits)
+    groups = _groups(positions.rows)
+    allowed = grammars.allowed(positions, logits)
     if len(groups) == 1:
-        return _of_group(logits, groups[0][0], rows, drafts, first, allowed, faults)
+        return _of_group(logits, groups[0][0], positions, allowed, faults)
     probs = torch.empty(logits.shape, dtype=_dtype(logits), device=logits.device)
     for sampling, members in groups:
         index = torch.tensor(members, device=logits.device)
-        group_rows, group_drafts = [rows[b] for b in members], [drafts[b] for b in members]
         mask = None if allowed is None else allowed[index]
-        probs[index] = _of_group(logits[index], sampling, group_rows, group_drafts, first, mask, faults)
+        probs[index] = _of_group(logits[index], sampling, positions.of_rows(members), mask, faults)
     return probs
 
 
@@ -109,18 +104,17 @@ def _key(s: Sampling) -> tuple[Any, ...]:
 
 
 def _of_group(
-    logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
-    allowed: Tensor | None, faults: Faults | None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
+) -> Tensor:
     """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.grammar`."""
     own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
     scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
     if own:
-        penalties.bias_and_penalise(scores, sampling, rows, drafts, first)
+        penalties.bias_and_penalise(scores, sampling, positions)
     if sampling.processors:
         # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
-        scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
-        scores = penalties.process(scores, sampling.processors, rows, drafts, first)
+        scores = _possible(scores, logits, sampling, positions, faults)
+        scores = penalties.process(scores, sampling.processors, positions)
     if allowed is not None:
         scores.masked_fill_(~allowed, -torch.inf)
     if not sampling.greedy:
@@ -130,7 +124,7 @@ def _of_group(
         probs = scores.softmax(-1)
         if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
             return probs
-    scores = _possible(scores, logits, sampling, rows, drafts, first, faults)
+    scores = _possible(scores, logits, sampling, positions, faults)
     if sampling.greedy:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     if truncates:
@@ -148,10 +142,7 @@ def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
     return scores / min(max(temperature, limits.tiny), limits.max)
 
 
-def _possible(
-    scores: Tensor, logits: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int,
-    faults: Faults | None,
-) -> Tensor:  # fmt: skip
+def _possible(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None) -> Tensor:
     """`scores`, every position of which has a finite highest score; those that had none are made uniform.
 
     Raises:
@@ -161,13 +152,14 @@ def _possible(
     if not bool(impossible.any()):
         return scores
     for b, j in impossible.nonzero().tolist():
-        padding = first + j > penalties.last_position(rows[b], drafts[b])
+        row, column = positions.rows[b], positions.first + j
+        padding = column not in positions.columns(b)
         if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
             continue
+        reason = _reason(logits[b, j], sampling, row, len(positions.path(b, column)))
         if faults is None:
-            raise _reason(logits[b, j], sampling, rows[b], first + j)
-        if rows[b] not in faults:
-            faults[rows[b]] = Fault(first + j, _reason(logits[b, j], sampling, rows[b], first + j))
+            raise reason
+        faults.setdefault(row, {}).setdefault(column, reason)
     return scores.masked_fill(impossible[..., None], 0.0)
 
 

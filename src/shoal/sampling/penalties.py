@@ -1,15 +1,13 @@
 """The steps that read the tokens before a position: bias, penalties, bans, and the caller's own processors.
 
-Position j of row b has the history `rows[b].tokens + drafts[b][: first + j]`. Past a row's own draft the positions are
-padding: they are given the row's full history, and processors are not called there. So are the positions past an EOS in the
-draft: the row ends with it, and a grammar need not know how to go on.
+`shoal.types.trees.Positions` says what comes before each position. Nothing is done at padding.
 """
 
 from __future__ import annotations
 
 import itertools
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.types.counts import TokenCounts
-from shoal.types.requests import Row
+from shoal.types.trees import Positions
 
 _POSITION_INDEPENDENT = frozenset({
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
@@ -41,35 +39,33 @@ def require_ids(sampling: Sampling, vocab: int) -> None:
             raise RequestError(f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's vocabulary")
 
 
-def bias_and_penalise(
-    scores: Tensor, sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
-) -> None:
+def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) -> None:
     """Applies logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens to `scores` in place.
 
     repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's API reference; they
     count output tokens only.
 
     Args:
-        scores: [rows, q, vocab] float32 or float64, contiguous; rows in the order of `rows`.
+        scores: [rows, q, vocab] float32 or float64, contiguous.
 
     Raises:
         RequestError: from `require_ids`.
     """
-    q, vocab = scores.shape[1:]
-    require_ids(sampling, vocab)
+    rows = positions.rows
+    require_ids(sampling, scores.shape[-1])
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
         scores[..., ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         seen = [row.counts.upto(row.tokens) for row in rows]
-        _replace(scores, seen, drafts, first, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
+        _replace(scores, seen, positions, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
     if sampling.presence_penalty or sampling.frequency_penalty:
         presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
         output = [row.output_counts.upto(row.tokens) for row in rows]
-        _replace(scores, output, drafts, first, lambda s, count: s - (presence + frequency * count))
+        _replace(scores, output, positions, lambda s, count: s - (presence + frequency * count))
     if sampling.no_repeat_ngram or sampling.bad_words or sampling.min_new_tokens:
-        always, per_position = _bans(sampling, rows, drafts, first, q, vocab)
+        always, per_position = _bans(sampling, positions, *scores.shape[1:])
         if always:
             scores.index_fill_(-1, torch.tensor(always, device=scores.device), -torch.inf)
         if per_position:
@@ -94,8 +90,7 @@ def _joined(parts: Sequence[array[int]], device: torch.device) -> Tensor:
 def _replace(
     scores: Tensor,
     committed: Sequence[TokenCounts],
-    drafts: Sequence[Sequence[int]],
-    first: int,
+    positions: Positions,
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Puts change(score, count) for the score of every token that occurs before a position, in place.
@@ -106,7 +101,7 @@ def _replace(
         change: of scores [m] and counts [m], both of scores' dtype, to scores [m].
     """
     flat = scores.view(-1)
-    parts = [_committed_counts(scores, committed), _draft_counts(scores, committed, drafts, first)]
+    parts = [_committed_counts(scores, committed), _draft_counts(scores, committed, positions)]
     before = [flat.index_select(0, index) for index, _ in parts]
     # The second part repeats entries of the first with the draft counted in, so it must be written after it.
     for (index, count), score in zip(parts, before, strict=True):
@@ -128,27 +123,20 @@ def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple
     return (position * vocab + ids[:, None]).flatten(), count.to(scores.dtype).repeat_interleave(q)
 
 
-def _draft_counts(
-    scores: Tensor, committed: Sequence[TokenCounts], drafts: Sequence[Sequence[int]], first: int
-) -> tuple[Tensor, Tensor]:
+def _draft_counts(scores: Tensor, committed: Sequence[TokenCounts], positions: Positions) -> tuple[Tensor, Tensor]:
     """The same for the tokens of the drafts, each position counting the drafted tokens before it and the committed ones."""
     q, vocab = scores.shape[1:]
     index: list[int] = []
     counts: list[int] = []
-    for b, draft in enumerate(drafts):
-        running: dict[int, int] = {}
-        for j in range(q):
-            for token in draft[:first] if j == 0 else draft[first + j - 1 : first + j]:
-                if token < vocab:
-                    running[token] = running.get(token, committed[b].of(token)) + 1
-            index.extend((b * q + j) * vocab + token for token in running)
-            counts.extend(running.values())
+    for b in range(len(positions.rows)):
+        for j, path in positions.paths(b, q):
+            drafted = Counter(token for token in path if token < vocab)
+            index.extend((b * q + j) * vocab + token for token in drafted)
+            counts.extend(committed[b].of(token) + count for token, count in drafted.items())
     return _ints(index, scores.device), _ints(counts, scores.device).to(scores.dtype)
 
 
-def _bans(
-    sampling: Sampling, rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int, q: int, vocab: int
-) -> tuple[list[int], list[int]]:
+def _bans(sampling: Sampling, positions: Positions, q: int, vocab: int) -> tuple[list[int], list[int]]:
     """Ids impossible everywhere, and flat indices into [rows, q, vocab] of those impossible at one position."""
     always = [word[0] for word in sampling.bad_words if len(word) == 1]
     words: dict[int, list[list[int]]] = defaultdict(list)
@@ -156,13 +144,14 @@ def _bans(
         if len(word) > 1:
             words[word[-2]].append(list(word))
     flat: list[int] = []
-    for b, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-        history = [*row.tokens, *draft]
-        for j in range(q):
-            end = min(len(row.tokens) + first + j, len(history))
+    for b, row in enumerate(positions.rows):
+        history = list(row.tokens)
+        for j, path in positions.paths(b, q):
+            history[len(row.tokens) :] = path
+            end = len(history)
             banned = _would_repeat(history, end, sampling.no_repeat_ngram) if sampling.no_repeat_ngram else set()
-            for word in words.get(history[end - 1], ()):
-                if end >= len(word) - 1 and history[end - len(word) + 1 : end] == word[:-1]:
+            for word in words.get(history[-1], ()):
+                if end >= len(word) - 1 and history[end - len(word) + 1 :] == word[:-1]:
                     banned.add(word[-1])
             if end - row.prompt_length < sampling.min_new_tokens:
                 banned |= row.eos
@@ -188,14 +177,7 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
     return found
 
 
-def last_position(row: Row, draft: Sequence[int]) -> int:
-    """The last draft position whose distribution can matter: that of a drafted EOS, or the one after the draft."""
-    return next((j for j, token in enumerate(draft) if token in row.eos), len(draft))
-
-
-def process(
-    scores: Tensor, processors: Sequence[Any], rows: Sequence[Row], drafts: Sequence[Sequence[int]], first: int
-) -> Tensor:
+def process(scores: Tensor, processors: Sequence[Any], positions: Positions) -> Tensor:
     """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their order.
 
     Each is called once per (row, position), rows first, with the exact ids before the position (int64 [1, length]) and
@@ -214,10 +196,12 @@ def process(
             ids = torch.empty(n * q, 0, dtype=torch.int64, device=scores.device)
             scores = _chain(steps, ids, scores.view(n * q, vocab)).view(n, q, vocab)
             continue
-        for b, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            ids = _ints([*row.tokens, *draft], scores.device)[None]
-            for j in range(min(q, last_position(row, draft) - first + 1)):
-                scores[b, j] = _chain(steps, ids[:, : len(row.tokens) + first + j], scores[b, j, None].clone())[0]
+        for b, row in enumerate(positions.rows):
+            ids = _ints([*row.tokens, *[0] * max(map(len, positions.drafts))], scores.device)[None]
+            for j, path in positions.paths(b, q):
+                end = len(row.tokens) + len(path)
+                ids[0, len(row.tokens) : end] = _ints(path, scores.device)
+                scores[b, j] = _chain(steps, ids[:, :end], scores[b, j, None].clone())[0]
     return scores
 
 

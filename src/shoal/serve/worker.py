@@ -311,11 +311,11 @@ class Worker:
 
     def _free(self) -> None:
         """Gives back what the engine takes: a new one beside it may not fit."""
-        passes = [model.static for model in self.engine.models if model.static is not None]
+        releases = self.engine.releases()
         self._engine = None
         gc.collect()
-        for static in passes:
-            static.release()
+        for release in releases:
+            release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

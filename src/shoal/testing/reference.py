@@ -15,6 +15,7 @@ from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.uniforms import group_seed, row_seed
 from shoal.types.requests import Request, Row
+from shoal.types.trees import Positions
 
 
 @torch.inference_mode()
@@ -25,7 +26,7 @@ def decode(hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), r
     row = Row(request, 0, index, seed, list(request.prompt_ids), frozenset(eos), max_length=1 << 20)
     while row.remaining > 0 and not (row.new_tokens and row.tokens[-1] in row.eos):
         logits = hf(torch.tensor([row.tokens], device=hf.device), use_cache=False).logits[:, -1:]
-        p = probabilities(logits, [row], [[]])[:, 0]
+        p = probabilities(logits, Positions([row], [[]]))[:, 0]
         luck = rule.luck([row.seed], [len(row.tokens)], 1, None)[:, 0].to(p.device)
         row.tokens.append(int(rule.draw(p, luck)))
     return row.tokens[row.prompt_length :]

@@ -1,0 +1,150 @@
+"""Where a draft model keeps its rows: slots of its own cache, in the order of the round's rows, and their prompts.
+
+Rows are placed when a draft is asked for, so that prompts which nobody drafts for are never computed. A prompt that several rows
+have is computed once: where the target stores it once (`Row.prefix`) the drafter does so too, at the same place of its own store;
+elsewhere it is copied between slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shoal.drafting.protocol import KeyValueMemory
+from shoal.errors import InternalError
+from shoal.models.prompts import feed_prefix, feed_prompts
+from shoal.models.runner import Runner
+from shoal.types.prefix import Prefix
+from shoal.types.requests import Row
+
+NO_GROUP = -1
+
+
+class DraftSlots(KeyValueMemory):
+    """The slots of one drafter's cache, and the memory that they take.
+
+    Attributes:
+        seconds: spent on prompts so far.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._cache = runner, runner.cache
+        self._places: dict[Row, int] = {}
+        self._prompts: dict[int, int] = {}  # slot -> the group whose prompt it begins with, also when its row has left
+        self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
+        self.seconds, self._taken = 0.0, 0.0
+
+    def of(self, row: Row) -> int:
+        """The row's slot."""
+        return self._places[row]
+
+    def known(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of the rows that have been placed."""
+        return [row for row in rows if row in self._places]
+
+    def leave(self, rows: Iterable[Row]) -> None:
+        """Frees the slots of rows."""
+        for row in rows:
+            self._places.pop(row, None)
+
+    def take_seconds(self) -> float:
+        """Seconds spent on prompts since this was last asked."""
+        taken, self._taken = self.seconds - self._taken, self.seconds
+        return taken
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Puts the rows into slots 0, 1, ... in their order; the prompts of new ones are computed or copied."""
+        new = []
+        for slot, row in enumerate(rows):
+            if row not in self._places:
+                new.append(row)
+            elif self._places[row] != slot:
+                self._move(row, slot)
+        if new:
+            started = time.perf_counter()
+            self._enter(new, dict(zip(rows, range(len(rows)), strict=True)))
+            self._runner.take_counters()  # passes over prompts are no part of a round
+            self.seconds += time.perf_counter() - started
+
+    def _move(self, row: Row, slot: int) -> None:
+        """The row goes to a free slot. Rows only ever move down, so that a row which is still in the way comes first."""
+        if slot in self._places.values():
+            raise InternalError(f"slot {slot} of the drafter is taken")
+        source = self._places[row]
+        self._cache.copy(source, slot, self._cache.lengths[source])
+        self._prompts[slot] = self._prompts.get(source, NO_GROUP)
+        self._places[row] = slot
+
+    def _enter(self, new: Sequence[Row], slots: dict[Row, int]) -> None:
+        sources = {self._prompts.get(slot): slot for slot in self._places.values()}
+        computed: list[tuple[int, Sequence[int]]] = []
+        copied: list[tuple[Row, int]] = []
+        for row in new:
+            slot = self._places[row] = slots[row]
+            held, self._prompts[slot] = self._prompts.get(slot, NO_GROUP), NO_GROUP
+            if not row.draft_reach or row.prefix is not None:
+                self._cache.enter(slot, self._in_store(row) if row.draft_reach else None)
+                continue
+            self._prompts[slot] = row.group
+            if held == row.group:
+                self._cache.copy(slot, slot, row.prompt_length - 1)
+            elif row.group in sources:
+                copied.append((row, sources[row.group]))
+            else:
+                sources[row.group] = slot
+                self._cache.enter(slot)
+                computed.append((slot, row.request.prompt_ids[:-1]))
+        feed_prompts(self._runner, computed)
+        for row, source in copied:
+            self._cache.copy(source, self._places[row], row.prompt_length - 1)
+
+    def _in_store(self, row: Row) -> Prefix:
+        """The row's prompt, once it is in the shared store."""
+        prefix = row.prefix
+        assert prefix is not None
+        if self._stored.get(prefix) != row.group:
+            self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}
+            ids = torch.tensor([row.request.prompt_ids[: prefix.length]], device=self._runner.device)
+            feed_prefix(self._runner, prefix, 0, ids)
+            self._stored[prefix] = row.group
+        return prefix
+
+    # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def context(self) -> int:
+        return self._runner.context
+
+    @property
+    def shares(self) -> bool:
+        return self._runner.shares
+
+    @property
+    def static_without_prefixes(self) -> bool:
+        return self._runner.static_without_prefixes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._runner.allocated_bytes
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._runner.cache_bytes(slots, capacity, cells)
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._runner.grown_bytes(slots, capacity, cells)
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        self._runner.reserve(slots, capacity, cells)
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Prompts that no row in a slot has may be lost."""
+        taken, groups = set(self._places.values()), {row.group for row in self._places}
+        self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}
+        self._stored = {prefix: group for prefix, group in self._stored.items() if group in groups}
+        self._runner.trim(slots, capacity, cells)
+
+
+def _overlap(one: Prefix, other: Prefix) -> bool:
+    return one.base < other.base + other.length and other.base < one.base + one.length

@@ -1,0 +1,59 @@
+"""What a round took: times of its stages, counts for `Stats`, and what a draft length controller is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.drafting.protocol import DraftCounters
+from shoal.types.rounds import Commit, Outcome
+from shoal.types.stats import Stats
+from shoal.types.trees import DraftTree
+
+
+class Stopwatch:
+    """Times of the stages of a round: propose, verify, accept, commit.
+
+    Attributes:
+        laps: seconds of each stage so far.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last = clock, clock()
+        self.laps: list[float] = []
+
+    def lap(self) -> None:
+        """A stage is over."""
+        now = self._clock()
+        self.laps.append(now - self._last)
+        self._last = now
+
+
+def count_round(
+    stats: Stats, tree: DraftTree, commits: Sequence[Commit], laps: Sequence[float], target: tuple[int, float],
+    drafter: DraftCounters,
+) -> None:  # fmt: skip
+    """Adds a round to the statistics.
+
+    Args:
+        laps: seconds of the four stages. target: its passes and the seconds in them.
+    """
+    stats.rounds += 1
+    stats.row_rounds += len(commits)
+    stats.drafted += sum(map(len, tree.drafts))
+    stats.accepted += sum(done.accepted for done in commits)
+    stats.committed += sum(len(done.tokens) for done in commits)
+    stats.seconds_rounds += sum(laps)
+    for stage, seconds in zip(("propose", "verify", "accept", "commit"), laps, strict=True):
+        name = f"seconds_{stage}"
+        setattr(stats, name, getattr(stats, name) + seconds)
+    stats.target_passes += target[0]
+    stats.seconds_target += target[1]
+    stats.draft_passes += drafter.passes
+    stats.seconds_draft += drafter.seconds
+    stats.seconds_prefill += drafter.preparing
+
+
+def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], laps: Sequence[float]) -> Outcome:
+    """What the draft length controller is told: of a tree that branches, its depth counts as drafted."""
+    drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
+    return Outcome(drafted, [len(path) for path in paths], tree.steps, sum(laps), laps[0])

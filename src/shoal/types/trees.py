@@ -1,0 +1,176 @@
+"""Draft trees, and the positions that a pass over them scores; plain data.
+
+Shapes: `rows` active rows, `m` the most nodes of a row's tree, `vocab` the target's vocabulary.
+
+A pass over a tree has m + 1 columns: column 0 is the row's last committed token, the root, and column 1 + i is node i. A chain,
+the draft of a single sequence, is the tree in which node j follows node j - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InternalError
+from shoal.types.requests import Row
+
+MOST_NODES = 63
+"""Most nodes of a tree that branches: what a column may see is a word of 64 bits."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """What a drafter proposes for every row.
+
+    Attributes:
+        tokens: the nodes' tokens, [rows, m] int64; columns from a row's own length on are padding.
+        lengths: nodes of each row, [rows] int64.
+        q: the distribution that each node's token was drawn from, [rows, m, vocab], for chains only; None = point masses: tokens
+            were chosen without a distribution, and verification is by exact match.
+        drafts: the same tokens without padding, one list per row.
+        parents: of each row's nodes, the node before it; -1 is the root. Parents come before their children. A chain's are
+            `range(-1, n - 1)`.
+        steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    q: Tensor | None
+    drafts: Sequence[list[int]]
+    parents: Sequence[Sequence[int]]
+    steps: int = 0
+
+    @staticmethod
+    def of(
+        drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, *, device: torch.device | None = None,
+        steps: int = 0,
+    ) -> DraftTree:  # fmt: skip
+        """A tree of point masses from lists, one per row.
+
+        Args:
+            drafts: tokens of the nodes. parents: of the nodes; None = every row has a chain. device: the target's; None = the CPU.
+
+        Raises:
+            InternalError: a parent does not come before its child, or a tree that branches has more than `MOST_NODES` nodes.
+        """
+        lists = [list(draft) for draft in drafts]
+        above = [_checked(p, len(d)) for p, d in zip(parents, lists, strict=True)] if parents else chains(lists)
+        m = max(map(len, lists))
+        padded = [draft + [0] * (m - len(draft)) for draft in lists]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(lists), m)
+        return DraftTree(tokens, torch.tensor([len(draft) for draft in lists], device=device), None, lists, above, steps)
+
+    @staticmethod
+    def empty(rows: int, device: torch.device, steps: int = 0) -> DraftTree:
+        """Nothing proposed: the round is a step of plain decoding."""
+        return DraftTree.of([[]] * rows, device=device, steps=steps)
+
+    @property
+    def m(self) -> int:
+        return self.tokens.shape[1]
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether some row's tree is no chain."""
+        return any(parents != range(-1, len(parents) - 1) for parents in self.parents)
+
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """Of each row's columns: 0 for the root, else one more than the parent's."""
+        return [_depths(parents) for parents in self.parents]
+
+    def by_column(self, values: Tensor) -> Tensor:
+        """What holds for each position after the last committed token, [rows, depths, ...], for each column, [rows, m + 1, ...]."""
+        if not self.branches:
+            return values[:, : self.m + 1]
+        padded = [depths + [0] * (self.m + 1 - len(depths)) for depths in self.depths]
+        index = torch.tensor(padded, device=values.device)
+        return values[torch.arange(len(padded), device=values.device)[:, None], index]
+
+
+def chains(drafts: Sequence[Sequence[int]]) -> list[range]:
+    """The parents of rows whose drafts are single sequences."""
+    return [range(-1, len(draft) - 1) for draft in drafts]
+
+
+def _checked(parents: Sequence[int], nodes: int) -> Sequence[int]:
+    """As they are, a chain's as a range."""
+    if len(parents) != nodes or any(not -1 <= parent < node for node, parent in enumerate(parents)):
+        raise InternalError(f"{nodes} nodes need a parent each that comes before it, or -1, got {list(parents)}")
+    if list(parents) == list(range(-1, nodes - 1)):
+        return range(-1, nodes - 1)
+    if nodes > MOST_NODES:
+        raise InternalError(f"a draft tree has at most {MOST_NODES} nodes per row, got {nodes}")
+    return parents
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    return depths
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions that a block of logits [rows, q, vocab] scores: which tokens come before each of them.
+
+    Args:
+        rows: one per row of the block. drafts: the tokens of each row's nodes.
+        parents: of the nodes, as in `DraftTree`; None = chains.
+        first: the column of the pass that the block begins with; other than 0 for chains only.
+    """
+
+    rows: Sequence[Row]
+    drafts: Sequence[Sequence[int]]
+    parents: Sequence[Sequence[int]] | None = None
+    first: int = 0
+
+    @staticmethod
+    def of(rows: Sequence[Row], tree: DraftTree) -> Positions:
+        """The columns of a verification pass."""
+        return Positions(rows, tree.drafts, tree.parents if tree.branches else None)
+
+    def parent(self, row: int, column: int) -> int:
+        """The column before a column of the pass; -1 before the root."""
+        return column - 1 if self.parents is None or not column else self.parents[row][column - 1] + 1
+
+    def path(self, row: int, column: int) -> list[int]:
+        """The drafted tokens between the row's last committed token and a column's position, the column's own included."""
+        draft = self.drafts[row]
+        if self.parents is None:
+            return list(draft[:column])
+        path = []
+        while column:
+            path.append(draft[column - 1])
+            column = self.parent(row, column)
+        return path[::-1]
+
+    def paths(self, row: int, q: int) -> list[tuple[int, list[int]]]:
+        """The columns of the block [rows, q] that can matter, and the drafted tokens before each."""
+        inside = range(self.first, self.first + q)
+        return [(column - self.first, self.path(row, column)) for column in self.columns(row) if column in inside]
+
+    def history(self, row: int, column: int) -> list[int]:
+        """All tokens before the position that a column scores."""
+        return [*self.rows[row].tokens, *self.path(row, column)]
+
+    def of_rows(self, rows: Sequence[int]) -> Positions:
+        """The positions of some of the rows."""
+        parents = None if self.parents is None else [self.parents[b] for b in rows]
+        return Positions([self.rows[b] for b in rows], [self.drafts[b] for b in rows], parents, self.first)
+
+    def columns(self, row: int) -> list[int]:
+        """The columns of the pass whose distribution can matter: no padding, and none after a drafted EOS: the row ends there."""
+        eos, draft = self.rows[row].eos, self.drafts[row]
+        if self.parents is None:
+            return list(range(1 + next((i for i, token in enumerate(draft) if token in eos), len(draft))))
+        found = {0}
+        for column, token in enumerate(draft, start=1):
+            if token not in eos and self.parent(row, column) in found:
+                found.add(column)
+        return sorted(found)

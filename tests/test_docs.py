@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,35 @@ def test_pages_named_in_code_exist() -> None:
     }
     assert len(named) > 10
     assert not [f"{file.relative_to(ROOT)}: {name}" for file, name in named if not (ROOT / name).exists()]
+
+
+RETIRED = (
+    "luck referee warden hopeless scrub intake resident seated law laws verdicts judge judged judges judging prices".split()
+)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+def test_pages_use_the_words_of_the_repository(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", page.read_text(encoding="utf-8"))  # without code and targets of links
+    assert not [word for word in RETIRED if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)]
+
+
+def test_names_of_the_package_in_pages_exist() -> None:
+    named = {
+        name
+        for page in PAGES[:2] + PAGES[4:]
+        for name in re.findall(r"`(shoal(?:\.\w+)+)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert not [name for name in named - {"shoal.notes"} if not _resolves(name)]  # shoal.notes is a field of answers
+
+
+def _resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def test_the_index_has_every_page_once() -> None:

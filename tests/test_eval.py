@@ -72,7 +72,7 @@ def config(**changes: Any) -> SamplingConfig:
 
 
 def graded(completions: Completions) -> Iterator[Grade]:
-    """A judge that knows the answers."""
+    """A grader that knows the answers."""
     words = dict(zip(ANSWERS, ("passed", "failed", "syntax", "failed"), strict=True))
     for _, text in completions:
         outcome = words.get(text, "syntax")
@@ -222,7 +222,7 @@ def test_a_row_that_fails_is_not_finished_and_costs_the_others_nothing(pair: Sho
     assert sum(finished) == N * len(METHODS) - failed
 
 
-def test_speculative_ways_need_a_drafter(pair: Shoal) -> None:
+def test_speculative_methods_need_a_drafter(pair: Shoal) -> None:
     alone = Shoal(pair.target, None, TOKENIZER)
     with pytest.raises(RequestError, match="drafter"):
         Sampler(alone, config())
@@ -626,7 +626,7 @@ def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     assert all(one["rounds"] < one["committed"] for one in stats)
 
 
-def test_given_solutions_are_judged_without_a_model(
+def test_given_solutions_are_executed_without_a_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
@@ -641,6 +641,6 @@ def test_given_solutions_are_judged_without_a_model(
     assert re.search(r"python +2 +1 +1 +1 +100\.0", out)  # problems, without a solution, passed, of
     wrong.write_text(json.dumps({"task_id": "a", "completion": "    return 2\n"}))
     code, out, _ = shoal(capsys, "humaneval", "--data", problems, "--solutions", wrong)
-    assert code == 0  # all were judged
+    assert code == 0  # all were executed
     assert re.search(r"python +2 +1 +0 +1 +0\.0", out)
     assert "a: failed: AssertionError" in out

@@ -140,7 +140,7 @@ def test_a_summary_counts_what_was_ready() -> None:
             assert 0 <= line[name]["low"] <= line[name]["mean"] <= line[name]["high"] <= 1
 
 
-def test_ways_are_held_against_each_other() -> None:
+def test_methods_are_held_against_each_other() -> None:
     (pair,) = summarize(results(), [INF])["against"]
     assert (pair["method"], pair["other"]) == ("batched", "plain")
     assert (pair["same_ids"], pair["samples"]) == (6, 9)  # of the refused problem there are none

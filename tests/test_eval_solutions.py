@@ -1,4 +1,4 @@
-"""`shoal eval --solutions`: verdicts that stay when judging is interrupted, and what is said before the first program runs."""
+"""`shoal eval --solutions`: results that stay after an interruption, and what is said before the first program runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def shoal(capsys: pytest.CaptureFixture[str], *arguments: object, backend: str =
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The task ids that are judged, by a judge whom the second of them interrupts."""
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The task ids that are executed; the second of them interrupts."""
     asked: list[str] = []
 
     def interrupted(pairs: list[Solution], *_: object) -> Iterator[ExecutionResult]:
@@ -43,24 +43,24 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_ctrl_c_keeps_the_verdicts(capsys: pytest.CaptureFixture[str], tmp_path: Path, judged: list[str]) -> None:
+def test_ctrl_c_keeps_the_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, executed: list[str]) -> None:
     code, summary, err = shoal(capsys, *COMMON, "--out", tmp_path)
     assert code == 130
     assert "interrupted: 2 of 4 judged" in err
     assert (summary["judged"], summary["solutions"]) == (2, 4)
     assert summary["languages"]["python"] == {"passed": 1, "total": 2, "problems": 4, "without_solution": 0}
-    assert [failure["task_id"] for failure in summary["failures"]] == judged[:1]
-    assert [json.loads(line)["task_id"] for line in (tmp_path / RESULTS).read_text().splitlines()] == judged[:2]
+    assert [failure["task_id"] for failure in summary["failures"]] == executed[:1]
+    assert [json.loads(line)["task_id"] for line in (tmp_path / RESULTS).read_text().splitlines()] == executed[:2]
     assert json.loads((tmp_path / SUMMARY).read_text()) == summary
-    code, summary, _ = shoal(capsys, *COMMON, "--out", tmp_path)  # goes on: the first two are not judged again
+    code, summary, _ = shoal(capsys, *COMMON, "--out", tmp_path)  # goes on: the first two are not executed again
     assert (code, summary["judged"]) == (0, 4)
-    assert (len(judged), len(set(judged))) == (5, 5)
+    assert (len(executed), len(set(executed))) == (5, 5)
     assert summary["languages"]["python"]["passed"] == 3
 
 
-def test_ctrl_c_without_a_directory_tells_what_was_judged(capsys: pytest.CaptureFixture[str], judged: list[str]) -> None:
+def test_ctrl_c_without_a_directory_tells_what_was_executed(capsys: pytest.CaptureFixture[str], executed: list[str]) -> None:
     code, summary, _ = shoal(capsys, *COMMON)
-    assert (code, summary["judged"], len(judged)) == (130, 2, 3)
+    assert (code, summary["judged"], len(executed)) == (130, 2, 3)
 
 
 def test_every_completion_of_a_problem_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_sandbox_is_chosen_before_a_model_is_loaded(
 
 
 def test_an_interrupted_sandbox_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What raises between two verdicts, in the progress bar say, closes the sandbox too."""
+    """An exception between two results, for example in the progress bar, closes the sandbox too."""
     from shoal.evaluation.tasks import function_problems
 
     def broken(_: str, results: Iterator[ExecutionResult], __: int) -> Iterator[ExecutionResult]:

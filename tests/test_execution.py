@@ -1,4 +1,4 @@
-"""Verdicts in every language: right, wrong, unreadable, and all the ways a program can end too early or not at all."""
+"""Results in every language: right, wrong, unreadable, and programs that end too early or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.toolchains import require
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
-SAMPLE = 3  # problems of a published set that are judged here
+SAMPLE = 3  # problems of a published set that are executed here
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_every_language_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
+def test_results_of_a_language(box: Sandbox, language: str) -> None:
     prompt, right, tests = ADD[language]
     asked = problem(language, prompt, tests)
     try:
@@ -99,7 +99,7 @@ def test_verdicts_of_a_language(box: Sandbox, language: str) -> None:
     outcomes = [execute(asked, completion, box).outcome for completion in completions]
     early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), box)
     assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
-    # Without a compiler in between, C++ has no way to say "crash" but by std::terminate: an exception that nobody catches.
+    # Without a compiler in between, C++ cannot say "crash" but by std::terminate: an exception that nobody catches.
     assert outcomes == ["passed", "crash" if language == "cpp" else "failed", "syntax"]
 
 
@@ -154,7 +154,7 @@ def test_the_line_that_says_most(outcome: Any, detail: str, headline: str) -> No
     assert ExecutionResult(outcome, detail, 0.1).headline == headline
 
 
-def test_a_program_that_was_not_run_has_no_verdict() -> None:
+def test_a_program_that_was_not_run_has_no_result() -> None:
     prompt, right, tests = ADD["python"]
     asked = problem("python", prompt, tests)
     with Sandbox(strongest()) as box:
@@ -163,7 +163,7 @@ def test_a_program_that_was_not_run_has_no_verdict() -> None:
         execute(asked, right, box)
 
 
-def test_verdicts_come_in_order_and_are_counted(box: Sandbox) -> None:
+def test_results_come_in_order_and_are_counted(box: Sandbox) -> None:
     prompt, right, tests = ADD["python"]
     bodies = ["import time; time.sleep(0.3); return a + b", "return 0", "return a + b", "return ("]
     pairs = [(problem("python", prompt, tests, f"T/{place}"), f"    {body}") for place, body in enumerate(bodies)]
@@ -184,11 +184,11 @@ def test_verdicts_come_in_order_and_are_counted(box: Sandbox) -> None:
 def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
     prompt, _, tests = ADD["python"]
     asked = problem("python", prompt, tests)
-    judged, real, lock = [], execution.execute, threading.Lock()
+    executed, real, lock = [], execution.execute, threading.Lock()
 
     def counting(asked: Problem, completion: str, box: Sandbox) -> ExecutionResult:
         with lock:
-            judged.append(completion)
+            executed.append(completion)
         return real(asked, completion, box)
 
     monkeypatch.setattr(execution, "execute", counting)
@@ -198,7 +198,7 @@ def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interr
         assert next(results).passed
         with pytest.raises(interruption):
             results.throw(interruption)
-        assert len(judged) <= 4  # those that ran were killed, the others never began
+        assert len(executed) <= 4  # those that ran were killed, the others never began
         assert not box._supervisors
 
 

@@ -25,7 +25,7 @@ KERNEL_HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), c
 """Asked here, not of the module that is tested."""
 
 
-def test_both_ways_with_namespaces_take_one_for_the_network() -> None:
+def test_both_backends_with_namespaces_take_one_for_the_network() -> None:
     assert "--unshare-net" in isolation.wrapper_command("bubblewrap", "/workdir", [])
     assert "--net" in isolation.wrapper_command("namespaces", "/workdir", [])
 

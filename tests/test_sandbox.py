@@ -1,4 +1,4 @@
-"""Programs that attack: each is tried in every way to isolate that works here, and must leave no process and no file behind."""
+"""Programs that attack: each is tried with every backend that works here, and must leave no process and no file behind."""
 
 from __future__ import annotations
 
@@ -444,7 +444,7 @@ def test_only_the_system_and_the_language_are_readable(
     assert (ended.succeeded, ended.stdout) == (True, "")
 
 
-def test_python_in_a_home_can_be_judged(box: Sandbox, folder: Path) -> None:
+def test_python_in_a_home_can_be_run(box: Sandbox, folder: Path) -> None:
     """The interpreter of these tests, wherever it is installed, a virtual environment included."""
     if box.backend != "bubblewrap":
         pytest.skip("only mounts reach into a directory that is closed to the program's user")

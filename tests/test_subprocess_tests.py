@@ -188,18 +188,18 @@ def test_values_that_cannot_travel_share_a_process_for_the_problems_sake_only(bo
 
 
 def test_a_problem_is_asked_once_whether_its_values_travel(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged: list[tuple[str, bool]] = []
+    executed: list[tuple[str, bool]] = []
     real = execution._execute
 
     def counting(asked: Problem, completion: str, sandbox: Sandbox, *, in_subprocess: bool) -> Any:
-        judged.append((completion, in_subprocess))
+        executed.append((completion, in_subprocess))
         return real(asked, completion, sandbox, in_subprocess=in_subprocess)
 
     monkeypatch.setattr(execution, "_execute", counting)
     asked = problem("def check(candidate):\n    assert candidate(1) == 1 # once", canonical="    return a")
     for _ in range(2):
         execute(asked, "    return 2", box)
-    assert judged == [("    return 2", True), ("    return a", True), ("    return 2", True)]
+    assert executed == [("    return 2", True), ("    return a", True), ("    return 2", True)]
 
 
 PLAIN = st.recursive(

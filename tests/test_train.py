@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaConfig
 from shoal.problems.generator import generate, split_of, templates
 from shoal.train.corpus import CorpusSize, Windows, build_corpus, fill_in_middle, is_held_out, pack, stdlib_files
 from shoal.train.distil import acceptance, distillation_loss
-from shoal.train.loop import Run, Schedule
+from shoal.train.loop import Schedule, Trainer
 from shoal.train.models import build, next_token_loss
 from shoal.train.muon import orthogonalise
-from shoal.train.report import SHIPPED, Pair, first_function, is_valid, passes, text_figures
+from shoal.train.report import SHIPPED, LoadedPair, first_function, is_valid, passes, text_figures
 from shoal.train.sampling import sample
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
 
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer((p.document for p in generate(0, 200, "train")), vocabulary=512)
 
 
-def tiny_run(checkpoint: Path) -> Run:
+def tiny_run(checkpoint: Path) -> Trainer:
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=16,
@@ -44,7 +44,7 @@ def tiny_run(checkpoint: Path) -> Run:
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    return Run(build(config, seed=0), next_token_loss, checkpoint)
+    return Trainer(build(config, seed=0), next_token_loss, checkpoint)
 
 
 def test_problems_repeat_for_a_seed_and_differ_between_seeds():
@@ -203,7 +203,7 @@ def test_distillation_from_itself_leaves_only_the_label_term(tmp_path):
     assert loss.item() == pytest.approx(0.05 * next_token_loss(run.model, tokens).item(), rel=1e-3)
 
 
-def test_report_judges_a_function_by_parsing_and_by_its_tests():
+def test_report_tests_a_function_by_parsing_and_by_its_tests():
     problem = generate(0, 1, "train")[0]
     assert first_function(problem.document + "\nx = 1\n") == problem.function + "\n\n"
     assert passes(problem.function, problem)
@@ -219,8 +219,8 @@ def test_shipped_pair_is_small_and_shares_a_tokenizer():
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Pair:
-    return Pair.load(SHIPPED)
+def shipped() -> LoadedPair:
+    return LoadedPair.load(SHIPPED)
 
 
 def test_shipped_drafter_is_an_eighth_of_the_target(shipped):

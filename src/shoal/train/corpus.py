@@ -21,22 +21,19 @@ from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 Tokens = npt.NDArray[np.uint16]
 
 # Tests and vendored packages, and packages that are mostly tables rather than code.
-EXCLUDED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"} | {
-    "encodings",
-    "pydoc_data",
-    "turtledemo",
-    "__pycache__",
-    "__phello__",
-}
+EXCLUDED = {
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo",
+    "__pycache__", "__phello__",
+}  # fmt: skip
 HELD_OUT_FILES = 20  # one file of the standard library in this many is held out
-LONGEST_PIECE = 4000  # characters
+MAX_PIECE = 4000  # characters
 FIM_SHARE = 0.1
 TOP_LEVEL = re.compile(r"\n\n+(?=[^\s)\]}])")
 
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """How much text to make, by the models that are to read it."""
+    """The size of the corpus."""
 
     problems: int = 36_000
     stdlib_characters: int = 4_300_000
@@ -86,26 +83,26 @@ def _pieces(text: str) -> Iterator[str]:
     """Cuts a file between top-level definitions into pieces of some thousand characters."""
     piece = ""
     for part in TOP_LEVEL.split(text):
-        if piece and len(piece) + len(part) > LONGEST_PIECE:
+        if piece and len(piece) + len(part) > MAX_PIECE:
             yield piece
             piece = ""
-        piece += part.rstrip()[:LONGEST_PIECE] + "\n\n\n"
+        piece += part.rstrip()[:MAX_PIECE] + "\n\n\n"
     if piece.strip():
         yield piece.rstrip() + "\n"
 
 
 def problem_documents(problems: Sequence[FunctionProblem], rng: random.Random) -> Iterator[str]:
     """Problems as documents: most with tests, some without, some two by two."""
-    waiting = list(problems)
-    while waiting:
-        problem = waiting.pop()
+    remaining = list(problems)
+    while remaining:
+        problem = remaining.pop()
         shape = rng.random()
-        if shape < 0.7 or not waiting:
+        if shape < 0.7 or not remaining:
             yield problem.document
         elif shape < 0.85:
             yield problem.function
         else:
-            yield problem.function + "\n\n" + waiting.pop().document
+            yield problem.function + "\n\n" + remaining.pop().document
 
 
 def fill_in_middle(document: str, rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""A training loop that can be stopped at any step and goes on exactly where it stopped."""
+"""A training loop that can be stopped at any step and continued exactly from there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Schedule:
         return min(1.0, (step + 1) / self.warmup, left)
 
 
-class Run:
+class Trainer:
     """A model, its optimisers and the number of steps done, kept in one checkpoint file."""
 
     def __init__(self, model: nn.Module, loss: Loss, checkpoint: Path, lr: float = 1.0) -> None:
@@ -60,7 +60,7 @@ class Run:
         self.step = saved["step"]
 
     def save(self) -> None:
-        """Replaces the checkpoint at once, so that a kill leaves the old or the new one."""
+        """Replaces the checkpoint atomically."""
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(
             {
@@ -87,9 +87,9 @@ class Run:
         return loss.item()
 
     def train(self, windows: Windows, schedule: Schedule, save_every: float = 180.0) -> None:
-        """Runs to the end of the schedule; saves every `save_every` seconds and at the end.
+        """Trains to the end of the schedule; saves every `save_every` seconds and at the end.
 
-        On Ctrl-C it finishes the step, saves, and raises `KeyboardInterrupt`.
+        On SIGINT or SIGTERM it finishes the step, saves, and raises `KeyboardInterrupt`.
         """
         device = next(self.model.parameters()).device
         meter = _Meter(self, schedule.steps)
@@ -108,7 +108,7 @@ class Run:
 
 
 class _Interrupt:
-    """Turns Ctrl-C and a polite kill into a flag for as long as the block lasts."""
+    """Turns SIGINT and SIGTERM into a flag while the block runs."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -128,18 +128,15 @@ class _Interrupt:
 class _Meter:
     """The progress bar, and one line of JSON beside the checkpoint every few steps."""
 
-    def __init__(self, run: Run, steps: int) -> None:
+    def __init__(self, trainer: Trainer, steps: int) -> None:
         columns = "{task.description} {task.completed}/{task.total}", "loss {task.fields[loss]:.3f}"
-        self.progress = Progress(
-            TextColumn(columns[0]),
-            BarColumn(),
-            TextColumn(columns[1]),
-            TextColumn("{task.fields[rate]:,.0f} tok/s"),
-            TimeRemainingColumn(),
+        rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
+        self.progress = Progress(TextColumn(columns[0]), BarColumn(), TextColumn(columns[1]), rate, TimeRemainingColumn())
+        self.trainer = trainer
+        self.log = trainer.checkpoint.with_suffix(".jsonl")
+        self.task = self.progress.add_task(
+            trainer.checkpoint.stem, total=steps, completed=trainer.step, loss=float("nan"), rate=0.0
         )
-        self.run = run
-        self.log = run.checkpoint.with_suffix(".jsonl")
-        self.task = self.progress.add_task(run.checkpoint.stem, total=steps, completed=run.step, loss=float("nan"), rate=0.0)
         self.losses: list[float] = []
         self.tokens = 0
         self.since = time.monotonic()
@@ -147,13 +144,13 @@ class _Meter:
     def update(self, loss: float, tokens: int, factor: float) -> None:
         self.losses.append(loss)
         self.tokens += tokens
-        self.progress.update(self.task, completed=self.run.step)
+        self.progress.update(self.task, completed=self.trainer.step)
         if len(self.losses) < LOG_EVERY:
             return
         mean = sum(self.losses) / len(self.losses)
         rate = self.tokens / (time.monotonic() - self.since)
         self.progress.update(self.task, loss=mean, rate=rate)
-        row = {"step": self.run.step, "loss": mean, "tokens_per_second": rate, "lr": factor}
+        row = {"step": self.trainer.step, "loss": mean, "tokens_per_second": rate, "lr": factor}
         with self.log.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self.losses, self.tokens, self.since = [], 0, time.monotonic()

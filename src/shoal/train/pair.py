@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from shoal.problems.generator import generate
 from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
 from shoal.train.distil import distillation_loss
-from shoal.train.loop import Run, Schedule
+from shoal.train.loop import Schedule, Trainer
 from shoal.train.models import (
     build,
     drafter_config,
@@ -37,7 +37,7 @@ console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingConfig:
     """The sizes of every stage."""
 
     steps: int = 740  # of the target
@@ -48,8 +48,8 @@ class Plan:
     batch: int = 12  # windows in a step
     corpus: CorpusSize = field(default_factory=CorpusSize)
 
-    def scaled(self, scale: float) -> Plan:
-        """A plan with so many times the steps and the text."""
+    def scaled(self, scale: float) -> TrainingConfig:
+        """A config with `scale` times the steps and the text."""
 
         def times(size: int) -> int:
             return max(1, round(size * scale))
@@ -65,12 +65,12 @@ class Plan:
         )
 
 
-class Pair:
+class PairTrainer:
     """The stages, each of which reads and writes files of one work directory."""
 
-    def __init__(self, work: Path, plan: Plan, device: str, compiled: bool) -> None:
+    def __init__(self, work: Path, config: TrainingConfig, device: str, compiled: bool) -> None:
         self.work = work
-        self.plan = plan
+        self.config = config
         self.compiled = compiled
         self.device = torch.device(device)
         self.tokenizer_directory = work / "tokenizer"
@@ -82,14 +82,14 @@ class Pair:
         return array
 
     def windows(self, tokens: Tokens, seed: int) -> Windows:
-        return Windows(tokens, self.plan.length, self.plan.batch, seed)
+        return Windows(tokens, self.config.length, self.config.batch, seed)
 
     def prepare(self) -> None:
         """Corpus and tokenizer, packed; done once."""
         if (self.work / "stdlib.npy").exists():
             return
         console.log("writing the corpus")
-        corpus = build_corpus(self.plan.corpus, SEED)
+        corpus = build_corpus(self.config.corpus, SEED)
         share = TOKENIZER_CHARACTERS / sum(map(len, corpus.train))
         rng = random.Random(SEED)
         tokenizer = train_tokenizer(text for text in corpus.train if rng.random() < share)
@@ -102,23 +102,23 @@ class Pair:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.tokenizer_directory / "tokenizer.json"))
 
-    def target(self) -> Run:
+    def target(self) -> Trainer:
         """The target, trained as far as its checkpoint says."""
         model = build(target_config(), SEED).to(self.device)
-        return Run(model, next_token_loss, self.work / "target.pt")
+        return Trainer(model, next_token_loss, self.work / "target.pt")
 
-    def train_target(self) -> Run:
+    def train_target(self) -> Trainer:
         """The target, trained to the end of its schedule."""
-        run = self.target()
+        trainer = self.target()
         if self.compiled:
-            run.model.forward = torch.compile(run.model.forward)
-        run.train(self.windows(self.tokens("train"), SEED), Schedule(self.plan.steps))
-        return run
+            trainer.model.forward = torch.compile(trainer.model.forward)
+        trainer.train(self.windows(self.tokens("train"), SEED), Schedule(self.config.steps))
+        return trainer
 
     def samples(self) -> Tokens:
         """Prompts of training problems as the target continues them at T=1; written once."""
         if not (self.work / "samples.npy").exists():
-            problems = generate(SEED + 10, self.plan.sampled_problems, "train")
+            problems = generate(SEED + 10, self.config.sampled_problems, "train")
             prompts = [self.tokenizer().encode(problem.prompt).ids for problem in problems]
             written = sample(self.target().model.eval(), prompts, 1.0, SEED)
             rows = (prompt + row for prompt, row in zip(prompts, written, strict=True))
@@ -127,27 +127,27 @@ class Pair:
             console.log(f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
         return self.tokens("samples")
 
-    def warm_drafter(self) -> Run:
+    def warm_drafter(self) -> Trainer:
         """The drafter, trained on the corpus alone."""
         model = build(drafter_config(), SEED).to(self.device)
-        run = Run(model, next_token_loss, self.work / "drafter-warm.pt")
-        run.train(self.windows(self.tokens("train"), SEED + 1), Schedule(self.plan.warm_steps))
-        return run
+        trainer = Trainer(model, next_token_loss, self.work / "drafter-warm.pt")
+        trainer.train(self.windows(self.tokens("train"), SEED + 1), Schedule(self.config.warm_steps))
+        return trainer
 
-    def train_drafter(self) -> Run:
+    def train_drafter(self) -> Trainer:
         """The drafter, distilled on the corpus and on what the target wrote."""
         teacher = self.target().model.eval()
         model = build(drafter_config(), SEED).to(self.device)
         model.load_state_dict(self.warm_drafter().model.state_dict())
-        run = Run(model, distillation_loss(teacher), self.work / "drafter.pt", lr=DISTIL_LR)
+        trainer = Trainer(model, distillation_loss(teacher), self.work / "drafter.pt", lr=DISTIL_LR)
         texts = np.concatenate([self.tokens("train"), *[self.samples()] * SAMPLES_REPEATED])
-        run.train(self.windows(texts, SEED + 2), Schedule(self.plan.drafter_steps))
-        return run
+        trainer.train(self.windows(texts, SEED + 2), Schedule(self.config.drafter_steps))
+        return trainer
 
-    def export(self, directory: Path, target: Run, drafter: Run) -> None:
+    def export(self, directory: Path, target: Trainer, drafter: Trainer) -> None:
         """Writes both models below a directory."""
-        for name, run in (("target", target), ("drafter", drafter)):
-            export(run.model, self.tokenizer_directory, directory / name)
+        for name, trainer in (("target", target), ("drafter", drafter)):
+            export(trainer.model, self.tokenizer_directory, directory / name)
 
 
 def main(
@@ -158,20 +158,20 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
 ) -> None:
-    """Trains target and drafter; a rerun goes on where the last one stopped."""
+    """Trains target and drafter; a rerun continues where the last one stopped."""
     torch.set_float32_matmul_precision("high")
-    plan = Plan().scaled(scale)
+    config = TrainingConfig().scaled(scale)
     if steps is not None:
-        plan = dataclasses.replace(plan, steps=steps)
-    pair = Pair(work, plan, device, compiled)
+        config = dataclasses.replace(config, steps=steps)
+    training = PairTrainer(work, config, device, compiled)
     try:
-        pair.prepare()
-        target = pair.train_target()
-        drafter = pair.train_drafter()
+        training.prepare()
+        target = training.train_target()
+        drafter = training.train_drafter()
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from the last checkpoint")
         raise typer.Exit(130) from None
-    pair.export(output, target, drafter)
+    training.export(output, target, drafter)
     console.print(f"wrote {output}")
 
 

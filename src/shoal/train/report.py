@@ -36,7 +36,7 @@ STDLIB_SHARE = 0.24  # of the training tokens, and so of the overall figures
 TEMPERATURES = (1.0, 0.8, 0.2)
 SPLITS: tuple[Split, ...] = ("constants", "templates")
 WIDTH = 100  # characters of the printed tables
-NEW_TOKENS = 96  # room for any of the functions and some of its tests
+NEW_TOKENS = 96  # enough for any of the functions and some of its tests
 TIMEOUT = 5.0  # seconds for the tests of one problem
 
 
@@ -64,7 +64,7 @@ class CodeFigures:
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoadedPair:
     """The two models in float32, and their tokenizer."""
 
     target: LlamaForCausalLM
@@ -72,7 +72,7 @@ class Pair:
     tokenizer: Tokenizer
 
     @classmethod
-    def load(cls, directory: Path) -> Pair:
+    def load(cls, directory: Path) -> LoadedPair:
         """Reads `target` and `drafter` below a directory."""
         target, drafter = (
             LlamaForCausalLM.from_pretrained(directory / name, dtype=torch.float32).eval() for name in ("target", "drafter")
@@ -81,7 +81,7 @@ class Pair:
 
 
 @torch.inference_mode()
-def text_figures(pair: Pair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None) -> TextFigures:
+def text_figures(pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None) -> TextFigures:
     """The figures of one packed text, or of the tokens `counted` in it.
 
     The text is read in windows of `LENGTH` tokens.
@@ -156,7 +156,7 @@ def passes(function: str, problem: FunctionProblem) -> bool:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Continuation:
     """Token ids of a prompt and of what the target wrote after it."""
 
     prompt: list[int]
@@ -164,8 +164,8 @@ class Sample:
 
 
 def code_figures(
-    pair: Pair, split: Split, problems: Sequence[FunctionProblem], temperature: float
-) -> tuple[CodeFigures, list[Sample]]:
+    pair: LoadedPair, split: Split, problems: Sequence[FunctionProblem], temperature: float
+) -> tuple[CodeFigures, list[Continuation]]:
     """The figures of one sample per problem; and the samples."""
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]
     rows = sample(pair.target, prompts, temperature, SEED, NEW_TOKENS)
@@ -176,20 +176,20 @@ def code_figures(
     passed = [ok and passes(function, problem) for ok, function, problem in zip(valid, functions, problems, strict=True)]
     count = len(problems)
     shares = sum(valid) / count, sum(passed) / count
-    samples = [Sample(*both) for both in zip(prompts, rows, strict=True)]
+    samples = [Continuation(*both) for both in zip(prompts, rows, strict=True)]
     return CodeFigures(split, temperature, count, *shares), samples
 
 
-def sample_figures(pair: Pair, name: str, samples: Sequence[Sample]) -> TextFigures:
-    """How well the drafter foresees what the target writes; prompts are not counted."""
+def sample_figures(pair: LoadedPair, name: str, samples: Sequence[Continuation]) -> TextFigures:
+    """How well the drafter predicts what the target writes; prompts are not counted."""
     tokens = [token for s in samples for token in s.prompt + s.written]
     counted = [own for s in samples for own in [False] * len(s.prompt) + [True] * len(s.written)]
     return text_figures(pair, name, np.array(tokens, dtype=np.uint16), np.array(counted))
 
 
 def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigures], list[CodeFigures]]:
-    """All figures, on about so many tokens of held-out problems and so many samples a row."""
-    pair = Pair.load(directory)
+    """All figures, on about `tokens` tokens of held-out problems and `samples` samples of the target."""
+    pair = LoadedPair.load(directory)
     count = max(2, tokens // 150)
     documents = [problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)]
     problems = text_figures(pair, "held-out problems", pack(documents, pair.tokenizer))
@@ -198,13 +198,12 @@ def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigure
     texts = [problems, stdlib, mixed(problems, stdlib)]
     codes: list[CodeFigures] = []
     for temperature in (0.2, 1.0):
-        own: list[Sample] = []
+        own: list[Continuation] = []
         for split in SPLITS:
             code, written = code_figures(pair, split, generate(SEED, samples, split), temperature)
             codes.append(code)
             own += written
-        name = f"samples at T={temperature}"
-        texts.append(sample_figures(pair, name, own))
+        texts.append(sample_figures(pair, f"samples at T={temperature}", own))
     return texts, codes
 
 
@@ -237,10 +236,7 @@ def main(
     """Prints losses, agreement, acceptance, validity and pass rate of a pair."""
     texts, codes = measure(directory, tokens, samples)
     if as_json:
-        rows = {
-            "texts": [dataclasses.asdict(row) for row in texts],
-            "codes": [dataclasses.asdict(row) for row in codes],
-        }
+        rows = {"texts": list(map(dataclasses.asdict, texts)), "codes": list(map(dataclasses.asdict, codes))}
         print(json.dumps(rows, indent=2))
         return
     console = Console(width=WIDTH)

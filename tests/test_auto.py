@@ -222,8 +222,8 @@ def test_rows_further_from_their_end_draft_more_unless_others_wait() -> None:
 
 def test_plans_rest_while_they_find_nothing() -> None:
     controller, rows = auto(STEEP, 0.5, 0.3), [row() for _ in range(8)]
-    plan, planned = controller._plan, []
-    controller._plan = lambda left: planned.append(len(left)) or plan(left)  # type: ignore[method-assign,func-returns-value]
+    plan, planned = controller._make_plan, []
+    controller._make_plan = lambda left: planned.append(len(left)) or plan(left)  # type: ignore[method-assign,func-returns-value]
     for _ in range(100):
         assert max(controller.lengths(rows, 0)) == 0
     assert len(planned) < 12
@@ -337,7 +337,7 @@ def test_a_drafter_known_to_be_hopeless_is_not_even_given_the_prompts() -> None:
     assert not controller.may_speculate
     engine, _ = run(controller, samples=20)
     assert runners_of(engine) == [engine.target]
-    controller.costs.idle_seconds = 1e9
+    controller.costs.plain_seconds = 1e9
     assert controller.may_speculate
     assert auto(FLAT, 0.2, 0.5).may_speculate
 

@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+LIMIT = 16
+"""Longest draft of `lookahead="auto"`: beyond, even a good drafter's next token is rarely committed."""
 
 
 class Frequencies:
-    """Fading hit rates of several cells, each drawn towards a prior that counts as `weight` trials."""
+    """Fading hit rates of several bins, each drawn towards a prior that counts as `weight` trials."""
 
     FADE = 0.98
 
@@ -19,20 +21,20 @@ class Frequencies:
         self._prior, self._weight = prior, weight
         self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
 
-    def add(self, cells: npt.NDArray[np.intp], hits: Array) -> None:
-        """One round's trials: the cell of each, and its outcome in 0..1."""
+    def add(self, bins: npt.NDArray[np.intp], hits: Array) -> None:
+        """One round's trials: the bin of each, and its outcome in 0..1."""
         self._hits *= self.FADE
         self._trials *= self.FADE
-        np.add.at(self._hits, cells, hits)
-        np.add.at(self._trials, cells, 1.0)
+        np.add.at(self._hits, bins, hits)
+        np.add.at(self._trials, bins, 1.0)
 
     @property
     def mean(self) -> float:
-        """Over all cells."""
+        """Over all bins."""
         return float((self._hits.sum() + self._weight * self._prior.mean()) / (self._trials.sum() + self._weight))
 
     def rates(self, prior: Array | float | None = None) -> Array:
-        """Hit rate of each cell; `prior`: what an unseen cell counts as."""
+        """Hit rate of each bin; `prior`: that of a bin without trials."""
         prior = self._prior if prior is None else prior
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
 
@@ -46,9 +48,9 @@ class Acceptance:
         limit: draft positions kept apart.
     """
 
-    PRIOR, PATIENCE, TRUST = 0.7, 8.0, 4.0
-    """Acceptance expected of an unknown pair; trials that this, and the drafter's confidence taken at its word, count as. With
-    less patience a few unlucky drafts of a single row would end speculation."""
+    PRIOR, PRIOR_TRIALS, CONFIDENCE_TRIALS = 0.7, 8.0, 4.0
+    """Acceptance expected of an unknown pair; the number of trials that this prior counts as; the number of trials that the prior
+    "acceptance equals confidence" counts as. With fewer, a few rejected drafts of a single row would end speculation."""
     EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995])
     """Bins of the drafter's confidence."""
     ROW_STEP, ROW_FADE = 0.25, 0.97
@@ -56,9 +58,9 @@ class Acceptance:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._positions = Frequencies(np.full(limit, self.PRIOR), self.PATIENCE)
+        self._positions = Frequencies(np.full(limit, self.PRIOR), self.PRIOR_TRIALS)
         middles = (np.concatenate([[0.0], self.EDGES]) + np.concatenate([self.EDGES, [1.0]])) / 2
-        self._confidences = Frequencies(middles, self.TRUST)
+        self._confidences = Frequencies(middles, self.CONFIDENCE_TRIALS)
         self._rows: dict[Hashable, float] = {}
 
     @property
@@ -72,17 +74,18 @@ class Acceptance:
 
     def by_confidence(self, rows: Sequence[Hashable]) -> Callable[[Array], Array]:
         """confidence [rows] -> acceptance [rows] of drafts that the drafter draws with it (its highest probability)."""
-        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a round, asked at every step
+        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a round, read at every step
         every = np.arange(len(rows))
         return lambda confidence: table[every, self._bins(confidence)]
 
     def learn(self, rows: Sequence[Hashable], drafted: Array, accepted: Array, confidence: Array) -> None:
-        """Hears a round's outcome.
+        """Learns from a round's outcome.
 
         Args:
             drafted, accepted: tokens per row, [rows]. confidence: [steps, rows], steps >= max(drafted); may hold one more
-                position per row than it drafted (it looked, and stopped): that one counts with its estimate, so that the
-                estimates by position stay those of all text, not of the confident places only. NaN there: it did not look.
+                position per row than it drafted (the drafter made the step, and its draft was not taken): that position counts with
+                its estimated acceptance, so that the estimates by position are those of all text, not of confident places only.
+                NaN where the drafter made no step.
                 [0, rows] if unknown.
         """
         self._rows = {row: self._rows.get(row, 0.0) * self.ROW_FADE for row in rows}

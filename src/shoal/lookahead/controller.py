@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
-from shoal.lookahead.auto import Auto, PairCosts
+from shoal.lookahead.auto import Auto
 from shoal.lookahead.bass import Bass
+from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.fixed import Fixed
 from shoal.lookahead.heuristic import Heuristic
 from shoal.lookahead.uniform import Lookahead, Uniform

@@ -1,28 +1,34 @@
-"""What a pass costs, learned from the passes that were made: seconds as a function of a size."""
+"""What rounds of a pair cost and bring, learned from the rounds that were made."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
-Array = npt.NDArray[np.float64]
+import numpy as np
+
+from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
+
+CALIBRATION_SHARE = 0.02
+"""Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
+MIN_CALIBRATION, MAX_CALIBRATION = 0.5, 1.2
+"""Bounds: costs that are wrong by more say nothing about plans."""
 
 
 class CostCurve:
     """A running estimate of seconds by size (positions of a target pass, rows of a drafter step).
 
-    What was never tried is judged by its neighbours, and kindly beyond them, so that it gets tried: below the smallest size seen
-    the cost falls in proportion, above the largest it stays. A pass never counts as dearer than a larger one. What was seen long
-    ago is forgotten, so one disturbed measurement cannot rule a size out for good.
+    A size that was never tried is estimated from its neighbours. Beyond them the estimate is low, so that the size gets tried:
+    below the smallest size seen the cost is proportional to the size, above the largest it is constant. A pass never costs more
+    than a larger one. Old observations are forgotten, so that one disturbed measurement cannot rule out a size for good.
 
-    Whatever disturbs a pass makes it slower: the first of its kind, a neighbour on the machine. So of the first two of a size the
-    quicker one counts, and later none counts for more than double.
+    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of the first two passes of a size
+    the faster one counts, and later a pass counts as at most twice the estimate.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
     """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
     SHARE = 0.2
-    """What a new observation counts for."""
+    """Weight of a new observation."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
@@ -55,3 +61,39 @@ class CostCurve:
 def _rounded(size: int) -> int:
     """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
     return size if size <= 16 else round(2 ** (round(np.log2(size) * 12) / 12))
+
+
+class PairCosts:
+    """What is known of a pair on this machine; outlives the engines that use it.
+
+    Attributes:
+        acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
+        draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
+        plain_seconds: spent without drafting since the last draft. rounds: learned from so far.
+        calibration: tokens per second that rounds with drafts bring, over what their plans promised. Plans are corrected by it.
+    """
+
+    def __init__(self, packed: bool) -> None:
+        self.packed = packed
+        self.acceptance = Acceptance(LIMIT)
+        self.verify, self.draft = CostCurve(), CostCurve()
+        self.plain_seconds, self.rounds, self.calibration = 0.0, 0, 1.0
+
+    def seconds_of_step(self, rows: int) -> float:
+        """Of one drafter step; 0 if none was made yet."""
+        return float(self.draft.table(rows)[rows]) if self.draft.known else 0.0
+
+    def learn_verify(self, fed: Sequence[int], seconds: float) -> None:
+        """A round took so many seconds beside its drafting. fed: positions of each row in the target's pass."""
+        self.rounds += 1
+        self.verify.observe(sum(fed) if self.packed else len(fed) * max(fed), seconds)
+
+    def learn_plain(self, seconds: float) -> None:
+        """A round without drafts took so many seconds."""
+        self.plain_seconds += seconds
+        self.calibration += CALIBRATION_SHARE * (1 - self.calibration)
+
+    def calibrate(self, ratio: float) -> None:
+        """A round brought `ratio` times the tokens per second that its plan promised."""
+        corrected = self.calibration * (1 + CALIBRATION_SHARE * (min(max(ratio, 0.5), 2.0) - 1))
+        self.calibration = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)

@@ -122,4 +122,4 @@ def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
             server.should_exit = True
             thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()
-            assert not app.state.worker.alive
+            assert not app.state.worker.thread.alive

@@ -315,7 +315,7 @@ def test_the_server_offers_the_targets_context() -> None:
     )
     for lookahead in (0, 4):
         app = application(pair, lookahead)
-        assert app.state.worker.engine.context == 90
+        assert app.state.worker.thread.engine.context == 90
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., A
         page.get_by_label("Prompt").fill(prompt)
         page.get_by_role("button", name="Run").click()
         expect(page.get_by_role("status")).to_contain_text("the speed of plain decoding")
-        stats = server.worker.engine.stats
+        stats = server.worker.thread.engine.stats
         assert stats.drafted == sum(sample.drafted for sample in samples)
         assert stats.accepted == sum(sample.accepted for sample in samples)
         assert stats.committed == 2 * sum(len(sample.token_ids) for sample in samples)  # once more, and without a draft
@@ -129,14 +129,14 @@ def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., A
 
 
 def test_a_plain_run_is_called_plain(opened: Callable[..., Any], server: Served) -> None:
-    before = server.worker.engine.stats.committed
+    before = server.worker.thread.engine.stats.committed
     page = opened(f"{server.url}/#n=2&max_tokens=8&speculation=off")
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("status")).to_contain_text("2 samples, 16 tokens")
     expect(page.locator("#gauge-note")).to_contain_text("this run is plain decoding itself")
     assert page.locator("#samples .draft").count() == 0
     assert page.locator("#accepted").inner_text() == "none drafted"
-    assert server.worker.engine.stats.committed == before + 16  # nothing was run to compare with
+    assert server.worker.thread.engine.stats.committed == before + 16  # nothing was run to compare with
 
 
 def test_a_texts_markup_stays_text(opened: Callable[..., Any], server: Served) -> None:
@@ -431,8 +431,10 @@ def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> N
             page.keyboard.press(way)
         expect(page.get_by_role("status")).to_have_text("Stopped.")
         gate.opened.set()
-        eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
-        assert server.worker.engine.stats.committed < 3 * 900  # and nothing was run to compare with what had been stopped
+        eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
+        assert (
+            server.worker.thread.engine.stats.committed < 3 * 900
+        )  # and nothing was run to compare with what had been stopped
         assert stop.is_disabled()
         expect(page.get_by_role("button", name="Run")).to_be_focused()
 

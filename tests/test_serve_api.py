@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
 from shoal.config import Grammar
-from shoal.engine import outputs
+from shoal.engine import samples
 from shoal.serve.token_names import name_and_bytes
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
@@ -242,7 +242,7 @@ def test_a_grammar_that_is_none_is_refused(server: Served, fields: dict[str, Any
     response = server.post(**fields)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
-    assert server.worker.alive
+    assert server.worker.thread.alive
 
 
 # ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,12 +379,12 @@ def test_echo_tells_the_prompt_and_what_the_model_thinks_of_it(server: Served) -
 
 
 def test_a_prompt_may_be_scored_alone(server: Served) -> None:
-    rounds = server.worker.engine.stats.rounds
+    rounds = server.worker.thread.engine.stats.rounds
     answer = server.post(prompt=["hello", "you"], echo=True, logprobs=1, max_tokens=0, n=2).json()
     assert [choice["text"] for choice in answer["choices"]] == ["hello", "hello", "you", "you"]
     assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [5, 5, 3, 3]
     assert answer["usage"]["completion_tokens"] == 0
-    assert server.worker.engine.stats.rounds == rounds
+    assert server.worker.thread.engine.stats.rounds == rounds
 
 
 @pytest.mark.parametrize("prompt", ["", [999], "x" * 3000], ids=["empty", "not a token", "too long"])
@@ -408,7 +408,7 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
     late = {sample.token_ids for sample in ranked[:3]}
 
     def finish(row: Row, now: float) -> Sample:
-        sample = outputs.finish(row, now)
+        sample = samples.finish(row, now)
         return replace(sample, in_time=sample.token_ids not in late)
 
     monkeypatch.setattr("shoal.engine.commit.finish", finish)

@@ -21,7 +21,7 @@ import torch
 from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
 from shoal import cli
 from shoal.cli.serve import serve, served_name
-from shoal.serve import app, bodies, protocol, run
+from shoal.serve import bodies, ops, protocol, run
 from shoal.serve.api_errors import public
 from shoal.serve.hosts import hosts_of
 
@@ -104,7 +104,7 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     assert len(response.content) < ANSWER
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert all(count <= bodies.MAX_VALIDATION_ERRORS for count in found)
-    assert server.worker.alive
+    assert server.worker.thread.alive
 
 
 def test_many_errors_are_told_as_ten() -> None:
@@ -117,16 +117,17 @@ def test_many_errors_are_told_as_ten() -> None:
     assert fault.detail.count("no ") == 10
 
 
-def test_a_body_is_judged_while_others_are_served(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["parse", "validated"])
+def test_a_body_is_judged_while_others_are_served(server: Served, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     judging, go_on = threading.Event(), threading.Event()
-    real = bodies.parse
+    real = getattr(bodies, step)
 
-    def parse(*arguments: Any) -> Any:
+    def waiting(*arguments: Any) -> Any:
         judging.set()
         assert go_on.wait(TIMEOUT_SECONDS)
         return real(*arguments)
 
-    monkeypatch.setattr(bodies, "parse", parse)
+    monkeypatch.setattr(bodies, step, waiting)
     got: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: got.append(server.post(max_tokens=2)))
     thread.start()
@@ -166,7 +167,7 @@ def test_an_unhandled_error_counts_as_500_and_tells_no_path(monkeypatch: pytest.
     def broken(*_: Any) -> Any:
         raise FileNotFoundError("/home/user/models/secret")
 
-    monkeypatch.setattr(RequestParser, "completion", broken)
+    monkeypatch.setattr(RequestParser, "parse", broken)
     with served(pair()) as server:
         response = server.post()
         assert response.status_code == 500
@@ -395,7 +396,7 @@ def status(server: Served, path: str) -> int:
 
 
 def test_a_pass_that_hangs_makes_ready_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HUNG_PASS_SECONDS", 0.2)
+    monkeypatch.setattr(ops, "HUNG_PASS_SECONDS", 0.2)
     gate = Gate(legible(0), length=10)
     with served(pair(gate)) as server:
         assert status(server, "/ready") == 200

@@ -47,9 +47,9 @@ def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, 
 
 def assert_all_given_back(server: Served) -> None:
     """No row runs or waits, on either side of the engine's thread, and the next request is served."""
-    eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
-    assert not server.worker._followers
-    eventually(lambda: not server.worker._tickets)
+    eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
+    assert not server.worker._rows
+    eventually(lambda: not server.worker._submissions)
     assert server.post(seed=1).status_code == 200
 
 
@@ -73,7 +73,7 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         gate.opened.set()
         assert_all_given_back(server)
         assert server.metric('shoal_rows_total{reason="length"}') == 1  # that of the last request: the three were cut
-        assert server.worker.engine.stats.committed < 3 * 900
+        assert server.worker.thread.engine.stats.committed < 3 * 900
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off those who do not read")
@@ -161,7 +161,7 @@ def test_scoring_lets_rounds_pass() -> None:
 
         def advance(self: Scoring) -> None:
             nonlocal chunks
-            chunks += not server.worker.engine.scheduler.idle
+            chunks += not server.worker.thread.engine.scheduler.idle
             real(self)
 
         Scoring.advance = advance
@@ -171,7 +171,7 @@ def test_scoring_lets_rounds_pass() -> None:
         finally:
             Scoring.advance = real
         scoring.join()
-        assert 0 < chunks <= server.worker.engine.stats.rounds  # one at most between two rounds
+        assert 0 < chunks <= server.worker.thread.engine.stats.rounds  # one at most between two rounds
         assert [len(choice["logprobs"]["tokens"]) for choice in got[0].json()["choices"]] == [300] * 11
         assert_all_given_back(server)
 
@@ -376,7 +376,7 @@ def test_memory_runs_out_on_admission(server: Served, monkeypatch: pytest.Monkey
         real(self, slots, capacity, cells)
 
     monkeypatch.setattr(SlotCache, "reserve", reserve)
-    rounds = server.worker.engine.stats.rounds
+    rounds = server.worker.thread.engine.stats.rounds
     refused = server.post(max_tokens=900, n=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "row_failed")
     assert "out of memory" in refused.json()["error"]["message"]
@@ -384,9 +384,9 @@ def test_memory_runs_out_on_admission(server: Served, monkeypatch: pytest.Monkey
     (choice,) = json.loads(piece.removeprefix("data: "))["choices"]
     assert choice["finish_reason"] == "error"
     assert "out of memory" in choice["error"]
-    assert server.worker.engine.stats.rounds == rounds
+    assert server.worker.thread.engine.stats.rounds == rounds
     assert_all_given_back(server)
-    assert server.worker.engine.stats.rounds > rounds
+    assert server.worker.thread.engine.stats.rounds > rounds
 
 
 # ── models that fail ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -449,7 +449,7 @@ def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
         stream, pieces = in_background(lambda: server.post(max_tokens=100, stream=True))
         eventually(lambda: server.worker.rows == 2)
         assert gate.reached.wait(TIMEOUT_SECONDS)
-        kill(server.worker._thread)
+        kill(server.worker.thread._thread)
         gate.opened.set()
         whole.join(TIMEOUT_SECONDS)
         stream.join(TIMEOUT_SECONDS)
@@ -457,12 +457,12 @@ def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
         assert "engine_stopped" in pieces[0].text
         assert "[DONE]" not in pieces[0].text
         assert_red(server)
-        assert isinstance(server.worker.failure, SystemExit)
+        assert isinstance(server.worker.thread.failure, SystemExit)
 
 
 def test_a_thread_killed_while_idle() -> None:
     with served(pair()) as server:
-        kill(server.worker._thread)
+        kill(server.worker.thread._thread)
         assert server.post().status_code == 503
         assert_red(server)
 
@@ -473,7 +473,7 @@ def test_what_nobody_foresaw_ends_the_thread(monkeypatch: pytest.MonkeyPatch) ->
         def step() -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(server.worker.engine, "step", step)
+        monkeypatch.setattr(server.worker.thread.engine, "step", step)
         assert server.post().status_code == 503
         assert_red(server)
 
@@ -505,7 +505,7 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     assert lines[-1] == "data: [DONE]"
     ends = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
     assert ends.count("length") == 2
-    assert not app.state.worker.alive
+    assert not app.state.worker.thread.alive
 
 
 @pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (TIMEOUT_SECONDS, 2)], ids=["too long", "twice"])
@@ -522,7 +522,7 @@ def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None
         eventually(lambda: refused(url))
         if signals == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        eventually(lambda: not worker._jobs.empty())
+        eventually(lambda: not worker.thread._jobs.empty())
         gate.opened.set()
         thread.join()
         got.extend(answers)
@@ -536,7 +536,7 @@ def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None
     took = got[0].json()["usage"]["choices"]
     assert [choice["ended_by"] for choice in took] == ["cancelled", "cancelled"]
     assert all(15 < choice["completion_tokens"] < 900 for choice in took)
-    assert not worker.alive
+    assert not worker.thread.alive
 
 
 def refused(url: str) -> bool:

@@ -70,10 +70,10 @@ def fuzzed(description: Any, path: str, method: str, examples: int, mode: Genera
 def test_what_fits_the_description(description: Any, server: Served, path: str, method: str, examples: int) -> None:
     statuses = fuzzed(description, path, method, examples, GenerationMode.POSITIVE)
     assert (200 in statuses) or path == "/v1/models/{name}"
-    assert server.worker.alive
+    assert server.worker.thread.alive
 
 
 @pytest.mark.parametrize(("path", "method", "examples"), CASES[:2])
 def test_what_does_not(description: Any, server: Served, path: str, method: str, examples: int) -> None:
     assert 400 in fuzzed(description, path, method, examples, GenerationMode.NEGATIVE)
-    assert server.worker.alive
+    assert server.worker.thread.alive

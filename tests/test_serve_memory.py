@@ -137,9 +137,9 @@ def test_memory_runs_out_in_a_round(stage: str, error: Exception, monkeypatch: p
         failed = server.post(n=3)
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "pass_failed")
         assert "out of memory" in failed.json()["error"]["message"]
-        rounds = server.worker.stats.rounds
+        rounds = server.worker.thread.stats.rounds
         assert server.post(seed=1).json()["choices"][0]["text"] == right
-        assert server.worker.stats.rounds > rounds > 0
+        assert server.worker.thread.stats.rounds > rounds > 0
         assert failing.left == [0, 0]
         assert_all_given_back(server)
 
@@ -373,7 +373,7 @@ def test_of_this_machine() -> None:
 
 
 def budget_of(recipe: ServeConfig) -> int | None:
-    return recipe.app().state.worker.engine.memory._most
+    return recipe.app().state.worker.thread.engine.memory._most
 
 
 def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,4 +396,4 @@ def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pyt
         assert refused.status_code == 400
         assert "bytes of KV cache" in refused.json()["error"]["message"]
         assert server.post(n=8, max_tokens=100).status_code == 200
-        assert server.worker.engine.memory.used <= 6_000
+        assert server.worker.thread.engine.memory.used <= 6_000

@@ -54,7 +54,7 @@ def test_a_row_gives_its_place_back_when_it_ends() -> None:
     gate = Gate(legible(0), length=10**6)
     with serving.served(pair(gate, max_batch=4), queue=0) as server, reader(server, n=4):
         eventually(lambda: server.worker.rows == 0)
-        assert len(server.worker._tickets) == 1  # its stream goes on
+        assert len(server.worker._submissions) == 1  # its stream goes on
         assert [server.post(n=4, seed=1, max_tokens=4).status_code for _ in range(3)] == [200] * 3
         assert server.worker.rows == 0
 
@@ -86,7 +86,7 @@ def test_many_who_do_not_read_and_one_who_does(trickling: bool, monkeypatch: pyt
             eventually(lambda: server.worker.rows == 0)
             if trickling:
                 threading.Thread(target=trickle, args=(connection, over), daemon=True).start()
-        assert len(server.worker._tickets) == 6
+        assert len(server.worker._submissions) == 6
         assert [server.post(n=4, max_tokens=8).status_code for _ in range(4)] == [200] * 4
         over.set()
     assert server.worker.rows == 0
@@ -104,17 +104,17 @@ def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 50_000)
     gate = Gate(legible(0), length=10**6)
     with serving.served(pair(gate)) as server, reader(server, n=2, max_tokens=900):
-        (ticket,) = server.worker._tickets
-        eventually(lambda: server.worker.rows == 0 and server.worker.engine.scheduler.idle)
-        assert ticket.inbox.qsize() <= 1
-        assert server.worker.stats.committed < 2 * 900
+        (submission,) = server.worker._submissions
+        eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
+        assert submission.inbox.qsize() <= 1
+        assert server.worker.thread.stats.committed < 2 * 900
         assert server.metric('shoal_rows_total{reason="length"}') == 0
         assert_all_given_back_but_one(server)
 
 
 def assert_all_given_back_but_one(server: Served) -> None:
-    assert not server.worker._followers
-    assert len(server.worker._tickets) == 1
+    assert not server.worker._rows
+    assert len(server.worker._submissions) == 1
     assert server.post(max_tokens=4).status_code == 200
 
 
@@ -130,17 +130,17 @@ def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 100_000)
 
     async def read() -> None:
-        ticket = Submission([], 1, stream=True, detailed=True)
-        ticket.open = 1
+        submission = Submission([], 1, stream=True, detailed=True)
+        submission.open = 1
         token = TokenUpdate(1, "x", 0.0, False)
-        news = RowUpdate(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
-        assert news.size > 20_000
-        told = ticket.news()
+        update = RowUpdate(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
+        assert update.size > 20_000
+        updates = submission.updates()
         for _ in range(50):
-            assert ticket.tell([news])
-            assert await anext(told) == news
-        assert all(ticket.tell([news]) for _ in range(3))
-        assert not all(ticket.tell([news]) for _ in range(3))
+            assert submission.put([update])
+            assert await anext(updates) == update
+        assert all(submission.put([update]) for _ in range(3))
+        assert not all(submission.put([update]) for _ in range(3))
 
     asyncio.run(read())
 
@@ -156,7 +156,7 @@ def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.Monke
     with serving.served(pair()) as server, reader(server, n=4) as connection:
         if trickling:
             threading.Thread(target=trickle, args=(connection, over), daemon=True).start()
-        eventually(lambda: not server.worker._tickets)
+        eventually(lambda: not server.worker._submissions)
         over.set()
         assert_all_given_back(server)
 

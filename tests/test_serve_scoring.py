@@ -34,8 +34,8 @@ def at_rest(server: Served) -> bool:
     worker = server.worker
     return (
         worker.rows == 0
-        and worker.engine.scheduler.idle
-        and not worker.engine.memory._reserved
+        and worker.thread.engine.scheduler.idle
+        and not worker.thread.engine.memory._reserved
         and not worker.scoring.locked()
     )
 
@@ -52,9 +52,9 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
 
     def advanced(self: Scoring) -> None:
         scoring.append(self)
-        beside(server.worker.engine.memory)
+        beside(server.worker.thread.engine.memory)
         advance(self)
-        beside(server.worker.engine.memory)
+        beside(server.worker.thread.engine.memory)
 
     def made(self: Memory, round_: Any) -> None:
         allocate(self, round_)
@@ -158,7 +158,7 @@ def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch
     beside: list[tuple[int, int]] = []
 
     def advanced(self: Scoring) -> None:
-        scheduler = server.worker.engine.scheduler
+        scheduler = server.worker.thread.engine.scheduler
         beside.append((len(scheduler.in_slots), len(scheduler.waiting)))
         advance(self)
 

@@ -229,19 +229,19 @@ class Unlisted(dict[Row, Any]):
     items = keys = values = __iter__  # type: ignore[assignment]
 
 
-def test_a_servers_ticket_joins_as_one_call_and_leaves_alone() -> None:
+def test_a_submission_joins_as_one_call_and_leaves_alone() -> None:
     """Its prompts take turns; cancelling it does not look at the rows of others."""
     engine = Timed(max_batch=1).engine
     worker = Worker(lambda: engine, 100, None)  # type: ignore[arg-type]
-    worker._followers = Unlisted()
-    tickets = []
+    worker._rows = Unlisted()
+    submissions = []
     for _ in range(2):
         requests = [Request((1 + i, 2), 2, limits=Limits(time_budget=60.0)) for i in range(2)]
-        tickets.append(Submission(requests, 4, stream=False, detailed=False))
-        worker._submit(tickets[-1])
+        submissions.append(Submission(requests, 4, stream=False, detailed=False))
+        worker._submit(submissions[-1])
     assert [(row.group, row.index) for row in engine.scheduler.waiting] == [
         (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1),
     ]  # fmt: skip
-    worker._cancel(tickets[0])
+    worker._cancel(submissions[0])
     assert [(row.group, row.index) for row in engine.scheduler.waiting] == [(2, 0), (3, 0), (2, 1), (3, 1)]
-    assert len(worker._followers) == 4
+    assert len(worker._rows) == 4

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from shoal.cli.console import stderr
 
 if TYPE_CHECKING:
-    from shoal.serve.batch_lines import Json
+    from shoal.serve.api_formats import Json
 
 MINUTE = 60.0
 """Seconds between two lines where stderr is no terminal."""
@@ -39,11 +39,11 @@ class BatchProgress:
 
     def add(self, entry: Json) -> None:
         """Counts an answer."""
-        from shoal.serve.batch_results import choices_taken, has_failed
+        from shoal.serve.batch_lines import has_failed, usage_of_choices
 
         self.answered += 1
         self.failed += has_failed(entry)
-        for took in choices_taken(entry):
+        for took in usage_of_choices(entry):
             self.tokens += took["completion_tokens"]
             self.drafted += took["drafted"]
             self.accepted += took["accepted"]

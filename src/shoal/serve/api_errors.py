@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -54,6 +55,15 @@ def public(message: str) -> str:
 def cut(text: str, most: int) -> str:
     """At most `most` characters of a text."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Turns RequestErrors of the block into ApiErrors that name a field."""
+    try:
+        yield
+    except RequestError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
 
 def api_error_of(error: Exception) -> ApiError:

@@ -1,19 +1,25 @@
-"""A batch's input: a request per line, in the API's own fields or as OpenAI's batch files have them."""
+"""Lines of batch files. A request has the API's own fields and an id, or is a line of OpenAI's batch API; results correspond."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
+from shoal.serve.api_errors import ApiError, api_error_of
+from shoal.serve.api_formats import CHAT, COMPLETIONS, Json
 
-Json = dict[str, Any]
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-"""Fields of OpenAI's batch lines; the API's own have none of these names."""
+"""Fields of OpenAI's batch lines; the API has no fields of these names."""
+
+
+class LineError(ApiError):
+    """An error outside of a request's fields: in OpenAI's results it stands without a response."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,8 @@ class BatchLine:
 
     Attributes:
         number: from 1. text: as it was read.
-        id: what its "id" or "custom_id" says, or "line-NUMBER" where it says nothing that names it: a text or an integer.
-        seeded: whether it asks for the same tokens again. enveloped: whether it is one of OpenAI's batch lines, and so answered.
+        id: the value of "id" or "custom_id"; "line-NUMBER" if it is missing or neither a text nor an integer.
+        seeded: whether it has a seed. enveloped: whether it is one of OpenAI's batch lines.
     """
 
     number: int
@@ -34,20 +40,53 @@ class BatchLine:
 
     @property
     def digest(self) -> str:
-        """Of its text: an answer that has another one answers something else."""
+        """Of the text: it identifies the request that a result answers."""
         return digest(self.text.strip())
 
+    def request(self) -> tuple[str, Json]:
+        """The API's path, and the fields of the request.
 
-def digest(text: str) -> str:
-    """16 hexadecimal digits."""
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        Raises:
+            ApiError: for anything wrong outside of the fields.
+        """
+        try:
+            fields = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the line is not valid JSON: {error}", code="invalid_json") from error
+        if not isinstance(fields, dict):
+            raise ApiError(400, "the line must be a JSON object", code="invalid_json")
+        if _is_enveloped(fields):
+            return _unwrapped(fields)
+        if not _is_id(fields.pop("id", "")):
+            raise ApiError(400, "id must be a text or an integer", param="id", code="invalid_value")
+        return (CHAT if "messages" in fields else COMPLETIONS), fields
+
+    def result(self, body: Json) -> Json:
+        """The output line for an answer of the API."""
+        return self._wrapped(200, body) if self.enveloped else {**body, "id": self.id}
+
+    def failure(self, error: Exception) -> Json:
+        """The output line for an error."""
+        api_error = api_error_of(error)
+        if not self.enveloped:
+            return {**api_error.body(), "id": self.id}
+        if isinstance(api_error, LineError):
+            return self._wrapped(None, {"code": api_error.code, "message": api_error.detail})
+        return self._wrapped(api_error.status_code, api_error.body())
+
+    def _wrapped(self, status: int | None, body: Json) -> Json:
+        """A result of OpenAI's batch API; without a status, `body` is the error of a line that was no request."""
+        key = secrets.token_hex(12)
+        response = None if status is None else {"status_code": status, "request_id": f"req_{key}", "body": body}
+        error = body if status is None else None
+        return {"id": f"batch_req_{key}", "custom_id": self.id, "response": response, "error": error}
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of an input, but for empty ones. What is wrong with one of them is for its answer to say.
+    """The lines of an input that are not empty; they are validated when they are answered.
 
     Raises:
-        RequestError: for a file that cannot be read, and for an id that is there twice.
+        RequestError: the file cannot be read, or two lines have the same id.
     """
     seen: dict[str | int, int] = {}
     try:
@@ -70,18 +109,63 @@ def _line(number: int, text: str) -> BatchLine:
     except (ValueError, RecursionError):
         parsed = None
     fields = parsed if isinstance(parsed, dict) else {}
-    enveloped = is_enveloped(fields)
+    enveloped = _is_enveloped(fields)
     named = fields.get("custom_id" if enveloped else "id")
     body = fields.get("body") if enveloped else fields
     seeded = isinstance(body, dict) and body.get("seed") is not None
-    return BatchLine(number, text, named if is_id(named) else f"line-{number}", seeded, enveloped)
+    return BatchLine(number, text, named if _is_id(named) else f"line-{number}", seeded, enveloped)
 
 
-def is_enveloped(fields: Mapping[str, Any]) -> bool:
-    """Whether an object is one of OpenAI's batch lines, be it a wrong one."""
+def _unwrapped(fields: Json) -> tuple[str, Json]:
+    """Path and fields of one of OpenAI's batch lines. Raises LineError."""
+    if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
+        raise LineError(400, f"unknown field {unknown[0]!r} beside custom_id, method, url and body", code="unknown_field")
+    if not isinstance(fields.get("custom_id"), str):
+        raise LineError(400, "custom_id must be a text", code="invalid_custom_id")
+    if fields.get("method") != "POST":
+        raise LineError(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
+    if fields.get("url") not in (COMPLETIONS, CHAT):
+        raise LineError(400, f"url must be {COMPLETIONS!r} or {CHAT!r}, got {fields.get('url')!r}", code="invalid_url")
+    if not isinstance(fields.get("body"), dict):
+        raise LineError(400, "body must be a JSON object", code="invalid_body")
+    return fields["url"], fields["body"]
+
+
+def _is_enveloped(fields: Mapping[str, Any]) -> bool:
+    """Whether an object is one of OpenAI's batch lines, valid or not."""
     return not ENVELOPE.isdisjoint(fields)
 
 
-def is_id(value: object) -> TypeGuard[str | int]:
-    """Whether it can name a line."""
+def _is_id(value: object) -> TypeGuard[str | int]:
     return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def digest(text: str) -> str:
+    """16 hexadecimal digits of SHA-256."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+# ── output lines ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def id_of(entry: object) -> str | int | None:
+    """The id of the line that an output line answers; None if it is not an answer."""
+    if not isinstance(entry, dict):
+        return None
+    if "custom_id" in entry:
+        named, known = entry["custom_id"], {"response", "error"} <= entry.keys()
+    else:
+        named, known = entry.get("id"), bool(entry.keys() & {"choices", "error"})
+    return named if known and _is_id(named) else None
+
+
+def has_failed(entry: Mapping[str, Any]) -> bool:
+    """Whether an output line is an error."""
+    response = entry.get("response")
+    return bool(entry.get("error")) or (response is not None and response["status_code"] != 200)
+
+
+def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
+    """`usage.choices` of an output line; none of an error."""
+    body = (entry.get("response") or {}).get("body", {}) if "custom_id" in entry else entry
+    return list(body.get("usage", {}).get("choices", ()))

@@ -148,7 +148,7 @@ class Replica:
 
     def check_health(self) -> None:
         """BaseRequest by Ray Serve, which starts a replica anew where this raises."""
-        if not self.app.state.worker.alive:
+        if not self.app.state.worker.thread.alive:
             raise RuntimeError("the engine has stopped")
 
 

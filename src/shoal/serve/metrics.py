@@ -1,7 +1,8 @@
-"""What is counted, for Prometheus: the engine's own figures, read when asked for, and histograms of rows and requests."""
+"""Metrics for Prometheus: the engine's figures, read on request, and counters and histograms of rows and requests."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.serve.api_errors import ApiError
+from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.worker import Worker
 from shoal.types.samples import Sample
 
@@ -29,12 +32,12 @@ COUNTED = {
     "accepted": "Drafted tokens accepted",
     "committed": "Tokens committed, replacement and bonus included",
 }
-"""Counts of `shoal.Stats`."""
+"""Counters of `shoal.Stats`."""
 STAGES = ("prefill", "propose", "verify", "accept", "commit")
 
 
 class Metrics:
-    """A server's metrics; a `shoal.serve.worker.Observer`."""
+    """A server's metrics; a `shoal.serve.worker.RowObserver`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -51,15 +54,15 @@ class Metrics:
             "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS_BUCKETS, **own
         )
 
-    def watch(self, worker: Worker) -> None:
-        """The engine's own figures are told as well."""
+    def collect_from(self, worker: Worker) -> None:
+        """Adds the figures of the worker's engine."""
         self._registry.register(_Engine(worker))
 
-    def began(self, seconds: float) -> None:
-        """A row committed its first tokens."""
+    def first_tokens(self, seconds: float) -> None:
+        """A row committed its first tokens, `seconds` after its request arrived."""
         self._first.observe(seconds)
 
-    def ended(self, sample: Sample) -> None:
+    def row_ended(self, sample: Sample) -> None:
         """A row ended."""
         self._rows.labels(sample.finish_reason).inc()
         self._seconds.observe(sample.finished_at)
@@ -67,25 +70,25 @@ class Metrics:
         if sample.target_passes:
             self._length.observe(len(sample.token_ids) / sample.target_passes)
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+    def request_ended(self, path: str, status: int, seconds: float) -> None:
+        """The last byte of an answer was sent."""
         self._answers.labels(path, str(status)).inc()
         self._duration.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Engine(Collector):
-    """Figures of the engine, as they are when asked for."""
+    """Figures of the engine, read when the metrics are requested."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
         """One family per figure."""
-        stats = self._worker.stats
+        stats = self._worker.thread.stats
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
         seconds = CounterMetricFamily("shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"])
@@ -95,8 +98,38 @@ class _Engine(Collector):
         yield GaugeMetricFamily("shoal_acceptance_length", "Tokens per row and target pass so far", stats.acceptance_length)
         yield GaugeMetricFamily("shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity)
         with suppress(ApiError):  # there is no engine while a failed one is replaced
-            engine = self._worker.engine
+            engine = self._worker.thread.engine
             yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
             yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
             yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
-        yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.alive))
+        yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive))
+
+
+class RequestMetrics:
+    """ASGI middleware that counts requests by route and status, and measures the time to the last byte of their answers."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forwards everything to the application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), CLIENT_GONE
+
+        async def record_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, record_status)
+        except Exception:
+            status = 500  # the server answers so, unless the answer had begun
+            raise
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", "other")  # not the requested path: clients could create any number of labels
+            self.metrics.request_ended(path, status, time.perf_counter() - started)

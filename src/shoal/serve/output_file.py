@@ -11,8 +11,8 @@ from typing import Any
 
 from shoal.durable import mend, sync, sync_entry
 from shoal.errors import RequestError
-from shoal.serve.batch_lines import BatchLine, Json
-from shoal.serve.batch_results import has_failed, id_of
+from shoal.serve.api_formats import Json
+from shoal.serve.batch_lines import BatchLine, has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0
 """So many answers may be in the system's memory only, and for so long while further ones come."""

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from shoal.errors import InternalError, ModelError, ShoalError
-from shoal.serve.batch_lines import BatchLine, Json
-from shoal.serve.batch_results import LineError, failed
+from shoal.serve.api_formats import Json
+from shoal.serve.batch_lines import BatchLine, LineError
 from shoal.serve.blocks import MAX_DEATHS, Block, Blocks
 from shoal.serve.cluster import Share, connected, look_for_room
 from shoal.serve.offline import Offline
@@ -105,7 +105,7 @@ class _Pool:
             given_up = self._blocks.died(block)
             if given_up is not None:
                 message = f"this line was alone with {MAX_DEATHS} workers, and each of them died: {why}"
-                self._done(failed(given_up, LineError(500, message, code="worker_died")))
+                self._done(given_up.failure(LineError(500, message, code="worker_died")))
         if len(self._blocks):
             self._start()
 

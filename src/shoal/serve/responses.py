@@ -1,4 +1,4 @@
-"""Answers to an order, whole or as a stream of server-sent events: the same rows, followed in two ways."""
+"""The answer to a parsed request, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -6,41 +6,37 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_formats import ApiFormat, Choice, Json, usage
+from shoal.serve.api_errors import ApiError, api_error_of, public
+from shoal.serve.api_formats import ApiFormat, Json, finite
 from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.scoring import scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
-from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
 from shoal.types.samples import Sample, ranked
 
-NOTHING = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
-"""The sample of a row that was to have no tokens."""
+EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
+"""The sample of a request for no tokens."""
 
 
 @dataclass
 class ApiResponse:
-    """One order being answered.
+    """The answer to one request, computed by `whole` or `events`.
 
     Attributes:
-        model: the name to answer under.
+        model: the name in the answer.
     """
 
     worker: Worker
     tokenizer: Any
     model: str
-    form: ApiFormat
-    order: ParsedRequest
+    api: type[ApiFormat]
+    parsed: ParsedRequest
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -48,152 +44,134 @@ class ApiResponse:
         """The answer, once all rows have ended.
 
         Raises:
-            ApiError, RequestError: see `Worker.serving`; if every row failed, why the first did.
+            ApiError, RequestError: see `Worker.serving`; if every row failed, the error of the first.
         """
-        order, ticket = self.order, self._ticket()
-        async with self._serving(ticket):
-            prompts = await self._prompts()
-            ends = sorted([news async for news in self._news(ticket)], key=lambda news: news.place)
-        samples = [news.sample for news in ends if news.sample is not None]
-        if all(news.error is not None for news in ends):
+        parsed, submission = self.parsed, self._submission()
+        async with self._serving(submission):
+            prompts = await self._scored_prompts()
+            ends = sorted([update async for update in self._updates(submission)], key=lambda update: update.index)
+        samples = [update.sample for update in ends if update.sample is not None]
+        if all(update.error is not None for update in ends):
             raise _failure(ends[0].error)
-        kept = [ends[place] for place in _kept(samples, order)]
-        choices = [self._choice(index).whole(news, *self._echoed(news, prompts)) for index, news in enumerate(kept)]
-        took = usage(self._prompt_length, samples, [news.sample for news in kept if news.sample is not None])
-        return self._body(self.form.whole, choices) | {"usage": took}
+        returned = [ends[index] for index in _returned(samples, parsed)]
+        choices = []
+        for index, update in enumerate(returned):
+            prompt = update.index // parsed.drawn
+            choices.append(self._choice(index).whole(update, parsed.echo[prompt] if parsed.echo else "", prompts[prompt]))
+        usage = self._usage(samples, [update.sample for update in returned if update.sample is not None])
+        return self._body(self.api.object_name, choices) | {"usage": usage}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The same as server-sent events; the first item comes when the engine has taken the order, and may be empty.
+        """The answer as server-sent events. The first item, which may be empty, comes once the engine has accepted the rows.
 
         Raises:
             ApiError, RequestError: before the first item, as `whole` does; later errors are events.
         """
-        order, ticket = self.order, self._ticket()
-        choices = [self._choice(place) for place in range(order.drawn * len(order.prompts))]
-        async with self._serving(ticket):
-            yield await self._opening(choices)
+        parsed, submission = self.parsed, self._submission()
+        choices = [self._choice(index) for index in range(parsed.rows)]
+        async with self._serving(submission):
+            yield self._first_events(choices, await self._scored_prompts())
             samples: dict[int, Sample] = {}
             try:
-                async for news in self._news(ticket):
-                    yield self._event(choices[news.place].piece(news))
-                    if news.sample is not None:
-                        samples[news.place] = news.sample
+                async for update in self._updates(submission):
+                    yield self._chunk(choices[update.index].chunk(update))
+                    if update.sample is not None:
+                        samples[update.index] = update.sample
             except Exception as error:  # the status has been sent
                 yield _event(api_error_of(error).body())
                 return
-        if order.usage:
-            ended = [samples[place] for place in sorted(samples)]
-            yield _event(self._body(self.form.chunk, []) | {"usage": usage(self._prompt_length, ended, ended)})
+        if parsed.include_usage:
+            ended = [samples[index] for index in sorted(samples)]
+            yield _event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended)})
         yield b"data: [DONE]\n\n"
 
-    # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ticket(self) -> Submission:
-        order = self.order
-        detailed = order.details or order.logprobs is not None
-        return Submission(order.requests, order.drawn * len(order.prompts), stream=order.stream, detailed=detailed)
+    def _submission(self) -> Submission:
+        parsed = self.parsed
+        detailed = parsed.details or parsed.top_logprobs is not None
+        return Submission(parsed.requests, parsed.rows, stream=parsed.stream, detailed=detailed)
 
     @asynccontextmanager
-    async def _serving(self, ticket: Submission) -> AsyncIterator[None]:
-        """As `Worker.serving`; what is refused there is refused for its prompt, as the rest has been looked at before."""
+    async def _serving(self, submission: Submission) -> AsyncIterator[None]:
+        """`Worker.serving`, whose errors name the prompt's field: all other fields have been validated."""
         try:
-            async with self.worker.serving(ticket):
+            async with self.worker.serving(submission):
                 yield
         except RequestError as error:
-            raise ApiError(400, str(error), param=self.form.asked, code="invalid_value") from error
+            raise ApiError(400, str(error), param=self.api.prompt_field, code="invalid_value") from error
 
-    async def _news(self, ticket: Submission) -> AsyncIterator[RowUpdate]:
-        """Of the ticket; where nothing was to be generated, of rows that ended at once."""
-        async for news in ticket.news():
-            yield news
-        if not self.order.requests:
-            for place in range(self.order.drawn * len(self.order.prompts)):
-                yield RowUpdate(place, "", (), 0, 0, 0, 0, NOTHING)
+    async def _updates(self, submission: Submission) -> AsyncIterator[RowUpdate]:
+        """Of the submission; if nothing is to be generated, of rows without tokens."""
+        async for update in submission.updates():
+            yield update
+        if not self.parsed.requests:
+            for index in range(self.parsed.rows):
+                yield RowUpdate(index, "", (), 0, 0, 0, 0, EMPTY)
 
-    def _choice(self, index: int) -> Choice:
-        return Choice(self.form, self._name, index, self.order.logprobs, self.order.details)
+    async def _scored_prompts(self) -> list[tuple[TokenUpdate, ...]]:
+        """The tokens of the prompts, if they are echoed with log-probabilities."""
+        parsed = self.parsed
+        if parsed.echo is None or parsed.top_logprobs is None:
+            return [()] * len(parsed.prompts)
+        scorings = await scored(self.worker, parsed.prompts, parsed.top_logprobs, parsed.deadline)
+        return [scoring.tokens(self.tokenizer) for scoring in scorings]
 
-    def _name(self, token: int) -> tuple[str, bytes | None]:
-        return name_and_bytes(self.tokenizer, token)
+    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _prompts(self) -> list[tuple[TokenUpdate, ...]]:
-        """The prompts' own tokens, where they come back with log-probabilities."""
-        order = self.order
-        if order.echo is None or order.logprobs is None:
-            return [()] * len(order.prompts)
-        done = await scored(self.worker, order.prompts, order.logprobs, order.deadline)
-        return [scoring.tokens(self.tokenizer) for scoring in done]
+    def _choice(self, index: int) -> ApiFormat:
+        return self.api(self.tokenizer, index, self.parsed.top_logprobs, self.parsed.details)
 
-    def _echoed(self, news: RowUpdate, prompts: Sequence[Sequence[TokenUpdate]]) -> tuple[str, Sequence[TokenUpdate]]:
-        prompt = news.place // self.order.drawn
-        return (self.order.echo[prompt] if self.order.echo else ""), prompts[prompt]
-
-    async def _opening(self, choices: Sequence[Choice]) -> bytes:
-        prompts = await self._prompts()
-        echo: Sequence[str | None] = self.order.echo or [None] * len(prompts)
-        opened = [
-            choice.opening(echo[place // self.order.drawn], prompts[place // self.order.drawn])
-            for place, choice in enumerate(choices)
+    def _first_events(self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]]) -> bytes:
+        echo: Sequence[str | None] = self.parsed.echo or [None] * len(prompts)
+        chunks = [
+            choice.first_chunk(echo[index // self.parsed.drawn], prompts[index // self.parsed.drawn])
+            for index, choice in enumerate(choices)
         ]
-        return b"".join(self._event(piece) for piece in opened if piece is not None)
+        return b"".join(self._chunk(chunk) for chunk in chunks if chunk is not None)
 
-    def _event(self, choice: Json) -> bytes:
-        return _event(self._body(self.form.chunk, [choice]) | ({"usage": None} if self.order.usage else {}))
+    def _chunk(self, choice: Json) -> bytes:
+        return _event(self._body(self.api.chunk_name, [choice]) | ({"usage": None} if self.parsed.include_usage else {}))
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
-        key = self.form.prefix + self.key
+        key = self.api.id_prefix + self.key
         return {"id": key, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
 
-    @property
-    def _prompt_length(self) -> int:
-        return sum(map(len, self.order.prompts))
+    def _usage(self, drawn: Sequence[Sample], returned: Sequence[Sample]) -> Json:
+        """Tokens of all samples drawn, and the counters of each sample returned."""
+        prompt = sum(map(len, self.parsed.prompts))
+        completion = sum(len(sample.token_ids) for sample in drawn)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "choices": [
+                {
+                    "index": index, "completion_tokens": len(sample.token_ids), "drafted": sample.drafted,
+                    "accepted": sample.accepted, "rounds": sample.rounds, "mean_logprob": finite(sample.mean_logprob),
+                    "ended_by": sample.finish_reason, "finished": sample.finished,
+                    "error": sample.error and public(sample.error),
+                }
+                for index, sample in enumerate(returned)
+            ],
+        }  # fmt: skip
 
 
 def _failure(error: ShoalError | None) -> Exception:
-    """What failed a row, as an answer: its own request is at fault, or the model is, or there was no memory for now."""
+    """The error of a request whose rows all failed: 400 for the request's fault, 500 for the model's, 503 for lack of memory."""
     if isinstance(error, RequestError):
         return error
     return ApiError(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
 
 
-def _kept(samples: Sequence[Sample], order: ParsedRequest) -> list[int]:
-    """Places of the samples that come back: all in order, or each prompt's best."""
-    if order.kept == order.drawn:
+def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
+    """Indices of the samples that are returned: all in order, or the best of each prompt."""
+    if parsed.returned == parsed.drawn:
         return list(range(len(samples)))
-    places = {id(sample): place for place, sample in enumerate(samples)}
-    groups = [samples[start : start + order.drawn] for start in range(0, len(samples), order.drawn)]
-    return [places[id(sample)] for group in groups for sample in ranked(group)[: order.kept]]
+    indices = {id(sample): index for index, sample in enumerate(samples)}
+    groups = [samples[start : start + parsed.drawn] for start in range(0, len(samples), parsed.drawn)]
+    return [indices[id(sample)] for group in groups for sample in ranked(group)[: parsed.returned]]
 
 
 def _event(body: Json) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
-
-
-class EventStream(StreamingResponse):
-    """Sends the events of a reply, and closes them whatever happens: rows end when their client goes.
-
-    Args:
-        first: of the events, taken before there is a response: what the engine refuses still has a status to be told by.
-        headers: further ones of the answer.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
-        self._events = events
-        super().__init__(
-            _chained(first, events), headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers}
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the last event or until the client goes."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-
-
-async def _chained(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in events:
-        yield event

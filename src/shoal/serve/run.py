@@ -77,8 +77,8 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     finally:
         signal.signal(signal.SIGTERM, previous)
         worker.stop()
-    if worker.failure is not None:
-        raise InternalError(f"the engine's thread has ended: {worker.failure!r}")
+    if worker.thread.failure is not None:
+        raise InternalError(f"the engine's thread has ended: {worker.thread.failure!r}")
 
 
 class _Server(uvicorn.Server):
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._leaving is not None and time.monotonic() >= self._leaving[1]:
             super().handle_exit(self._leaving[0], None)
-        return await super().on_tick(counter) or not self._state.worker.alive
+        return await super().on_tick(counter) or not self._state.worker.thread.alive
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.draining = True

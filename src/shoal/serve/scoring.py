@@ -44,15 +44,15 @@ async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, dea
 async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
     async with worker.scoring:
         try:
-            while not await worker.call(lambda: worker.engine.reserve_tokens(len(ids))):
+            while not await worker.thread.call(lambda: worker.thread.engine.reserve_tokens(len(ids))):
                 await asyncio.sleep(POLL_SECONDS)
-            scoring = await worker.call(lambda: Scoring(worker.engine.target, ids, top))
+            scoring = await worker.thread.call(lambda: Scoring(worker.thread.engine.target, ids, top))
             while not scoring.done:
-                await worker.call(scoring.advance)
+                await worker.thread.call(scoring.advance)
             scoring.release()
             return scoring
         finally:
-            worker.leave(lambda: worker.engine.reserve_tokens(0))
+            worker.thread.post(lambda: worker.thread.engine.reserve_tokens(0))
 
 
 class Scoring:

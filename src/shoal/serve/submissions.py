@@ -1,4 +1,4 @@
-"""What of a request crosses between the event loop and the engine's thread."""
+"""What crosses between the event loop and the engine's thread: a `Submission` one way, its `RowUpdate`s the other way."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20
-"""Bytes of news that may wait for whoever reads a stream."""
+"""Size of the updates of a stream that may wait to be read."""
 
 
 class TokenUpdate(NamedTuple):
-    """One token of a sample: `text` is what it adds, `top` the most probable ones there, if they were asked for."""
+    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its position, if requested."""
 
     id: int
     text: str
@@ -28,15 +28,15 @@ class TokenUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """What became of one row since the last news of it.
+    """The progress of one row since its last update.
 
     Attributes:
-        place: which row of the ticket, prompt by prompt.
-        text, tokens: new ones; tokens only if details were asked for, each as soon as all its text may be shown.
-        committed, drafted, accepted, rounds: so far. sample: set when the row ended; error: if it failed, why.
+        index: of the row among those of its submission, prompt by prompt.
+        text, tokens: new ones; tokens only of a detailed submission, each as soon as all its text may be shown.
+        committed, drafted, accepted, rounds: totals of the row. sample: set when the row has ended. error: why it failed.
     """
 
-    place: int
+    index: int
     text: str
     tokens: tuple[TokenUpdate, ...]
     committed: int
@@ -48,20 +48,22 @@ class RowUpdate:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes until it is read, about."""
-        tops = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
-        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * tops
+        """Approximate bytes that the update takes until it is read."""
+        alternatives = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
+        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * alternatives
 
 
 class Submission:
-    """One HTTP request: what the engine is asked, and the news of it.
+    """The rows of one request in the engine, and the queue of their updates.
+
+    Args:
+        requests: one per prompt; none if nothing is to be generated. rows: number of samples, which take capacity.
+        stream: updates after every round, not only at each row's end. detailed: updates have tokens.
 
     Attributes:
-        requests: one per prompt; none if nothing is to be generated. rows: asked for. open: rows whose ends have not been read.
-        held: rows that still have a place in the engine. unread: bytes of news that wait to be read.
-        stream: news of every round, not only of each row's end. detailed: news tell their tokens.
-        members: its rows in the engine, prompt by prompt; the engine thread's own.
-        inbox: where the event loop finds news, or what ended them all.
+        open: rows whose end has not been read. held: rows that take capacity. unread: bytes of updates in the inbox.
+        members: the rows in the engine, prompt by prompt; the engine thread's own.
+        inbox: updates, or the error that ended all rows.
     """
 
     def __init__(self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool) -> None:
@@ -70,56 +72,51 @@ class Submission:
         self.members: list[Row] = []
         self.held = self.unread = 0
         self.inbox: asyncio.Queue[list[RowUpdate] | Exception] = asyncio.Queue()
+        self._sent_tokens = [0] * self.open
 
-    async def news(self) -> AsyncIterator[RowUpdate]:
-        """All news, until the last row has ended.
+    async def updates(self) -> AsyncIterator[RowUpdate]:
+        """All updates until the last row has ended.
 
         Raises:
-            Exception: whatever ended all rows at once.
+            Exception: the error that ended all rows.
         """
         while self.open:
-            got = await self.inbox.get()
-            if isinstance(got, Exception):
-                raise got
-            self.unread -= sum(news.size for news in got)
-            for news in got:
-                self.open -= news.sample is not None
-                yield news
+            updates = await self.inbox.get()
+            if isinstance(updates, Exception):
+                raise updates
+            self.unread -= sum(update.size for update in updates)
+            for update in updates:
+                self.open -= update.sample is not None
+                yield update
 
-    def tell(self, news: list[RowUpdate]) -> bool:
+    def put(self, updates: list[RowUpdate]) -> bool:
         """Queues updates for the reader. False if more than `MAX_UNREAD_BYTES` of a stream wait: all of them are dropped then.
-        Updates of an answer in one piece are not limited."""
-        self.unread += sum(one.size for one in news)
+
+        Without `stream` there is no limit: the server itself reads.
+        """
+        self.unread += sum(update.size for update in updates)
         if self.stream and self.unread > MAX_UNREAD_BYTES:
             self.inbox = asyncio.Queue()
             return False
-        self.inbox.put_nowait(news)
+        self.inbox.put_nowait(updates)
         return True
 
-
-@dataclass(eq=False)
-class RowStream:
-    """The engine thread's side of one row: makes news of commits, and remembers what was told."""
-
-    ticket: Submission
-    place: int
-    told: int = 0
-
-    def news(self, commit: Commit) -> RowUpdate | None:
-        """None when there is nothing to tell yet."""
+    def update(self, index: int, commit: Commit) -> RowUpdate | None:
+        """A row's update after a commit, made on the engine's thread; None if the row has not ended and nothing is streamed."""
         row, sample = commit.row, commit.sample
-        if sample is None and not self.ticket.stream:
+        if sample is None and not self.stream:
             return None
-        tokens = self._tokens(row, sample) if self.ticket.detailed else ()
-        text = commit.text if self.ticket.stream or sample is None else sample.text
-        return RowUpdate(self.place, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
+        tokens = self._new_tokens(index, row, sample) if self.detailed else ()
+        text = commit.text if self.stream or sample is None else sample.text
+        return RowUpdate(index, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
 
-    def _tokens(self, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
-        """Those whose text is out, and that no stop string can take back."""
+    def _new_tokens(self, index: int, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
+        """Tokens not sent yet whose text is complete and that no stop string can remove."""
         text = row.detokenizer
-        start, self.told = self.told, len(sample.token_ids) if sample else text.covering(text.shown)
+        start, end = self._sent_tokens[index], len(sample.token_ids) if sample else text.covering(text.shown)
+        self._sent_tokens[index] = end
         tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
         return tuple(
             TokenUpdate(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.from_draft[i], tops[i])
-            for i in range(start, self.told)
+            for i in range(start, end)
         )

@@ -1,0 +1,218 @@
+"""The one thread that owns the models. Between two rounds it runs the jobs that the event loop gave it.
+
+A failed pass fails all rows, and a new engine replaces the failed one. Any other error, and a second failed pass before a round has
+finished, ends the thread: no call is left without a result, later calls are rejected, and `shoal.serve.run` ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from shoal.engine.engine import Engine
+from shoal.errors import InternalError, ModelError, ShoalError
+from shoal.models.out_of_memory import explained
+from shoal.serve.api_errors import ApiError
+from shoal.types.rounds import Commit
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_FAILURES = 2
+"""Passes that fail in a row, without a finished round between them, before the thread ends."""
+
+
+class Listener(Protocol):
+    """What is called with the results of rounds."""
+
+    def on_commits(self, commits: Iterable[Commit]) -> None:
+        """Called on the engine's thread after a round."""
+        ...
+
+    def on_failed_pass(self, reason: str) -> None:
+        """Called on the engine's thread: the engine and all its rows are lost."""
+        ...
+
+    def on_end(self) -> None:
+        """Called on the event loop: the thread has ended."""
+        ...
+
+
+class EngineThread:
+    """Runs an engine on a thread of its own.
+
+    Args:
+        make_engine: called now, and again after a failed pass.
+
+    Attributes:
+        stats: of all its engines. failure: the error that ended the thread.
+        busy_since: when the current round or job began, by `time.perf_counter`; None = the thread waits for a job.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], listener: Listener) -> None:
+        self._make_engine, self._listener = make_engine, listener
+        self._engine: Engine | None = make_engine()
+        self.stats = self._engine.stats
+        self.failure: BaseException | None = None
+        self.busy_since: float | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._failures = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The current engine. Other threads may read its counters, and must not keep a reference to it.
+
+        Raises:
+            ApiError: 503, while a failed engine is replaced.
+        """
+        if self._engine is None:
+            raise ApiError(503, "the engine failed, and a new one is being made", code="pass_failed")
+        return self._engine
+
+    @property
+    def alive(self) -> bool:
+        """Whether rows can be decoded. False before or as soon as the last open call has failed."""
+        return self._thread.is_alive() and not self._over
+
+    # ── called on the event loop ────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the thread; `loop` receives the results of calls."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the current round."""
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Runs a job that cannot fail on the thread, and does not wait for it."""
+        self._jobs.put(job)
+
+    async def call(self, job: Callable[[], T]) -> T:
+        """Runs a job on the thread between two rounds.
+
+        Raises:
+            ApiError: 503, the thread has ended. Exception: what the job raised.
+        """
+        if not self.alive:
+            raise engine_stopped()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def run() -> None:
+            try:
+                with explained("the server"):
+                    result = job()
+            except Exception as error:
+                self.notify(_settle, future, error, None)
+            else:
+                self.notify(_settle, future, None, result)
+
+        self._jobs.put(run)
+        return await future
+
+    def _end(self) -> None:
+        self._over = True
+        for future in list(self._calls):
+            _settle(future, engine_stopped(), None)
+        self._listener.on_end()
+
+    # ── called on the thread ────────────────────────────────────────────────────────────────────────────────────────
+
+    def notify(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function on the event loop, unless the loop is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _run(self) -> None:
+        try:
+            while self._run_jobs():
+                self.busy_since = time.perf_counter()
+                self._run_round()
+        except BaseException as error:  # also an exception that another thread raised in this one
+            self.failure = error
+            LOG.critical("the engine's thread has ended", exc_info=error)
+        finally:
+            self.notify(self._end)
+
+    def _run_jobs(self) -> bool:
+        """Runs the jobs that are queued now; later ones wait for a round. Blocks while no row is active. False: stop."""
+        due = self._jobs.qsize()
+        while due > 0 or self.engine.scheduler.idle:
+            self.busy_since = None
+            job = self._jobs.get()
+            self.busy_since = time.perf_counter()
+            if job is None:
+                return False
+            job()
+            due -= 1
+        return True
+
+    def _run_round(self) -> None:
+        rounds = self.stats.rounds
+        try:
+            commits = self.engine.step()
+        except InternalError:
+            raise
+        except ShoalError as error:
+            reason = str(error)  # the error itself is not kept: its traceback refers to the engine
+        else:
+            self._failures = 0 if self.stats.rounds > rounds else self._failures
+            self._listener.on_commits(commits)
+            return
+        self._replace_engine(reason)
+
+    def _replace_engine(self, reason: str) -> None:
+        """After a failed pass the content of the caches is unknown: all rows fail, and a new engine takes the next ones.
+
+        Raises:
+            ModelError: `MAX_FAILURES` passes in a row have failed, so a new engine would fail as well.
+        """
+        LOG.error("a pass failed, and the rows in it: %s", reason)
+        self._listener.on_failed_pass(reason)
+        self._failures += 1
+        if self._failures == MAX_FAILURES:
+            raise ModelError(f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}")
+        self._release_engine()
+        self._engine = self._make_engine()
+        self._engine.stats = self.stats
+
+    def _release_engine(self) -> None:
+        """Frees the engine's memory before a new engine is made: both may not fit."""
+        releases = self.engine.releases()
+        self._engine = None
+        gc.collect()
+        for release in releases:
+            release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def engine_stopped() -> ApiError:
+    """The error of requests that have no engine."""
+    return ApiError(503, "the engine has stopped; this server must be restarted", code="engine_stopped")
+
+
+def _settle(future: asyncio.Future[T], error: Exception | None, result: T) -> None:
+    """Sets a result or an error, unless the caller has cancelled."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

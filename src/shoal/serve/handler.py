@@ -1,0 +1,62 @@
+"""`ApiHandler.handle`: from the fields of a request to its answer, for HTTP and for batch files alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.concurrency import run_in_threadpool
+
+from shoal.api import Shoal
+from shoal.engine.engine import Engine
+from shoal.serve import bodies
+from shoal.serve.api_errors import ApiError
+from shoal.serve.api_formats import FORMATS, ApiFormat
+from shoal.serve.metrics import Metrics
+from shoal.serve.request_parser import ParsedRequest, RequestParser
+from shoal.serve.responses import ApiResponse
+from shoal.serve.settings import Settings
+from shoal.serve.worker import Worker
+
+
+class ApiHandler:
+    """Answers the requests of the API with a pair.
+
+    Args:
+        make_engine: engines of `shoal`, see `EngineThread`.
+
+    Attributes:
+        worker: to be started by the caller, on its event loop.
+    """
+
+    def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:
+        self.shoal, self.settings, self.metrics = shoal, settings, Metrics()
+        self.worker = Worker(make_engine, settings.queue, self.metrics)
+        engine, capacity = self.worker.thread.engine, self.worker.capacity
+        self._parser = RequestParser(
+            shoal.tokenizer, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
+        )  # fmt: skip
+
+    async def handle(self, path: str, fields: dict[str, Any]) -> ApiResponse:
+        """Validates a request, on another thread: long texts take time.
+
+        Args:
+            path: of the API, a key of `FORMATS`. fields: the JSON object of the body.
+
+        Raises:
+            ApiError, RequestError, RequestValidationError: the request cannot be served.
+        """
+        api = FORMATS[path]
+        parsed = await run_in_threadpool(self._parsed, api, fields)
+        return ApiResponse(self.worker, self.shoal.tokenizer, self.settings.model, api, parsed)
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError for a name that is not the served model's."""
+        if name != self.settings.model:
+            message = f"there is no model {name!r} here; this server has {self.settings.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _parsed(self, api: type[ApiFormat], fields: dict[str, Any]) -> ParsedRequest:
+        request = bodies.validated(api.request_model, fields)
+        self.require_model(request.model or self.settings.model)
+        return self._parser.parse(request)

@@ -1,0 +1,58 @@
+"""The OpenAPI description of the routes whose bodies FastAPI does not parse itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from shoal.serve import response_models
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+
+HEADERS: dict[str, dict[str, Any]] = {
+    "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": {"type": "string"}},
+    "x-shoal-clamped": {"description": "Values that were lowered to this server's limit.", "schema": {"type": "string"}},
+}
+"""Headers that say how an answer differs from the request."""
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": response_models.ErrorAnswer, "description": what}
+    for status, what in {
+        400: "The request cannot be served; the message says why.",
+        401: "The API key is missing or wrong.",
+        403: "The server is not asked under this name.",
+        404: "There is no such model.",
+        408: "The body took too long to arrive.",
+        413: "The body is too large.",
+        429: "Too much is waiting; Retry-After says when to come again.",
+        500: "The model failed.",
+        503: "The engine has stopped or lost this request.",
+    }.items()
+}
+
+
+def described(request: type[BaseRequest], answer: type[response_models.Answer]) -> dict[str, Any]:
+    """A route's description: its body, and an answer that is one object, or events that each hold a part of one."""
+    schema = {"$ref": f"#/components/schemas/{request.__name__}"}
+    return {
+        "responses": REFUSALS | {200: {"model": answer, "content": {"text/event-stream": {}}, "headers": HEADERS}},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Adds the request models, and removes FastAPI's status 422: invalid bodies are answered with 400."""
+    generated = app.openapi
+    _, models = models_json_schema(
+        [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
+    )
+
+    def openapi() -> dict[str, Any]:
+        description = generated()
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        description["components"]["schemas"] |= models["$defs"]
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]

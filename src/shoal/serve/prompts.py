@@ -1,0 +1,62 @@
+"""Prompts of both APIs as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.constraints.fim import fill_in_middle
+from shoal.errors import RequestError
+from shoal.serve.api_errors import ApiError, naming
+from shoal.serve.request_models import Message
+
+Prompt = str | Sequence[int]
+
+
+class PromptEncoder:
+    """Encodes prompts; may be used by several threads.
+
+    Args:
+        chat_template: replaces the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, chat_template: str | None) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._template = chat_template or tokenizer.chat_template
+
+    def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
+        """Ids of a text, with a suffix those of a fill-in-the-middle prompt; ids are checked. Raises ApiError."""
+        if suffix is not None:
+            if not isinstance(prompt, str):
+                raise ApiError(400, "suffix needs a prompt that is a text", param="suffix")
+            with naming("suffix"):
+                return tuple(fill_in_middle(self._tokenizer, prompt, suffix))
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        if max(prompt) >= self._vocab_size:  # the tokenizer could not decode it for `echo`
+            message = f"prompt ids must be in 0..{self._vocab_size - 1}, got {max(prompt)}"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        return tuple(prompt)
+
+    def text(self, prompt: Prompt) -> str:
+        """The prompt's text, for `echo`."""
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+
+    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> tuple[int, ...]:
+        """Ids of a conversation as the chat template writes it.
+
+        Raises:
+            RequestError: there is no template. ApiError: the template raised an error.
+        """
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+            )
+        plain = [message.plain() for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                plain, chat_template=self._template, tokenize=False, add_generation_prompt=True, **variables
+            )
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # a template is a program that may raise anything
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error

@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
+from shoal.testing.engines import engine_of
+from shoal.testing.scripted import adversary, hashed, oracle, scripted
+from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
+from shoal.types.samples import Sample
 
 
 def grown_to(length: int) -> Bass:
@@ -66,7 +72,7 @@ def test_a_row_near_its_end_says_nothing_about_the_length() -> None:
     for drafted, accepted in (([2, 1], [2, 1]), ([6, 3], [0, 3]), ([0, 0], [0, 0]), ([], [])):
         bass.update(drafted, accepted)
         assert bass.next_length() == 7
-    bass.update([7, 6], [1, 6])  # 7 - 1 = 6, and the second row, taken as far as it had room, sets no bound
+    bass.update([7, 6], [1, 6])  # 7 - 1 = 6, and the second row, which could draft no more, sets no bound
     assert bass.next_length() == 6
     bass.update([6, 5], [0, 5])
     assert bass.next_length() == 4  # 6 - 1 - 1
@@ -77,7 +83,7 @@ def test_a_row_near_its_end_says_nothing_about_the_length() -> None:
 def test_rows_that_drafted_nothing_do_not_count_in_the_heuristic() -> None:
     heuristic = Heuristic()
     for drafted, accepted, expected in (
-        ([5, 0, 0, 0], [0, 0, 0, 0], 4),  # three rows have no room; the one that drafted was rejected
+        ([5, 0, 0, 0], [0, 0, 0, 0], 4),  # three rows may not draft; the one that drafted was rejected
         ([4, 4, 0, 0], [4, 0, 0, 0], 6),
         ([6, 6, 6, 0], [6, 0, 0, 0], 5),
         ([0, 0], [0, 0], 5),
@@ -134,8 +140,52 @@ def test_fixed_never_moves(k: int) -> None:
         assert fixed.next_length() == fixed.limit == k
 
 
+class Stepwise:
+    """A controller of one's own: 4 drafts for a row whose drafts were all accepted in its last round, 1 for others."""
+
+    limit = 4
+    adaptive = False
+    may_speculate = True
+    shorten = None
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}  # by serial number of the row
+        self._rows: list[int] = []
+
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+        self._rows = [row.serial for row in rows]
+        return [min(self._lengths.get(row.serial, self.limit), row.max_draft_length) for row in rows]
+
+    def learn(self, outcome: Outcome) -> None:
+        accepted = [a == d for a, d in zip(outcome.accepted, outcome.drafted, strict=True)]
+        self._lengths = {row: self.limit if all_ else 1 for row, all_ in zip(self._rows, accepted, strict=True)}
+
+
+def test_a_controller_of_ones_own_through_an_engine() -> None:
+    """Three rows side by side: every draft is right; every draft is wrong; only the first one is wrong."""
+    vocab = 11
+    right = hashed(vocab)
+
+    def drafts(ids: tuple[int, ...]) -> Tensor:
+        wrong = ids[0] == 2 or (ids[0] == 3 and len(ids) == 2)
+        return (adversary if wrong else oracle)(right, vocab)(ids)
+
+    engine = engine_of(scripted(right, vocab), scripted(drafts, vocab), by_name(Stepwise()))
+    for first, new in ((1, 20), (2, 5), (3, 13)):
+        engine.submit(Request((first, 5), 1, Sampling(temperature=0), Limits(max_new_tokens=new)))
+    samples: dict[int, Sample] = {}
+    while commits := engine.step():
+        samples |= {c.row.tokens[0]: c.sample for c in commits if c.sample is not None}
+    counts = {first: (sample.rounds, sample.drafted, sample.accepted) for first, sample in samples.items()}
+    assert counts == {
+        1: (4, 4 + 4 + 4 + 4, 16),  # five tokens a round
+        2: (5, 4 + 1 + 1 + 1 + 0, 0),  # one token a round, and the last one of a row is never drafted
+        3: (4, 4 + 1 + 4 + 4, 9),  # 1, 2, 5 and 5 tokens
+    }
+
+
 class Own:
-    """A user's controller."""
+    """A user's lookahead."""
 
     limit = 3
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 class Bass:
     """If some row took its whole draft: l + 2, at most 32. Otherwise l - ceil(l / 10) - s, at least what the best row took;
-    s = 1 from the second shrink in a row on. Rows whose drafts were shorter than l, as they had no room for more, do not count;
+    s = 1 from the second shrink in a row on. Rows near their end, whose drafts were shorter than l, do not count;
     if there are no others, l stays."""
 
     L0, INCREMENT, MODULUS, LIMIT = 7, 2, 10, 32

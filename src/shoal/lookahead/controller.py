@@ -1,7 +1,7 @@
-"""Draft length controllers: how many tokens to propose next. They see counts and prices, never tensors.
+"""Draft length controllers: how many tokens to draft next. They see counts and costs, never tensors.
 
-`by_name` turns what a user writes into one. A simple controller (`Lookahead`: two methods) knows one length for the whole batch;
-`Auto` gives every row its own. `as_controller` makes the engine's kind of both.
+There are two protocols. A `Lookahead` (two methods) has one draft length for the whole batch. A `Controller` has one for each row,
+and is what the engine asks: `as_controller` makes one of a `Lookahead`. `by_name` finds the controller that a user names.
 """
 
 from __future__ import annotations
@@ -35,15 +35,24 @@ __all__ = [
 
 @runtime_checkable
 class Controller(Protocol):
-    """What the engine asks.
+    """Decides, before each round, how many tokens to draft for each row. Give an object of this protocol as `lookahead`.
+
+    The engine calls, in every round: `lengths` once; `shorten`, if there is one, once per draft position; `learn` once, with the
+    rows in the order that `lengths` got them. Rows join and leave between rounds: what is kept of a row is kept under `row.serial`,
+    which no other row of the process has. An example is `Stepwise` in tests/test_lookahead.py.
 
     Attributes:
-        limit: the longest draft it will ever ask for; caches are sized by it.
-        adaptive: its decisions depend on drafts that were later thrown away (their confidences, the time they took). Noise
-            must then be new in every round, see `shoal.types.requests.Row.noise`.
-        shorten: None, or asked before each draft position is drawn: how long each row's draft may still become, given the
-            position and the drafter's highest probability there, one per row.
-        may_speculate: False if a run that starts now may do without the drafter altogether, prompts included.
+        limit: the longest draft that it ever asks for, 0 = plain decoding. The caches are sized for it. Must not change.
+        adaptive: whether a decision may depend on drafts that were rejected, or on times: on the confidence that `shorten` got, or
+            on `Outcome.seconds`. False = on `Outcome.accepted` and own decisions alone. With True, rejection sampling draws new
+            uniforms in every round instead of one set per position: the tokens would otherwise not follow the target's
+            distribution.
+        may_speculate: asked once, when an engine is made. False = its run does without the drafter altogether: not even the prompts
+        are
+            fed to it.
+        shorten: None, or (position, confidence) -> lengths, called for each draft position from 0 on, with the drafter's highest
+            probability there, 0..1, for each row. Returns how long each row's draft may still become, without knowing the token:
+            `position` or less ends it before this token. A draft never becomes longer than `lengths` said.
     """
 
     @property
@@ -59,11 +68,15 @@ class Controller(Protocol):
     def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Longest draft of each row in the coming round, 0..row.max_draft_length; `waiting`: how many rows have no slot yet."""
+        """Longest draft of each row in the coming round, 0..min(limit, row.max_draft_length).
+
+        Args:
+            rows: those that run; the order and the rows may differ from round to round. waiting: how many rows have no slot yet.
+        """
         ...
 
     def learn(self, outcome: Outcome) -> None:
-        """Hears what became of it."""
+        """What the round drafted, accepted and cost. Not called without a round."""
         ...
 
 
@@ -72,7 +85,7 @@ def by_name(name: object, pair_costs: PairCosts | None = None) -> Lookahead | Co
     Heuristic(); a controller object -> itself.
 
     Args:
-        pair_costs: what `Auto` starts from and adds to; without it, from nothing.
+        pair_costs: what `Auto` knows of the pair at first, and adds to; None = nothing.
 
     Raises:
         RequestError: for anything else.
@@ -99,5 +112,5 @@ _NAMES: dict[str, Callable[[PairCosts | None], Lookahead | Controller]] = {
 
 
 def as_controller(lookahead: Lookahead | Controller) -> Controller:
-    """A simple controller as the engine asks it."""
+    """A `Lookahead` as a `Controller`; a controller as it is."""
     return Uniform(lookahead) if isinstance(lookahead, Lookahead) else lookahead

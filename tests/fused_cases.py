@@ -26,10 +26,11 @@ from shoal.lookahead.controller import by_name
 from shoal.models import attention, loading
 from shoal.models.attention import AttentionInputs, kernels
 from shoal.models.attention.fused import Tiling, attend, fused
+from shoal.models.attention.masks import Masks
 from shoal.models.cache import Plan
-from shoal.models.cache.plan import Prefix
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of
+from shoal.types.prefix import Prefix
 from shoal.types.requests import Request
 from test_tree_passes import path_of, random_tree
 
@@ -122,8 +123,8 @@ def fill(case: Case) -> Data:
         query[b, :count] = random(count, *query.shape[2:])
     span = slice(first, first + len(case.rows))
     inputs = AttentionInputs(
-        query.to(DEVICE).transpose(1, 2), keys[span, : plan.kv].transpose(1, 2), values[span, : plan.kv].transpose(1, 2), plan,
-        case.scale, case.window, case.softcap, random(query.shape[2]).to(DEVICE) if case.sinks else None,
+        query.to(DEVICE).transpose(1, 2), keys[span, : plan.kv].transpose(1, 2), values[span, : plan.kv].transpose(1, 2),
+        Masks(plan), case.scale, case.window, case.softcap, random(query.shape[2]).to(DEVICE) if case.sinks else None,
         *((shared_keys, shared_values) if case.prompts else (None, None)),
     )  # fmt: skip
     return Data(inputs, key_rows, value_rows)
@@ -166,8 +167,8 @@ def run(data: Data, cut: Tiling, kernel: Any = attend, bounds: Tensor | None = N
     p = data.inputs
     shared = None if p.shared_key is None or p.shared_value is None else (p.shared_key, p.shared_value)
     return kernel(
-        p.query, p.key, p.value, p.plan.bounds if bounds is None else bounds, p.scale, shared=shared,
-        tree=p.plan.tree(p.window), window=p.window, softcap=p.softcap, sinks=p.sinks, cut=cut,
+        p.query, p.key, p.value, p.masks.bounds if bounds is None else bounds, p.scale, shared=shared,
+        tree=p.masks.tree(p.window), window=p.window, softcap=p.softcap, sinks=p.sinks, cut=cut,
     ).cpu()  # fmt: skip
 
 

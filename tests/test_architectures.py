@@ -347,15 +347,15 @@ def test_refused_in_training_mode() -> None:
 # ── the self-check catches what nobody listed ───────────────────────────────────────────────────────────────────────
 
 
-def _all_keys(problem: attention.Problem) -> Tensor:
+def _all_keys(inputs: attention.AttentionInputs) -> Tensor:
     """What a method that forgets the mask would do."""
-    keys, values = (t.repeat_interleave(problem.group, dim=1) for t in (problem.key, problem.value))
-    return torch.nn.functional.scaled_dot_product_attention(problem.query, keys, values, scale=problem.scale).transpose(1, 2)
+    keys, values = (t.repeat_interleave(inputs.group, dim=1) for t in (inputs.key, inputs.value))
+    return torch.nn.functional.scaled_dot_product_attention(inputs.query, keys, values, scale=inputs.scale).transpose(1, 2)
 
 
-def _same_window_for_all(problem: attention.Problem) -> Tensor:
+def _same_window_for_all(inputs: attention.AttentionInputs) -> Tensor:
     """What a method that forgets which slot is whose would do."""
-    return attention.METHODS["reference"](problem).flip(0)
+    return attention.METHODS["reference"](inputs).flip(0)
 
 
 @pytest.mark.parametrize("sabotage", [_all_keys, _same_window_for_all])

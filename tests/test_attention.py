@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +19,15 @@ import ragged
 from shoal.errors import InternalError, RequestError
 from shoal.models import attention
 from shoal.models.attention import METHODS, AttentionInputs
-from shoal.models.attention.mixed import CALL_BYTES, mixed
+from shoal.models.attention.masks import Masks
+from shoal.models.attention.mixed import CALL_BYTES, mixed, split_rows
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix
 
 CPU = torch.device("cpu")
+split_module = importlib.import_module("shoal.models.attention.split")  # the name in the package is the function
 
 
 def cheap_calls(inputs: AttentionInputs) -> Tensor:
@@ -57,7 +60,7 @@ def build(
     key, value = random(plan.rows, kv_heads, plan.kv, dim), random(plan.rows, kv_heads, plan.kv, value_dim)
     sink = random(kv_heads * group) if sinks else None
     shared = (random(CELLS, kv_heads, dim), random(CELLS, kv_heads, value_dim)) if plan.shares else (None, None)
-    return AttentionInputs(query, key, value, plan, 1.3 * dim**-0.5, window, softcap, sink, *shared)
+    return AttentionInputs(query, key, value, Masks(plan), 1.3 * dim**-0.5, window, softcap, sink, *shared)
 
 
 @st.composite
@@ -213,7 +216,7 @@ def test_the_tolerance_notices(name: str, wrong: dict[str, object]) -> None:
 def test_one_token_too_many_is_noticed(name: str) -> None:
     inputs = build([9, 5], [1, 1], torch.float32)
     plan = Plan([0, 1], [9, 6], [1, 1], CPU)
-    assert error(inputs, WAYS[name](replace(inputs, plan=plan))) > 100 * tolerance(inputs)
+    assert error(inputs, WAYS[name](replace(inputs, masks=Masks(plan)))) > 100 * tolerance(inputs)
 
 
 # ── which method ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -233,7 +236,7 @@ def test_one_token_too_many_is_noticed(name: str) -> None:
 )
 def test_the_longest_rows_are_attended_alone(tails: list[int], alone: list[int], width: int) -> None:
     plan = Plan(range(len(tails)), [tail - 1 for tail in tails], [1] * len(tails), CPU)
-    assert plan.apart(400) == (alone, width)
+    assert split_rows(plan, 400) == (alone, width)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 500))
@@ -244,7 +247,7 @@ def test_nothing_is_cheaper(tails: list[int], call: int) -> None:
         together = len(tails) * width + call if len(alone) < len(tails) else 0
         return together + sum(tails[row] + call for row in alone)
 
-    chosen, width = plan.apart(call)
+    chosen, width = split_rows(plan, call)
     assert all(tails[row] <= width for row in range(len(tails)) if row not in chosen)
     widths = sorted({0, *tails})
     every = [([row for row, tail in enumerate(tails) if tail > most], most) for most in widths]
@@ -286,37 +289,39 @@ def test_outside_of_a_pass_the_registered_name_explains_itself() -> None:
 
 
 def test_no_mask_where_nothing_is_hidden() -> None:
-    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32) is None
-    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32, window=5) is None  # exactly the 5 keys there are
-    assert Plan([0, 1], [4, 4], [1, 1], CPU).bias(torch.float32, window=4) is not None
-    assert Plan([0, 1], [4, 3], [1, 1], CPU).bias(torch.float32) is not None
-    assert Plan([0, 1], [4, 4], [2, 2], CPU).bias(torch.float32) is not None
+    assert Masks(Plan([0, 1], [4, 4], [1, 1], CPU)).bias(torch.float32) is None
+    assert Masks(Plan([0, 1], [4, 4], [1, 1], CPU)).bias(torch.float32, window=5) is None  # exactly the 5 keys there are
+    assert Masks(Plan([0, 1], [4, 4], [1, 1], CPU)).bias(torch.float32, window=4) is not None
+    assert Masks(Plan([0, 1], [4, 3], [1, 1], CPU)).bias(torch.float32) is not None
+    assert Masks(Plan([0, 1], [4, 4], [2, 2], CPU)).bias(torch.float32) is not None
 
 
 def test_no_mask_for_what_sees_everything_that_it_is_given() -> None:
-    plan = Plan([0, 1, 2], [9, 4, 5], [1, 1, 1], CPU)
-    assert plan.bias(torch.float32, width=5) is None
-    assert plan.bias(torch.float32, width=6) is not None
-    assert plan.row_bias(1, torch.float32) is None
-    assert plan.row_bias(1, torch.float32, window=5) is None
-    assert plan.row_bias(1, torch.float32, window=4).tolist() == [[[[torch.finfo(torch.float32).min, 0, 0, 0, 0]]]]  # type: ignore[union-attr]
+    masks = Masks(Plan([0, 1, 2], [9, 4, 5], [1, 1, 1], CPU))
+    assert masks.bias(torch.float32, width=5) is None
+    assert masks.bias(torch.float32, width=6) is not None
+    inputs = build([9, 4, 5], [1, 1, 1], torch.float32)
+    for window, expected in ((None, None), (5, None), (4, [[[[torch.finfo(torch.float32).min, 0, 0, 0, 0]] * 2]])):
+        bias = split_module._row_bias(replace(inputs, window=window), 1)
+        assert (None if bias is None else bias.tolist()) == expected
 
 
 def test_masks_are_made_once_per_pass() -> None:
-    plan = Plan([0, 1], [4, 3], [2, 1], CPU)
-    assert plan.bias(torch.float32, 3) is plan.bias(torch.float32, 3)
-    assert plan.bias(torch.float32, 99) is plan.bias(torch.float32)
-    assert plan.bias(torch.float32, 3) is not plan.bias(torch.float32)
-    assert plan.bias(torch.bfloat16).dtype == torch.bfloat16  # type: ignore[union-attr]
-    assert plan.row_bias(0, torch.float32) is plan.row_bias(0, torch.float32)
+    masks = Masks(Plan([0, 1], [4, 3], [2, 1], CPU))
+    assert masks.bias(torch.float32, 3) is masks.bias(torch.float32, 3)
+    assert masks.bias(torch.float32, 99) is masks.bias(torch.float32)
+    assert masks.bias(torch.float32, 3) is not masks.bias(torch.float32)
+    assert masks.bias(torch.bfloat16).dtype == torch.bfloat16  # type: ignore[union-attr]
+    inputs = build([4, 3], [2, 1], torch.float32)
+    assert split_module._row_bias(inputs, 0) is split_module._row_bias(inputs, 0)
 
 
 def test_visible_keys_by_hand() -> None:
-    plan = Plan([0, 1], [2, 0], [2, 1], CPU)
-    assert plan.visible().int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
-    assert plan.visible(2).int().tolist() == [[[0, 1, 1, 0], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
-    assert plan.bias(torch.float32, fold=3).shape == (2, 1, 6, 4)  # type: ignore[union-attr]
-    assert math.isclose(float(plan.bias(torch.float32).min()), torch.finfo(torch.float32).min)  # type: ignore[union-attr]
+    masks = Masks(Plan([0, 1], [2, 0], [2, 1], CPU))
+    assert masks.visible().int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
+    assert masks.visible(2).int().tolist() == [[[0, 1, 1, 0], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
+    assert masks.bias(torch.float32, fold=3).shape == (2, 1, 6, 4)  # type: ignore[union-attr]
+    assert math.isclose(float(masks.bias(torch.float32).min()), torch.finfo(torch.float32).min)  # type: ignore[union-attr]
 
 
 # ── the benchmark ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -54,11 +54,11 @@ def test_attention_is_timed_and_checked(script: Any, monkeypatch: pytest.MonkeyP
     lines = script.measured(shape, ["pad", "split"], CPU, bandwidth=1e9)
     assert [line["attention"] for line in lines] == ["pad", "split"]
     assert all(line["microseconds"] > 0 and line["of bandwidth"] > 0 and line["error"] < 1e-5 for line in lines)
-    problem = script.problem_of(shape, torch.float32, CPU)
-    assert problem.plan.offsets == [20, 20]
-    assert script.read_bytes(problem) == (32 + 42 - 20) * 2 * (16 + 16) * 4  # lengths 30 + 2 and 40 + 2, 20 of them once
+    inputs = script.inputs_of(shape, torch.float32, CPU)
+    assert inputs.plan.offsets == [20, 20]
+    assert script.read_bytes(inputs) == (32 + 42 - 20) * 2 * (16 + 16) * 4  # lengths 30 + 2 and 40 + 2, 20 of them once
 
-    monkeypatch.setitem(script.METHODS, "fused", lambda problem: 1.001 * script.METHODS["pad"](problem))
+    monkeypatch.setitem(script.METHODS, "fused", lambda inputs: 1.001 * script.METHODS["pad"](inputs))
     with pytest.raises(ArithmeticError, match="fused is off by"):
         script.measured(shape, ["pad", "fused"], CPU, bandwidth=1e9)
 

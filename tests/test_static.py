@@ -407,7 +407,7 @@ def test_a_cache_that_grew_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> 
 def by_bounds(inputs: AttentionInputs) -> Tensor:
     """Stands in for the fused kernel: attends by nothing but the bounds and the stores, row by row."""
     outputs = []
-    for row, (start, count, offset, base) in enumerate(inputs.plan.bounds.T.tolist()):
+    for row, (start, count, offset, base) in enumerate(inputs.masks.bounds.T.tolist()):
         pieces = []
         for own, shared in ((inputs.key, inputs.shared_key), (inputs.value, inputs.shared_value)):
             tail = own[row, :, : start + count - offset]

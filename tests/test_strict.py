@@ -23,6 +23,7 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import strict
 from shoal.models.attention import METHODS, AttentionInputs
+from shoal.models.attention.masks import Masks
 from shoal.models.attention.strict import KV_BLOCK, TILE
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
@@ -49,7 +50,7 @@ def inputs(
     query, key, value = (torch.stack(parts) for parts in zip(*rows, strict=True))
     positions = plan.positions[:, None, :, None].expand(-1, 4, -1, 8).clamp(max=2 * KV_BLOCK - 1)
     own = query.gather(2, positions)  # a position's query is the same in whatever pass it is asked
-    return AttentionInputs(own, key[:, :, : plan.kv], value[:, :, : plan.kv], plan, 8**-0.5, window)
+    return AttentionInputs(own, key[:, :, : plan.kv], value[:, :, : plan.kv], Masks(plan), 8**-0.5, window)
 
 
 SHAPES = [

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
+from shoal.models.attention.masks import Masks, within
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import MOST_NODES, branching, chain_words, layout, within
+from shoal.models.cache.tree import MOST_NODES, branching, chain_words, layout
 from shoal.models.compiled.buckets import COLUMNS
 from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES as ALL
@@ -236,14 +237,10 @@ PLAN = "shoal.models.cache.plan"
 SABOTAGE: dict[str, tuple[str, Any]] = {
     "siblings are visible": (f"{PLAN}.layout", siblings_visible),
     "positions by column": (f"{PLAN}.layout", positions_by_column),
-    "window by column": (f"{PLAN}.within", window_by_column),
-    "window forgotten in the tree": (f"{PLAN}.within", without_window),
+    "window by column": ("shoal.models.attention.masks.within", window_by_column),
+    "window forgotten in the tree": ("shoal.models.attention.masks.within", without_window),
     "kept in the wrong order": ("shoal.models.cache.slots.SlotCache.gather", in_wrong_order),
     "not moved": ("shoal.models.cache.slots.SlotCache.gather", not_moved),
-}
-STATIC: dict[str, tuple[str, Any]] = {
-    "window by column": ("shoal.models.compiled.view.within", window_by_column),
-    "window forgotten in the tree": ("shoal.models.compiled.view.within", without_window),
 }
 
 
@@ -252,8 +249,7 @@ STATIC: dict[str, tuple[str, Any]] = {
 def test_what_is_wrong_shows(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pad` and `split` make their masks in different places, a static pass from its own buffers. Mistakes cost 0.05 to 10."""
     made = runner("qwen2-sliding", "pad" if method == "static" else method)
-    place, wrong = (STATIC if method == "static" else {}).get(name, SABOTAGE[name])
-    monkeypatch.setattr(place, wrong)
+    monkeypatch.setattr(*SABOTAGE[name])
     if method == "static":
         made.use_static_passes("eager")
         monkeypatch.setattr("shoal.models.compiled.passes._compare", lambda *_: None)
@@ -281,13 +277,13 @@ def test_a_chain_is_not_a_tree() -> None:
     assert not branching([range(-1, 4), [], [-1, 0, 1]])
     assert branching([range(-1, 4), [-1, -1]])
     plan = Plan([0, 1], [4, 7], [5, 1], CPU, parents=[range(-1, 3), []])
-    assert (plan.parents, plan.words, plan.tree()) == (None, None, None)
+    assert (plan.parents, plan.words, Masks(plan).tree()) == (None, None, None)
 
 
 def test_the_largest_tree_uses_every_bit() -> None:
     """Also the sign; a row of 64 columns sees what the definition says."""
     tree = random_tree(MOST_NODES, torch.Generator().manual_seed(0))
-    visible = Plan([0], [3], [64], CPU, parents=[tree]).visible()[0]
+    visible = Masks(Plan([0], [3], [64], CPU, parents=[tree])).visible()[0]
     for column in range(64):
         assert visible[column].nonzero().flatten().tolist() == [0, 1, 2, *(3 + c for c in path_of(tree, column))]
 

@@ -20,9 +20,10 @@ from torch.utils.benchmark import Timer
 from common import arguments, deliver, device_or_exit
 from shoal.bench.roofline import ceilings
 from shoal.models.attention import METHODS, AttentionInputs
+from shoal.models.attention.masks import Masks
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
-from shoal.models.cache.plan import Prefix
+from shoal.types.prefix import Prefix
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
@@ -71,7 +72,7 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Attenti
     query = random(shape.rows, shape.q, shape.heads, shape.dim).transpose(1, 2)
     key, value = (random(shape.rows, plan.kv, shape.kv_heads, shape.dim).transpose(1, 2) for _ in range(2))
     shared = [random(shape.shared, shape.kv_heads, shape.dim) for _ in range(2)] if shape.shared else [None, None]
-    return AttentionInputs(query, key, value, plan, shape.dim**-0.5, None, None, None, *shared)
+    return AttentionInputs(query, key, value, Masks(plan), shape.dim**-0.5, None, None, None, *shared)
 
 
 def read_bytes(inputs: AttentionInputs) -> int:

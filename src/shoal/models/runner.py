@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import attention, compiled
+from shoal.models.attention.masks import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
@@ -266,8 +267,7 @@ class Runner:
             beyond = max(plan.starts) + plan.q > self.context
             options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
         if self.attention_path == "mask":
-            bias = plan.bias(self.dtype)
-            options["attention_mask"] = plan.zero_bias(self.dtype) if bias is None else bias
+            options["attention_mask"] = Masks(plan).explicit_bias(self.dtype)
         self.cache.begin(plan)
         with self._switched(), self.forward_context(), attention.planned(self.cache, self._method):
             logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.attention.masks import Masks
 from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 
@@ -87,7 +88,7 @@ class ScriptedModel(torch.nn.Module):
         """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each column of a draft tree sees."""
         whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
         logits = torch.full((plan.rows, plan.q, self.head.out_features), torch.nan, dtype=self.dtype)
-        for row, seen in enumerate(whole.visible(width=ids.shape[1])):
+        for row, seen in enumerate(Masks(whole).visible(width=ids.shape[1])):
             for column in range(plan.counts[row]):
                 path, at = ids[row, seen[column]][None], places[row, seen[column]][None]
                 _check_places(at, plan.positions[row : row + 1, column : column + 1], torch.ones(1, 1, dtype=torch.bool))

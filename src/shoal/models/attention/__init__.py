@@ -29,6 +29,7 @@ from shoal.errors import InternalError, RequestError
 from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.fused import available, fused
 from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.masks import Masks
 from shoal.models.attention.mixed import mixed
 from shoal.models.attention.pad import pad
 from shoal.models.attention.reference import reference
@@ -82,13 +83,14 @@ def resolved(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return "fused" if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)) else "mixed"
 
 
-_current: ContextVar[tuple[SlotCache, Method] | None] = ContextVar("shoal_attention", default=None)
+_current: ContextVar[tuple[SlotCache, Method, Masks] | None] = ContextVar("shoal_attention", default=None)
 
 
 @contextmanager
 def planned(cache: SlotCache, method: Method) -> Iterator[None]:
     """Within it, models switched to "shoal" attend by this method, and by the plan that the cache was told."""
-    token = _current.set((cache, method))
+    assert cache.plan is not None
+    token = _current.set((cache, method, Masks(cache.plan)))
     try:
         yield
     finally:
@@ -106,13 +108,13 @@ def _attend(
     current = _current.get()
     if current is None:
         raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
-    cache, method = current
+    cache, method, masks = current
     plan = cache.plan
     assert plan is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
-    return plan.pack(method(AttentionInputs(query, key, value, plan, scale, window, softcap, s_aux, *cache.shared()))), None
+    return plan.pack(method(AttentionInputs(query, key, value, masks, scale, window, softcap, s_aux, *cache.shared()))), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -7,14 +7,28 @@ by the softmax denominators they come with (log-sum-exp). That is exact, for any
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.cache.plan import Shared
+from shoal.models.attention.masks import additive
+from shoal.types.prefix import Prefix
 
 Part = tuple[Tensor, Tensor]
 """Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [..., q] float32 at least."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared store, where position p is cell
+    base + p; `rows` of the pass, as what indexes a tensor."""
+
+    rows: slice | Tensor
+    base: int
+    first: int
+    end: int
 
 
 def bifurcated(inputs: AttentionInputs) -> Tensor:
@@ -22,8 +36,8 @@ def bifurcated(inputs: AttentionInputs) -> Tensor:
     rows, heads, q, dim = inputs.query.shape
     kv_heads, fold = inputs.key.shape[1], inputs.group
     query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
-    out, log = _part(query, inputs.key, inputs.value, inputs.plan.bias(query.dtype, inputs.window, fold), inputs)
-    for shared in inputs.plan.groups(inputs.window):
+    out, log = _part(query, inputs.key, inputs.value, inputs.masks.bias(query.dtype, inputs.window, fold), inputs)
+    for shared in inputs.masks.once(("groups", inputs.window), lambda: _groups(inputs)):
         prompt = _prompt(query[shared.rows], shared, inputs)
         out[shared.rows], log[shared.rows] = _merged((out[shared.rows], log[shared.rows]), prompt)
     if inputs.sinks is not None:
@@ -37,11 +51,47 @@ def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
     assert inputs.shared_key is not None
     assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape
+    fold = inputs.group
     key, value = (t[shared.first : shared.end].transpose(0, 1)[None] for t in (inputs.shared_key, inputs.shared_value))
-    bias = inputs.plan.prompt_bias(shared, query.dtype, inputs.window, inputs.group)
+    bias = inputs.masks.once(
+        ("prompt", shared.first, query.dtype, inputs.window, fold), lambda: _prompt_bias(inputs, shared)
+    )
     together = query.transpose(0, 1).reshape(1, kv_heads, rows * folded, dim)
     out, log = _part(together, key, value, bias, inputs)
     return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(kv_heads, rows, folded).transpose(0, 1)
+
+
+def _groups(inputs: AttentionInputs) -> list[Shared]:
+    """The prompts of the pass, each with its rows. One that all queries have left behind a sliding window is missing."""
+    of: dict[Prefix, list[int]] = {}
+    for row, prefix in enumerate(inputs.plan.prefixes):
+        if prefix is not None:
+            of.setdefault(prefix, []).append(row)
+    found = [_shared(inputs, prefix, rows) for prefix, rows in of.items()]
+    return [shared for shared in found if shared.first < shared.end]
+
+
+def _shared(inputs: AttentionInputs, prefix: Prefix, rows: list[int]) -> Shared:
+    plan, window = inputs.plan, inputs.window
+    oldest = 0 if window is None else max(0, min(plan.starts[row] for row in rows) - window + 1)
+    side_by_side = rows[-1] - rows[0] == len(rows) - 1
+    index = slice(rows[0], rows[-1] + 1) if side_by_side else torch.tensor(rows, device=plan.device)
+    return Shared(index, prefix.base, prefix.base + oldest, prefix.base + prefix.length)
+
+
+def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
+    """The additive mask over a prompt for all queries of its group, [1, 1, rows * group * q, end - first]: 0 where visible.
+
+    Returns:
+        None when every query sees all of it, as without a window.
+    """
+    if inputs.window is None:
+        return None
+    positions = inputs.plan.positions[shared.rows]  # [rows, q]
+    keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=positions.device)
+    seen = keys > positions[..., None] - inputs.window
+    together = seen.repeat(1, inputs.group, 1).flatten(0, 1)[None]
+    return None if bool(seen.all()) else additive(together, inputs.query.dtype)
 
 
 def _merged(one: Part, other: Part) -> Part:

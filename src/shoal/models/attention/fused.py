@@ -76,8 +76,8 @@ def fused(inputs: AttentionInputs) -> Tensor:
     if inputs.shared_key is not None and inputs.shared_value is not None:
         shared = inputs.shared_key, inputs.shared_value
     return attend(
-        query, inputs.key, inputs.value, inputs.plan.bounds, inputs.scale, shared=shared,
-        tree=inputs.plan.tree(inputs.window), window=inputs.window, softcap=inputs.softcap, sinks=inputs.sinks,
+        query, inputs.key, inputs.value, inputs.masks.bounds, inputs.scale, shared=shared,
+        tree=inputs.masks.tree(inputs.window), window=inputs.window, softcap=inputs.softcap, sinks=inputs.sinks,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What every attention method gets: the tensors of one layer and the plan of the pass."""
+"""What every attention method gets: the tensors of one layer and the masks of the pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from shoal.errors import InternalError
+from shoal.models.attention.masks import Masks
 from shoal.models.cache.plan import Plan
 
 
@@ -15,8 +17,8 @@ class AttentionInputs:
 
     Attributes:
         query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim].
-            Index i of row b's keys is the token at position plan.offsets[b] + i.
-        plan: which keys each query sees.
+            Index i of row b's keys is the token at position plan.offsets[b] + i (in a draft tree: of column i - plan.firsts[b]).
+        masks: which keys each query sees.
         scale: multiplies the scores.
         window: sliding window in tokens, or None.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2), or None.
@@ -28,7 +30,7 @@ class AttentionInputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    plan: Plan
+    masks: Masks
     scale: float
     window: int | None = None
     softcap: float | None = None
@@ -44,7 +46,14 @@ class AttentionInputs:
         whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
         pairs = (self.key, self.shared_key), (self.value, self.shared_value)
         key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
-        return replace(self, key=key, value=value, plan=whole, shared_key=None, shared_value=None)
+        return replace(self, key=key, value=value, masks=Masks(whole), shared_key=None, shared_value=None)
+
+    @property
+    def plan(self) -> Plan:
+        """The layout of an ordinary pass, with its numbers on the host. Raises InternalError in a static pass, which has none."""
+        if not isinstance(self.masks.layout, Plan):
+            raise InternalError("this attention method does not work in static passes")
+        return self.masks.layout
 
     @property
     def group(self) -> int:

@@ -19,7 +19,7 @@ def pad(inputs: AttentionInputs, width: int | None = None) -> Tensor:
     if inputs.shared_key is not None:
         return bifurcated(inputs)
     key, value = inputs.key[:, :, :width], inputs.value[:, :, :width]
-    bias = inputs.plan.bias(inputs.query.dtype, inputs.window, inputs.group, width)
+    bias = inputs.masks.bias(inputs.query.dtype, inputs.window, inputs.group, width)
     return attend_folded(inputs.query, key, value, bias, inputs)
 
 

@@ -12,7 +12,7 @@ def reference(inputs: AttentionInputs) -> Tensor:
     """softmax(q k^T * scale + mask) v for each row alone; returns [rows, q, heads, value dim] in the query's dtype."""
     inputs = inputs.repeated()
     query, key, value = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (inputs.query, inputs.key, inputs.value))
-    visible = inputs.plan.visible(inputs.window)
+    visible = inputs.masks.visible(inputs.window)
     rows = []
     for b in range(query.shape[0]):
         k = key[b].repeat_interleave(inputs.group, dim=0)  # [heads, kv, dim]

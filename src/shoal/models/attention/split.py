@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.masks import additive
 from shoal.models.attention.pad import attend_folded
 
 
@@ -17,16 +18,31 @@ def split(inputs: AttentionInputs) -> Tensor:
         return bifurcated(inputs)
     plan = inputs.plan
     out = inputs.query.new_zeros(plan.rows, plan.q, inputs.query.shape[1], inputs.value.shape[-1])
-    attend_alone(inputs, range(plan.rows), out)
+    attend_rows(inputs, range(plan.rows), out)
     return out
 
 
-def attend_alone(inputs: AttentionInputs, rows: Iterable[int], out: Tensor) -> None:
-    """Writes what these rows' own tokens see to `out`, [rows, q, heads, value dim]."""
+def attend_rows(inputs: AttentionInputs, rows: Iterable[int], out: Tensor) -> None:
+    """One call for each of these rows over its own tokens and keys; writes to `out`, [rows, q, heads, value dim]."""
     plan = inputs.plan
     for b in rows:
         count, length = plan.counts[b], plan.lengths[b]
         query = inputs.query[b : b + 1, :, :count]
         key, value = inputs.key[b : b + 1, :, :length], inputs.value[b : b + 1, :, :length]
-        bias = plan.row_bias(b, query.dtype, inputs.window, inputs.group)
-        out[b, :count] = attend_folded(query, key, value, bias, inputs)[0]
+        out[b, :count] = attend_folded(query, key, value, _row_bias(inputs, b), inputs)[0]
+
+
+def _row_bias(inputs: AttentionInputs, row: int) -> Tensor | None:
+    """The additive mask over one row's own tokens and keys, [1, 1, group * count, length]; None when all are seen. Not for rows
+    with a prefix."""
+    count, length, window = inputs.plan.counts[row], inputs.plan.lengths[row], inputs.window
+    if window is not None and window >= length:
+        window = None
+    if count == 1 and window is None:
+        return None
+
+    def made() -> Tensor:
+        seen = inputs.masks.visible(window, length, slice(row, row + 1))
+        return additive(seen[:, :count], inputs.query.dtype, inputs.group)
+
+    return inputs.masks.once(("row", row, inputs.query.dtype, window, inputs.group), made)

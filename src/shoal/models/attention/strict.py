@@ -16,8 +16,8 @@ from torch.nn.functional import pad as zeros_around
 
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.masks import additive, seen_in_chains
 from shoal.models.attention.pad import attend_folded
-from shoal.models.cache.plan import additive, seen_keys
 
 TILE = 4
 """Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a little."""
@@ -36,9 +36,7 @@ def strict(inputs: AttentionInputs) -> Tensor:
         return torch.stack([_paths(inputs, row) for row in range(plan.rows)])
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
-    bias = plan.bias(query.dtype, inputs.window)
-    if bias is None:  # the kernel rounds differently without a mask
-        bias = plan.zero_bias(query.dtype)
+    bias = inputs.masks.explicit_bias(query.dtype, inputs.window)  # the kernel rounds differently without a mask
     bias = zeros_around(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
     bias = bias.repeat(1, 1, 1, inputs.group, 1)
     query = (
@@ -57,7 +55,9 @@ def _paths(inputs: AttentionInputs, row: int) -> Tensor:
     """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
     plan = inputs.plan
     query = zeros_around(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
-    key, value = (t[row][:, plan.path_order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))
+    # Each query's keys in the order of their positions, then those that it does not see; [rows, q, kv].
+    order = inputs.masks.once("paths", lambda: (~inputs.masks.visible()).byte().argsort(dim=-1, stable=True))
+    key, value = (t[row][:, order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))
     keys = torch.arange(plan.kv, device=plan.device)
-    seen = seen_keys(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)
+    seen = seen_in_chains(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)
     return attend_folded(query, key, value, additive(seen, query.dtype, inputs.group), inputs)[:, 0]

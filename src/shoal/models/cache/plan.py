@@ -1,4 +1,4 @@
-"""Where the tokens of one forward pass go and what they may see: the only place where positions and masks exist.
+"""Where the tokens of one forward pass go: their positions, and the cells of the cache that they are written to.
 
 Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at positions starts[b],
 starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has unused columns on the right. A *packed* pass leaves
@@ -15,29 +15,17 @@ token's position is the row's start plus its depth, and in the block it sees its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.cache.tree import Array, Parents, branching, layout, seen_by_words, within
+from shoal.models.cache.tree import Array, Parents, branching, layout
 from shoal.types.prefix import Prefix
 
 PACK_FROM = 1 / 8
 """A pass is packed if at least this share of its columns is unused; packing itself costs about 5 % of a small pass."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared store, where position p is cell
-    base + p; `rows` of the pass, as what indexes a tensor."""
-
-    rows: slice | Tensor
-    base: int
-    first: int
-    end: int
 
 
 class Plan:
@@ -56,8 +44,8 @@ class Plan:
         offsets: length of each row's prefix, 0 without; the position of the first token in its slot.
         tails: lengths - offsets: keys in the slot that the row's last query sees. kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
-        parents: None where no row's tree branches. depths, words: of the columns, [rows, q] int64 on the host; None without
-            parents.
+        parents: None where no row's tree branches. depths, tree_words: of the columns, [rows, q] int64 on the
+            host; None without parents.
 
     Raises:
         RequestError, InternalError: see `shoal.models.cache.tree.layout`.
@@ -82,20 +70,16 @@ class Plan:
         written = starts_ + np.arange(self.q)  # small arrays: NumPy costs less than tensor calls
         self._cells = written - offsets
         # The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
-        kv = max(self.tails) if self.packed else int(self._cells[:, -1].max()) + 1
+        kv = max(self.ends)
         self.kv = -(-kv // kv_block) * kv_block
         self.parents = parents if branching(parents) else None
         self.depths: Array | None = None
-        self.words: Array | None = None
+        self.tree_words: Array | None = None
         if self.parents is not None:
-            self.depths, self.words = layout(self.parents, self.counts)
+            self.depths, self.tree_words = layout(self.parents, self.counts)
         positions = written if self.depths is None else starts_ + self.depths
         self._places = positions - offsets
         self.positions = torch.from_numpy(positions).to(device)
-        self._masks: dict[tuple[object, ...], Tensor | None] = {}
-        self._groups: dict[int | None, list[Shared]] = {}
-        self._apart: dict[int, tuple[list[int], int]] = {}
-        self._trees: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     @property
     def rows(self) -> int:
@@ -160,7 +144,7 @@ class Plan:
             row[:, offset : offset + self.kv] = own
         return rows
 
-    # ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── for masks and kernels ───────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
     def places(self) -> Tensor:
@@ -168,152 +152,27 @@ class Plan:
         return torch.from_numpy(self._places).to(self.device) if self.shares else self.positions
 
     @cached_property
+    def firsts(self) -> Tensor:
+        """Index in its slot of each row's first column, [rows] int64."""
+        return torch.from_numpy(self._cells[:, 0].copy()).to(self.device)
+
+    @cached_property
+    def words(self) -> Tensor | None:
+        """Which columns of its block each column sees, [rows, q] int64; None where no row's tree branches."""
+        return None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
+
+    @cached_property
     def bounds(self) -> Tensor:
         """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets, bases; [4, rows] int32."""
         bases = [0 if prefix is None else prefix.base for prefix in self.prefixes]
         return torch.tensor([self.starts, self.counts, self.offsets, bases], dtype=torch.int32, device=self.device)
 
-    def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """For kernels: positions, and words restricted to the window, [rows, q] int64 each; None where no row's tree branches."""
-        if self.words is None:
-            return None
-        if window not in self._trees:
-            words = torch.from_numpy(self.words).to(self.device)
-            self._trees[window] = self.positions, within(words, self.positions, window)
-        return self._trees[window]
+    @property
+    def common_keys(self) -> int:
+        """So many first keys of its slot each query sees; 0 where rows feed several tokens."""
+        return min(self.tails) if self.q == 1 else 0
 
-    @cached_property
-    def _firsts(self) -> Tensor:
-        """Index in its slot of each row's first column, [rows] int64."""
-        return torch.from_numpy(self._cells[:, 0].copy()).to(self.device)
-
-    def visible(self, window: int | None = None, width: int | None = None) -> Tensor:
-        """Which keys of its slot each query sees: causal or by its tree, within the sliding window if any; [rows, q, width] bool.
-
-        Args:
-            window: number of most recent positions a query sees, its own included; None = all. width: None = `kv`.
-        """
-        keys = torch.arange(self.kv if width is None else width, device=self.device)
-        block = self.tree(window)
-        if block is None:
-            return seen_keys(keys, self.places[..., None], window)
-        return seen_by_words(keys, self.places, self._firsts, block[1], window)
-
-    @cached_property
-    def path_order(self) -> Tensor:
-        """Of each query the indices of its row's keys, those that it sees first, by position; [rows, q, kv] int64."""
-        return (~self.visible()).byte().argsort(dim=-1, stable=True)
-
-    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
-        """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere; made once per
-        pass.
-
-        Args:
-            fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
-            width: None = `kv`.
-
-        Returns:
-            None when every query of every row sees every key (one token per row, none shorter than `width`).
-        """
-        width = self.kv if width is None else width
-        if window is not None and window >= self.kv:
-            window = None
-        key = (dtype, window, fold, width)
-        if key not in self._masks:
-            all_seen = self.q == 1 and window is None and min(self.tails) >= width
-            self._masks[key] = None if all_seen else additive(self.visible(window, width), dtype, fold)
-        return self._masks[key]
-
-    def row_bias(self, row: int, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
-        """The same over one row's own tokens and keys, [1, 1, fold * count, length]; None when all are seen. Not for rows with
-        a prefix."""
-        count, length = self.counts[row], self.lengths[row]
-        if window is not None and window >= length:
-            window = None
-        if count == 1 and window is None:
-            return None
-        key = ("row", row, dtype, window, fold)
-        if key not in self._masks:
-            self._masks[key] = additive(self._seen_by(row, window), dtype, fold)
-        return self._masks[key]
-
-    def _seen_by(self, row: int, window: int | None) -> Tensor:
-        """`visible` of one row without a prefix, over its own tokens and keys: [1, count, length] bool."""
-        count = self.counts[row]
-        keys = torch.arange(self.lengths[row], device=self.device)
-        block = self.tree(window)
-        if block is None:
-            return seen_keys(keys, keys[-count:, None], window)[None]
-        rows = slice(row, row + 1)
-        return seen_by_words(keys, self.places[rows, :count], self._firsts[rows], block[1][rows, :count], window)
-
-    def apart(self, call: int) -> tuple[list[int], int]:
-        """How to attend most cheaply if a call takes as long as reading `call` keys of a row; decided once per pass.
-
-        Returns:
-            The rows to attend alone, the longest ones, and the width of one padded call that is enough for all others.
-        """
-        if call not in self._apart:
-            ends = self.tails if self.packed else self._cells[:, -1] + 1
-            longest = np.argsort(-np.array(ends), kind="stable")
-            widths = np.array(ends)[longest]
-            alone = np.cumsum(np.array(self.tails)[longest] + call)
-            costs = np.concatenate([[0], alone]) + np.append(self.rows * widths + call, 0)
-            many = int(costs.argmin())
-            width = self.kv if many == 0 else int(widths[many]) if many < self.rows else 0
-            self._apart[call] = sorted(longest[:many].tolist()), width
-        return self._apart[call]
-
-    def zero_bias(self, dtype: torch.dtype) -> Tensor:
-        """An additive mask that hides nothing, for models that build their own when given none; [rows, 1, q, kv]."""
-        return torch.zeros(self.rows, 1, self.q, self.kv, dtype=dtype, device=self.device)
-
-    # ── shared prompts ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def groups(self, window: int | None = None) -> list[Shared]:
-        """The prompts of the pass, each with its rows; made once per pass. A prompt that all queries have left behind a sliding
-        window is missing."""
-        if window not in self._groups:
-            of: dict[Prefix, list[int]] = {}
-            for row, prefix in enumerate(self.prefixes):
-                if prefix is not None:
-                    of.setdefault(prefix, []).append(row)
-            found = [self._shared(prefix, rows, window) for prefix, rows in of.items()]
-            self._groups[window] = [shared for shared in found if shared.first < shared.end]
-        return self._groups[window]
-
-    def _shared(self, prefix: Prefix, rows: list[int], window: int | None) -> Shared:
-        oldest = 0 if window is None else max(0, min(self.starts[row] for row in rows) - window + 1)
-        side_by_side = rows[-1] - rows[0] == len(rows) - 1
-        index = slice(rows[0], rows[-1] + 1) if side_by_side else torch.tensor(rows, device=self.device)
-        return Shared(index, prefix.base, prefix.base + oldest, prefix.base + prefix.length)
-
-    def prompt_bias(self, shared: Shared, dtype: torch.dtype, window: int | None, fold: int) -> Tensor | None:
-        """The additive mask over a prompt for all queries of its group, [1, 1, rows * fold * q, end - first]: 0 where visible.
-
-        Returns:
-            None when every query sees all of it: without a window always.
-        """
-        if window is None:
-            return None
-        key = (shared.first, dtype, window, fold)
-        if key not in self._masks:
-            positions = self.positions[shared.rows]  # [rows, q]
-            keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=self.device)
-            seen = keys > positions[..., None] - window
-            together = seen.repeat(1, fold, 1).flatten(0, 1)[None]
-            self._masks[key] = None if bool(seen.all()) else additive(together, dtype)
-        return self._masks[key]
-
-
-def seen_keys(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Which keys a query at each place sees."""
-    seen = keys <= places
-    return seen if window is None else seen & (keys > places - window)
-
-
-def additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
-    """[rows, q, kv] bool -> [rows, 1, fold * q, kv]: 0 where seen, the dtype's lowest elsewhere."""
-    hidden = ~seen.repeat(1, fold, 1)[:, None]
-    zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)
-    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)
+    @property
+    def ends(self) -> list[int]:
+        """Where in its slot the columns of each row end, padding included."""
+        return self.tails if self.packed else (self._cells[:, -1] + 1).tolist()

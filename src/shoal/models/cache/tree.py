@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from shoal.errors import InternalError, RequestError
 
@@ -67,29 +65,3 @@ def _own(q: int) -> npt.NDArray[np.uint64]:
 def chain_words(q: int) -> Array:
     """The words of a chain's columns, [q] int64: the lower triangle."""
     return np.bitwise_or.accumulate(_own(q)).view(np.int64)
-
-
-def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """The words without the columns that a sliding window hides, by position; [rows, q] int64.
-
-    Args:
-        words, positions: [rows, q] int64. window: most recent positions that a column sees, its own included; None = all.
-    """
-    if window is None:
-        return words
-    recent = positions[:, None, :] > positions[:, :, None] - window  # [rows, column, seen column]
-    bits = torch.arange(words.shape[1], device=words.device)
-    return words & (recent.long() << bits).sum(-1)
-
-
-def seen_by_words(keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None) -> Tensor:
-    """Which keys of its slot each column sees, [rows, q, kv] bool.
-
-    Args:
-        keys: indices in the slot, [kv]. places: position of each column minus the row's offset, [rows, q].
-        firsts: index of column 0 in its slot, [rows]. words: of each column, restricted by `within`, [rows, q].
-    """
-    column = keys - firsts[:, None, None]  # [rows, 1, kv]
-    inside = (words[..., None] >> column.clamp(0, MOST_NODES)) & 1 > 0
-    committed = column < 0 if window is None else (column < 0) & (keys > places[..., None] - window)
-    return committed | (inside & (column >= 0) & (column <= MOST_NODES))

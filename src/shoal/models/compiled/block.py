@@ -18,26 +18,35 @@ class Block:
     the scratch cell, which no real row reads.
 
     Attributes:
+        q, kv: columns and keys of the bucket.
         tokens: [rows, q] int64. positions: [rows, q] int64. cells: flat cells of the cache to write to, [rows * q] int64.
-        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q] int64; a chain's are the lower
-            triangle.
+        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q] int64, in a chain the lower
+            triangle; None for a block of one column.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
 
     def __init__(self, bucket: Bucket, scratch: int, device: torch.device) -> None:
         self.bucket, self._scratch = bucket, scratch
+        self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
         self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
         self._chain = chain_words(bucket.q)
         self._numbers = torch.zeros(3 * block + 4 * rows, dtype=torch.long, device=device)
         positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
-        self.positions, self.words, self.bounds = (
-            positions.view(rows, bucket.q),
-            words.view(rows, bucket.q),
-            bounds.view(4, rows),
-        )
-        self.words.fill_(1)
+        self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
+        self.words = words.view(rows, bucket.q) if bucket.q > 1 else None
+        words.fill_(1)
         self.cells.fill_(scratch)  # all is padding: a first pass over it harms nobody
+
+    @property
+    def firsts(self) -> Tensor:
+        """As `Layout.firsts`, [rows] int64."""
+        return self.bounds[0] - self.bounds[2]
+
+    @property
+    def places(self) -> Tensor:
+        """As `Layout.places`, [rows, q] int64."""
+        return self.positions - self.bounds[2][:, None]
 
     def place(self, plan: Plan, capacity: int) -> None:
         """Puts the plan's rows where they are. capacity: tokens per slot."""
@@ -49,9 +58,9 @@ class Block:
         columns, slots = np.arange(q), np.arange(rows)[:, None]
         last = np.minimum(columns, np.maximum(counts - 1, 0))  # unused columns repeat the row's last
         depths, words, own = last.copy(), self._chain[last], last[: plan.rows]
-        if plan.depths is not None and plan.words is not None:
+        if plan.depths is not None and plan.tree_words is not None:
             depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
-            words[: plan.rows] = np.take_along_axis(plan.words, own, axis=1)
+            words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
         cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
         self._numbers.copy_(torch.from_numpy(np.concatenate([starts + depths, words, cells, bounds], axis=None)))
 

@@ -37,7 +37,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 
 ATTENTION = ("auto", "pad", "fused")
-"""Attention methods that read nothing of a plan but what a static one has."""
+"""Attention methods that ask for masks and bounds only, never for a plan."""
 
 
 Function = Callable[[View], Any]
@@ -139,11 +139,11 @@ class Passes:
 
     def forward(self, view: View) -> Tensor:
         """The model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
-        view.plan.forget()
+        view.masks.clear()
         # Drafts of rows that ride along may stand beyond a learned position table.
         places = {"position_ids": view.block.positions.clamp(max=self.context - 1)} if self._positional else {}
         logits: Tensor = self.hf(view.block.tokens, past_key_values=view, use_cache=True, **places).logits
-        view.plan.forget()
+        view.masks.clear()
         return logits
 
     # ── building and running ────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,157 @@
+"""Which keys the queries of a pass see. Masks are made once per pass and serve all its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.models.cache.tree import MOST_NODES
+
+T = TypeVar("T")
+
+
+class Layout(Protocol):
+    """Where the queries and keys of a pass are: a `Plan`, or the buffers of a static pass."""
+
+    @property
+    def q(self) -> int:
+        """Columns per row."""
+
+    @property
+    def kv(self) -> int:
+        """Keys per slot."""
+
+    @property
+    def common_keys(self) -> int:
+        """So many first keys of its slot each query sees, a sliding window aside; 0 where that is not known."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each column, [rows, q] int64."""
+
+    @property
+    def places(self) -> Tensor:
+        """Positions minus the length of the row's prefix, [rows, q] int64: in a chain the index of each column's own key."""
+
+    @property
+    def firsts(self) -> Tensor:
+        """Index of each row's column 0 in its slot, [rows] int64."""
+
+    @property
+    def words(self) -> Tensor | None:
+        """Which columns of its block each column sees (`shoal.models.cache.tree`), [rows, q] int64; None = all rows are chains."""
+
+    @property
+    def bounds(self) -> Tensor:
+        """Starts, counts, offsets and bases, [4, rows] integers (`shoal.models.attention.fused`)."""
+
+
+class Masks:
+    """The masks of one pass."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned the first time that this pass asked for that key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    def clear(self) -> None:
+        """The layout's buffers have changed, or will."""
+        self._made.clear()
+
+    @property
+    def bounds(self) -> Tensor:
+        """Those of the layout in int32."""
+        return self.once("bounds", lambda: self.layout.bounds.to(torch.int32))
+
+    def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Positions, and words restricted to the window, [rows, q] int64 each; None where all rows are chains."""
+        layout, words = self.layout, self.layout.words
+        if words is None:
+            return None
+        return self.once(("tree", window), lambda: (layout.positions, within(words, layout.positions, window)))
+
+    def visible(self, window: int | None = None, width: int | None = None, rows: slice = slice(None)) -> Tensor:
+        """Which keys of its slot each query sees: causal or by its tree, within the sliding window if any; [rows, q, width] bool.
+
+        Args:
+            window: number of most recent positions a query sees, its own included; None = all. width: None = `kv`.
+            rows: of the pass.
+        """
+        layout, tree = self.layout, self.tree(window)
+        places = layout.places[rows]
+        keys = torch.arange(layout.kv if width is None else width, device=places.device)
+        if tree is None:
+            return seen_in_chains(keys, places[..., None], window)
+        return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], window)
+
+    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
+        """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere.
+
+        Args:
+            fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
+            width: None = `kv`.
+
+        Returns:
+            None when every query of every row surely sees every key (one token per row, none shorter than `width`).
+        """
+        width = self.layout.kv if width is None else width
+        if window is not None and window >= self.layout.kv:
+            window = None
+        if window is None and width <= self.layout.common_keys:
+            return None
+        return self.once((dtype, window, fold, width), lambda: additive(self.visible(window, width), dtype, fold))
+
+    def explicit_bias(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The same for callers that need a mask even where nothing is hidden."""
+        bias = self.bias(dtype, window)
+        if bias is not None:
+            return bias
+        rows, q = self.layout.positions.shape
+        return torch.zeros(rows, 1, q, self.layout.kv, dtype=dtype, device=self.layout.positions.device)
+
+
+def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """The words without the columns that a sliding window hides, by position; [rows, q] int64.
+
+    Args:
+        words, positions: [rows, q] int64. window: most recent positions that a column sees, its own included; None = all.
+    """
+    if window is None:
+        return words
+    recent = positions[:, None, :] > positions[:, :, None] - window  # [rows, column, seen column]
+    bits = torch.arange(words.shape[1], device=words.device)
+    return words & (recent.long() << bits).sum(-1)
+
+
+def seen_in_trees(keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None) -> Tensor:
+    """Which keys of its slot each column sees, [rows, q, kv] bool.
+
+    Args:
+        keys: indices in the slot, [kv]. places, firsts: see `Layout`. words: restricted by `within`, [rows, q].
+    """
+    column = keys - firsts[:, None, None]  # [rows, 1, kv]
+    inside = (words[..., None] >> column.clamp(0, MOST_NODES)) & 1 > 0
+    committed = column < 0 if window is None else (column < 0) & (keys > places[..., None] - window)
+    return committed | (inside & (column >= 0) & (column <= MOST_NODES))
+
+
+def seen_in_chains(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """Which keys a query at each place sees."""
+    seen = keys <= places
+    return seen if window is None else seen & (keys > places - window)
+
+
+def additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
+    """[rows, q, kv] bool -> [rows, 1, fold * q, kv]: 0 where seen, the dtype's lowest elsewhere."""
+    hidden = ~seen.repeat(1, fold, 1)[:, None]
+    zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)
+    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)

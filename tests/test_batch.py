@@ -57,7 +57,7 @@ def recipe(shoal: Shoal, **settings: Any) -> ServeConfig:
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """The command with a scripted pair: its --json, or its exit code and what it says."""
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=4))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(legible(0), max_batch=4))
 
     def run(*arguments: Any) -> Any:
         capsys.readouterr()
@@ -226,7 +226,7 @@ def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "in", [{"id": i, "prompt": "hello", "seed": i} for i in range(40)])
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=2))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(legible(0), max_batch=2))
     written: list[Any] = []
     keep = OutputFile.write
 
@@ -320,7 +320,7 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
     assert (code, "dtype = 'float64', this run has 'bfloat16'" in said) == (2, True), said
     assert out.read_bytes() == kept
     monkeypatch.undo()
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=4))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(legible(0), max_batch=4))
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     (tmp_path / "one").symlink_to(tmp_path / "elsewhere")
     for options in (["--max-n", 5], ["--draft", tmp_path / "two"], ["--name", "n"]):
@@ -414,7 +414,7 @@ def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
         spoken.append((wait(TIMEOUT_SECONDS), str(progress)))
 
     monkeypatch.setattr("shoal.cli.batch_progress.print_lines", told)
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(gate, max_batch=4))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(gate, max_batch=4))
     source = write(tmp_path / "in", [{"id": 1, "prompt": "hello", "seed": 1}])
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0
     assert [(ended, line.split(":")[0]) for ended, line in spoken] == [

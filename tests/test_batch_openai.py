@@ -130,7 +130,7 @@ def test_a_stream_is_refused_as_the_api_would_refuse_a_field(tmp_path: Path) -> 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """The command with a scripted pair: its exit code, and its --json."""
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: pair(legible(0), max_batch=4))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(legible(0), max_batch=4))
 
     def run(source: Path, out: Path) -> Any:
         capsys.readouterr()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
 import io
 import json
 import os
@@ -14,12 +16,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
 import typer.main
 from rich.console import Console
 from typer import rich_utils
+from typer.testing import CliRunner
 
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
@@ -27,6 +31,7 @@ from shoal.cli import run
 from shoal.cli.board import Board
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
+from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.streaming import follow
 from shoal.models.attention import METHODS
 from shoal.testing import save_pair
@@ -275,7 +280,7 @@ def _fail(*_: object) -> None:
 
 
 def test_our_failure_is_one_line_and_a_hint(shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.options.Source.load", _fail)
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", _fail)
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)
     answer = shoal("generate", "-p", "x")
     assert answer.code == 1
@@ -331,6 +336,48 @@ def test_an_interrupted_run_writes_no_file(
     answer = shoal("generate", "--model", tiny.target, "-p", "x", "-n", 2, "--output", tmp_path / "out.txt")
     assert answer.code == 130
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# option groups
+
+
+@dataclass(frozen=True)
+class Size:
+    width: Annotated[int, typer.Option("--width", min=1, rich_help_panel=OUTPUT)] = 3
+    hidden: Annotated[int, typer.Option("--hidden", rich_help_panel=OUTPUT)] = 7
+
+
+@dataclass(frozen=True)
+class Work:
+    file: Annotated[str, typer.Argument()]
+    steps: Annotated[int, typer.Option("--steps", rich_help_panel=MODELS)] = 1
+
+
+def test_groups_are_options_by_panel_and_come_back_as_groups() -> None:
+    calls: list[tuple[Size, Work, bool]] = []
+
+    @option_groups(without={"hidden"})
+    def command(size: Size, work: Work, quiet: Annotated[bool, typer.Option("--quiet")] = False) -> None:
+        """A command."""
+        calls.append((size, work, quiet))
+
+    assert list(inspect.signature(command).parameters) == ["file", "quiet", "steps", "width"]
+    app = typer.Typer()
+    app.command()(command)
+    assert CliRunner().invoke(app, ["a", "--width", "5", "--quiet"]).exit_code == 0
+    assert CliRunner().invoke(app, ["b", "--steps", "2"]).exit_code == 0
+    assert calls == [(Size(5), Work("a"), True), (Size(), Work("b", 2), False)]
+    assert CliRunner().invoke(app, ["a", "--hidden", "1"]).exit_code == CliRunner().invoke(app, []).exit_code == 2
+
+
+def test_no_command_has_more_parameters_than_one_can_read() -> None:
+    """Groups, not thirty options one after the other."""
+    for name in ("batch", "bench", "check", "demo", "evaluate", "generate", "serve"):
+        source = ast.parse((Path(cli.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+        for function in (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)):
+            count = len(function.args.args) + len(function.args.kwonlyargs)
+            assert count <= 8, f"{name}.{function.name} has {count} parameters"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

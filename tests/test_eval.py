@@ -506,7 +506,7 @@ def test_an_interrupted_run_says_how_to_go_on(
 def test_wrong_commands_are_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda _: pytest.fail("a model was loaded"))
     code, out, err = shoal(capsys, *arguments)
     assert (code, out) == (2, "")
     assert said in err
@@ -629,7 +629,7 @@ def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], 
 def test_given_solutions_are_executed_without_a_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda _: pytest.fail("a model was loaded"))
     code, out, _ = shoal(capsys, "functions", "--limit", 2, "--solutions", "canonical", "--json")
     assert code == 0
     counted = {"passed": 2, "total": 2, "problems": 2, "without_solution": 0}

@@ -113,7 +113,7 @@ def test_a_weak_sandbox_is_refused_before_anything_is_executed(
 def test_the_sandbox_is_chosen_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda _: pytest.fail("a model was loaded"))
     monkeypatch.setattr(sandbox.isolation, "TOOLS", {"bubblewrap": "no-such-tool", "namespaces": "no-such-tool"})
     code, summary, _ = shoal(capsys, "functions", "--limit", 1, "--json", backend="auto")
     assert code == 2

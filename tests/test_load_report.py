@@ -131,7 +131,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     ),
     "batch": ((), lambda answer: answer["loaded"]),
     "eval": (
-        ("functions", "--limit", "1", "-n", "1", "--ways", "plain", *SMALL),
+        ("functions", "--limit", "1", "-n", "1", "--methods", "plain", *SMALL),
         lambda answer: answer["loaded"][0] if len(answer["loaded"]) == 1 else None,
     ),
 }  # fmt: skip

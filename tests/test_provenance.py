@@ -141,7 +141,7 @@ def test_bench_refuses_before_it_loads(
     option: tuple[str, str], results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
-    monkeypatch.setattr("shoal.cli.options.Source.load", _never)
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", _never)
     assert run(["bench", option[0], str(results / option[1])]) == 2
     assert "commit the changes first" in capsys.readouterr().err
     assert run(["eval", "functions", "--out", str(results)]) == 2

@@ -257,7 +257,7 @@ def test_the_command_line_shows_what_finished_and_fails(
     bad = tokenizer.encode("b")[0]
     script = hashed(VOCABULARY, 0)
     target = scripted(lambda ids: torch.full((VOCABULARY,), torch.nan) if ids[0] == bad else script(ids), VOCABULARY)
-    monkeypatch.setattr("shoal.cli.generate.Source.load", lambda _: Shoal(target, None, tokenizer))
+    monkeypatch.setattr("shoal.cli.generate.ModelSource.load", lambda _: Shoal(target, None, tokenizer))
     code = cli.run(["generate", "-p", "good", "-p", "bad", "-n", "2", "--json", "--max-new-tokens", "4", "--seed", "0"])
     out, err = capsys.readouterr()
     good, failed = (entry["samples"] for entry in json.loads(out)["prompts"])

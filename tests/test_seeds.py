@@ -215,7 +215,7 @@ def test_batch_lines_give_what_the_library_gives(shoal: Shoal, tmp_path: Path) -
 def test_the_command_line_gives_what_the_library_gives(
     shoal: Shoal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.cli.options.Source.load", lambda source: shoal)
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: shoal)
     prompts = itertools.chain.from_iterable(("-p", prompt) for prompt in PROMPTS)
     settings = ("-n", "2", "--seed", "7", "--max-new-tokens", str(NEW), "--temperature", "0.9", "--lookahead", "3", "--json")
     assert cli.run(["generate", *prompts, *settings]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,30 +13,9 @@ import typer
 
 from shoal.cli.batch_progress import BatchProgress, displayed
 from shoal.cli.console import stderr, stdout
-from shoal.cli.options import (
-    MODELS,
-    SPEED,
-    AttentionOption,
-    CompileOption,
-    DeviceOption,
-    DraftOption,
-    DraftRevisionOption,
-    DtypeOption,
-    JsonOption,
-    LocalOption,
-    MaxBatchOption,
-    ModelOption,
-    QuantizeOption,
-    RevisionOption,
-    Rule,
-    Source,
-    StrictOption,
-    TrustOption,
-    parse_lookahead,
-)
+from shoal.cli.option_groups import LIMITS, MACHINES, MODELS, SPEED, option_groups
+from shoal.cli.options import JsonOption, ModelSource, Rule, parse_lookahead
 from shoal.cli.serve import (
-    LIMITS,
-    MACHINES,
     ChatTemplateOption,
     CpusOption,
     GpusOption,
@@ -60,31 +40,44 @@ if TYPE_CHECKING:
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
-def batch(
-    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="A request per line, in JSON.", show_default=False)],
+@dataclass(frozen=True)
+class FileArguments:
+    """The file of requests and the file of answers."""
+
+    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="A request per line, in JSON.", show_default=False)]
     answers: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="An answer per line; what is there already is kept.", show_default=False)
-    ],
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    revision: RevisionOption = None,
-    draft_revision: DraftRevisionOption = None,
-    local_files_only: LocalOption = False,
-    trust_remote_code: TrustOption = False,
-    quantize: QuantizeOption = "off",
+    ]
+
+
+@dataclass(frozen=True)
+class NameOptions:
+    """What lines call the model, and how it is asked."""
+
     name: Annotated[
         str | None,
         typer.Option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
-    ] = None,
-    chat_template: ChatTemplateOption = None,
-    max_n: MaxNOption = 64,
-    max_tokens: MaxTokensOption = 1024,
-    kv_memory: KvMemoryOption = None,
+    ] = None
+    chat_template: ChatTemplateOption = None
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What a line may ask for, and what the samples may take."""
+
+    max_n: MaxNOption = 64
+    max_tokens: MaxTokensOption = 1024
+    kv_memory: KvMemoryOption = None
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds; samples unfinished then are written as they are.", rich_help_panel=LIMITS)
-    ] = 3600.0,
+        float,
+        typer.Option(min=0.001, help="Seconds; samples unfinished then are written as they are.", rich_help_panel=LIMITS),
+    ] = 3600.0
+
+
+@dataclass(frozen=True)
+class BatchSpeculation:
+    """Draft lengths and the acceptance rule of all lines."""
+
     lookahead: Annotated[
         str,
         typer.Option(
@@ -92,24 +85,31 @@ def batch(
             help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A line may ask for less.",
             rich_help_panel=SPEED,
         ),
-    ] = "auto",
+    ] = "auto"  # fmt: skip
     rule: Annotated[
         Rule, typer.Option(help="How drafts are judged. auto: coupled if any line has a seed.", rich_help_panel=SPEED)
-    ] = "auto",
-    attention: AttentionOption = "auto",
-    max_batch: MaxBatchOption = 16,
-    compile_passes: CompileOption = "auto",
-    strict: StrictOption = False,
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Workers on Ray."""
+
     ray: Annotated[
         bool,
         typer.Option(
             "--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
         ),
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="With --ray: so many pairs.", rich_help_panel=MACHINES)] = 2,
-    cpus: CpusOption = 1.0,
-    gpus: GpusOption = 0.0,
-    json_output: JsonOption = False,
+    ] = False
+    workers: Annotated[int, typer.Option(min=1, help="With --ray: so many pairs.", rich_help_panel=MACHINES)] = 2
+    cpus: CpusOption = 1.0
+    gpus: GpusOption = 0.0
+
+
+@option_groups(without={"tensor_parallel"})
+def batch(
+    files: FileArguments, speculation: BatchSpeculation, source: ModelSource, naming: NameOptions, limits: LimitOptions,
+    machines: WorkerOptions, json_output: JsonOption = False,
 ) -> int:  # fmt: skip
     """Answer a file of requests: exactly one answer per id, as they are ready.
 
@@ -119,36 +119,31 @@ def batch(
     same command goes on. docs/how-to/batch.md.
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
-    source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
-        compile_passes, quantize, strict,
-    )  # fmt: skip
-    controller = parse_lookahead(lookahead)
+    controller = parse_lookahead(speculation.lookahead)
     source.quieten_transformers()
     try:
         from shoal.serve import batch_lines, output_file, serve_config, settings
     except ImportError as error:
         raise RequestError(f"shoal batch needs more packages ({error}): pip install '.[serve]'") from error
-    asked = list(batch_lines.read_lines(requests))
-    if answers.exists() and answers.samefile(requests):
-        raise RequestError(f"INPUT and OUTPUT are one file, {str(answers)!r}")
+    lines = list(batch_lines.read_lines(files.requests))
+    if files.answers.exists() and files.answers.samefile(files.requests):
+        raise RequestError(f"INPUT and OUTPUT are one file, {str(files.answers)!r}")
+    rule = speculation.rule
     if rule == "auto":
-        rule = "coupled" if any(line.seeded for line in asked) else "rejection"
+        rule = "coupled" if any(line.seeded for line in lines) else "rejection"
     allowed = settings.Settings(
-        model=name or model or "bundled", max_n=max_n, max_tokens=max_tokens, timeout=timeout, seeds=rule == "coupled",
-        chat_template=read_template(chat_template),
+        model=naming.name or source.model or "bundled", max_n=limits.max_n, max_tokens=limits.max_tokens,
+        timeout=limits.timeout, seeds=rule == "coupled", chat_template=read_template(naming.chat_template),
     )  # fmt: skip
-    served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(kv_memory))
-    with output_file.OutputFile(answers, asked, _made_by(source, allowed, rule)) as book:
-        _tell_of_cut(book, answers)
-        progress = BatchProgress(len(asked), len(book.ids))
+    config = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
+    with output_file.OutputFile(files.answers, lines, _settings(source, allowed, rule)) as output:
+        _report_cut(output, files.answers)
+        progress = BatchProgress(len(lines), len(output.ids))
+        answer = (
+            partial(_answer_on_ray, config, machines) if machines.ray else partial(_answer_here, config, progress, output)
+        )
         try:
-            _answer(
-                asked,
-                book,
-                progress,
-                partial(_over_ray, served, workers, cpus, gpus) if ray else partial(_here, served, progress, book),
-            )
+            _answer(lines, output, progress, answer)
         except KeyboardInterrupt:
             stderr().print(f"interrupted: {progress}; the same command goes on from there", markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
@@ -156,11 +151,11 @@ def batch(
         print(json.dumps(progress.document()))
     else:
         stdout().print(str(progress), markup=False, soft_wrap=True)
-    return EXIT_FAILURE if asked and len(book.failed) == len(asked) else 0
+    return EXIT_FAILURE if lines and len(output.failed) == len(lines) else 0
 
 
-def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
-    """What changes tokens and is known before a model is loaded; a drafter changes neither a seed's tokens nor the law."""
+def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
+    """What changes tokens and is known before a model is loaded; a drafter changes no seed's tokens and no distribution."""
     from shoal import __version__
     from shoal.models.loading import bundled
     from shoal.serve.batch_lines import digest
@@ -174,44 +169,46 @@ def _made_by(source: Source, allowed: Settings, rule: str) -> Json:
     }  # fmt: skip
 
 
-def _tell_of_cut(book: OutputFile, answers: Path) -> None:
-    if book.cut:
-        said = (
-            f"{answers}: its last {book.cut} bytes were no whole answers, as a kill or a crash leaves them, and were cut off"
-        )
+def _report_cut(output: OutputFile, answers: Path) -> None:
+    if output.cut:
+        said = f"{answers}: its last {output.cut} bytes were no whole answers, as a kill or a crash leaves them, and were cut off"
         stderr().print(said, markup=False, soft_wrap=True)
 
 
-def _answer(asked: Sequence[BatchLine], ledger: OutputFile, progress: BatchProgress, answer: Answer) -> None:
-    """Answers what has no answer yet."""
-    waiting = [line for line in asked if line.id not in ledger.ids]
+def _answer(lines: Sequence[BatchLine], output: OutputFile, progress: BatchProgress, answer: Answer) -> None:
+    """Answers the lines that have no answer yet."""
+    waiting = [line for line in lines if line.id not in output.ids]
     with displayed(progress) as changed:
 
         def done(entry: Json) -> None:
-            if ledger.write(entry):
+            if output.write(entry):
                 progress.add(entry)
                 changed()
 
         if waiting:
             answer(waiting, done)
-    missing = [line.id for line in waiting if line.id not in ledger.ids]
+    missing = [line.id for line in waiting if line.id not in output.ids]
     if missing:
         raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
 
 
-def _here(
-    config: ServeConfig, progress: BatchProgress, book: OutputFile, lines: Sequence[BatchLine], done: Callable[[Json], None]
+def _answer_here(
+    config: ServeConfig,
+    progress: BatchProgress,
+    output: OutputFile,
+    lines: Sequence[BatchLine],
+    done: Callable[[Json], None],
 ) -> None:
     offline = config.offline()
     progress.loaded = offline.shoal.loaded
-    book.require(offline.made)
+    output.require(offline.made)
     offline.answer(lines, done)
 
 
-def _over_ray(
-    config: ServeConfig, workers: int, cpus: float, gpus: float, lines: Sequence[BatchLine], done: Callable[[Json], None]
+def _answer_on_ray(
+    config: ServeConfig, machines: WorkerOptions, lines: Sequence[BatchLine], done: Callable[[Json], None]
 ) -> None:
     cluster = ray_cluster()
     from shoal.serve import pool
 
-    pool.answer(lines, config, done, workers, cluster.Share(cpus, gpus))
+    pool.answer(lines, config, done, machines.workers, cluster.Share(machines.cpus, machines.gpus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,35 +19,21 @@ from shoal.cli.check_prompts import BUILT_IN, CODE, PromptSet, built_in, measure
 from shoal.cli.check_result import CheckResult, overall
 from shoal.cli.console import StatusLine, stdout
 from shoal.cli.files import listed_prompts
-from shoal.cli.options import (
-    PROMPTS_HELP,
-    SPEED,
-    AttentionOption,
-    DeviceOption,
-    DraftOption,
-    DraftRevisionOption,
-    DtypeOption,
-    JsonOption,
-    LocalOption,
-    ModelOption,
-    NewTokensOption,
-    QuantizeOption,
-    RevisionOption,
-    SamplesOption,
-    Source,
-    StrictOption,
-    TrustOption,
-)
+from shoal.cli.option_groups import SPEED, option_groups
+from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, NewTokensOption, SampleOptions
 from shoal.config import require_text
 
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure
-Asked = tuple[str, list[str]]
+GivenPrompts = tuple[str, list[str]]
 """Where prompts come from, and the prompts."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
-def check(
+@dataclass(frozen=True)
+class PromptOptions:
+    """The prompts to measure on."""
+
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,27 +42,36 @@ def check(
             metavar="TEXT",
             help="Prompt to measure on; repeatable. Without any and without --prompts, built-in code, prose and chat.",
         ),
-    ] = None,
+    ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(help=f"Prompts to measure on, {check_prompts.MOST} at most, evenly spaced: {PROMPTS_HELP} Repeatable."),
-    ] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    revision: RevisionOption = None,
-    draft_revision: DraftRevisionOption = None,
-    local_files_only: LocalOption = False,
-    trust_remote_code: TrustOption = False,
-    n: SamplesOption = 8,
-    max_new_tokens: NewTokensOption = 64,
+    ] = None
+
+    def read(self) -> GivenPrompts:
+        """Raises RequestError for a prompt that is none."""
+        texts, files = self.prompt or [], self.prompts or []
+        for text in texts:
+            require_text(text, "the prompt")
+        named = ["--prompt"] * bool(texts) + list(map(str, files))
+        return f"from {' and '.join(named)}", [*texts, *listed_prompts(files)]
+
+
+@dataclass(frozen=True)
+class MeasureOptions(SampleOptions):
+    """What is measured."""
+
+    max_new_tokens: NewTokensOption = 64
     k: Annotated[
         int, typer.Option("--k", "-k", min=1, help="Draft length at which acceptance is measured.", rich_help_panel=SPEED)
-    ] = 4,
-    attention: AttentionOption = "auto",
-    quantize: QuantizeOption = "off",
-    strict: StrictOption = False,
+    ] = 4
+
+
+@option_groups(without={"compile", "max_batch", "tensor_parallel"})
+def check(
+    prompts: PromptOptions,
+    measuring: MeasureOptions,
+    source: ModelSource,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each draft length.", rich_help_panel=SPEED)] = 3,
     json_output: JsonOption = False,
 ) -> int:
@@ -85,15 +81,12 @@ def check(
     decoding and against Transformers' batched generate.
     Every check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one failed.
     """
-    source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max(16, n), trust_remote_code, local_files_only,
-        quantize=quantize, strict=strict,
-    )  # fmt: skip
-    asked = _asked(prompt or [], prompts or [])
+    source = replace(source, max_batch=max(16, measuring.n))
+    given = prompts.read()
     console = stdout()
     results = []
     with StatusLine() as status:
-        for result in checks_of(source, asked, (n, max_new_tokens, k, repeats), status.say):
+        for result in checks_of(source, given, measuring, repeats, status.say):
             results.append(result)
             if not json_output:
                 status.clear()
@@ -106,7 +99,7 @@ def check(
 
 
 def checks_of(
-    source: Source, asked: Asked, work: tuple[int, int, int, int], say: Callable[[str], None]
+    source: ModelSource, given: GivenPrompts, measuring: MeasureOptions, repeats: int, say: Callable[[str], None]
 ) -> Iterator[CheckResult]:
     """All results in order; those about drafting only for a pair that fits."""
     say("loading ...")
@@ -114,8 +107,8 @@ def checks_of(
     yield from results
     if model is None:
         return
-    sets = prompt_sets(asked, model.tokenizer, source.model is None)
-    case = Case(model, sets, *work, say=say)
+    sets = prompt_sets(given, model.tokenizer, source.model is None)
+    case = Case(model, sets, measuring.n, measuring.max_new_tokens, measuring.k, repeats, say)
     yield check_model.self_check(model.target, "target")
     if model.draft_model is not None:
         yield check_model.self_check(model.draft_model, "drafter")
@@ -124,9 +117,11 @@ def checks_of(
     yield measured_on(context, *sets)
     yield check_model.number_format(model.target)
     yield measured_on(check_model.memory(case), *sets)
-    if model.draft_model is None or context.status == "fail":
-        return
-    case = case.drafted()
+    if model.draft_model is not None and context.status != "fail":
+        yield from _drafting_checks(case.drafted())
+
+
+def _drafting_checks(case: Case) -> Iterator[CheckResult]:
     if not case.sets:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
         yield CheckResult("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
@@ -135,20 +130,12 @@ def checks_of(
         yield from check_of(case)
 
 
-def prompt_sets(asked: Asked, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
+def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
     """The user's prompts; without any, built-in ones: Python code for the bundled pair, of several kinds for another."""
-    source, texts = asked
+    source, texts = given
     if texts:
         return [PromptSet.of("", source, texts, tokenizer)]
     return built_in([CODE] if bundled else list(BUILT_IN), tokenizer)
-
-
-def _asked(texts: list[str], files: list[Path]) -> Asked:
-    """Where the user's prompts come from, and the prompts. Raises RequestError for one that is none."""
-    for text in texts:
-        require_text(text, "the prompt")
-    named = ["--prompt"] * bool(texts) + list(map(str, files))
-    return f"from {' and '.join(named)}", [*texts, *listed_prompts(files)]
 
 
 def show(console: Console, result: CheckResult) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.check_case import Case
 from shoal.cli.check_result import CheckResult
-from shoal.cli.options import Source, display_name, dtype_name
+from shoal.cli.options import ModelSource, display_name, dtype_name
 from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 
-def load(source: Source) -> tuple[Shoal | None, list[CheckResult]]:
+def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     """Loads the pair; where that fails, finds out which half is at fault."""
     from shoal.models.load_report import described
 
@@ -34,7 +34,7 @@ def load(source: Source) -> tuple[Shoal | None, list[CheckResult]]:
     return model, [*results, drafter, CheckResult("tokenizer", "ok", f"the same; {vocabulary}")]
 
 
-def _load_target_alone(source: Source, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
+def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
     """Tells a bad target from a bad drafter and from two that do not fit."""
     if source.draft is None:
         return None, [CheckResult("target", "fail", str(error), _advice(error))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,23 +14,17 @@ from rich.text import Text
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
 from shoal.cli.board import Board
 from shoal.cli.console import StatusLine, plain_table, printable, stdout
+from shoal.cli.option_groups import OUTPUT, SAMPLING, SPEED, option_groups
 from shoal.cli.options import (
-    OUTPUT,
-    SAMPLING,
-    SPEED,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
     JsonOption,
     LookaheadOption,
-    ModelOption,
-    NewTokensOption,
-    SamplesOption,
-    Source,
+    ModelSource,
+    PlacedPair,
+    SampleOptions,
     display_name,
     dtype_name,
     parse_lookahead,
-)
+)  # fmt: skip
 from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
 from shoal.config import require_text
@@ -49,22 +44,30 @@ PROMPT = '''def multiply_above_4(values):
     60
     """
 '''
+EXIT_INTERRUPTED = 130
 WARM_UP_TOKENS = 16
-PROOF_LENGTH = 4
+CHECKED_LENGTH = 4  # draft length of the greedy comparison where `auto` drafts nothing
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the demo generates."""
+    """What the demo generates, and with which pair."""
 
+    model: Shoal
     prompt: str
     n: int
     lookahead: str | int
+    repeats: int
     options: dict[str, Any]
 
-    def run(self, model: Shoal, lookahead: str | int, **changes: Any) -> Result:
+    def run(self, lookahead: str | int, **changes: Any) -> Result:
         """All rows at a draft length."""
-        return model.generate(self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes})
+        return self.model.generate(self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes})
+
+    @property
+    def exact(self) -> bool:
+        """Whether the number format is precise enough for greedy identity to be a promise."""
+        return dtype_name(self.model.target) in ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -81,27 +84,40 @@ class Measurements:
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
 
-def demo(
-    prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="What the samples continue.", show_default="a function")
-    ] = PROMPT,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    n: SamplesOption = 8,
-    max_new_tokens: NewTokensOption = 128,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8,
-    seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0,
-    lookahead: LookaheadOption = "auto",
+@dataclass(frozen=True)
+class DemoOptions(SampleOptions):
+    """What is generated, and how it is shown."""
+
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the samples continue.", show_default="a function")] = (
+        PROMPT
+    )
+    temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8
+    seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0
+    lookahead: LookaheadOption = "auto"
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed runs of each method; medians are shown.", rich_help_panel=SPEED)
-    ] = 3,
+    ] = 3
     no_live: Annotated[
         bool, typer.Option("--no-live", help="Do not show the rows while they fill in.", rich_help_panel=OUTPUT)
-    ] = False,
-    json_output: JsonOption = False,
-) -> int:
+    ] = False
+    json: JsonOption = False
+
+    def job(self, names: PlacedPair) -> Job:
+        """Checks the options, then loads the pair."""
+        require_text(self.prompt, "the prompt")
+        options = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed}
+        lookahead = parse_lookahead(self.lookahead)
+        split_options({**options, "lookahead": lookahead})
+        with StatusLine() as status:
+            status.say("loading ...")
+            pair = ModelSource(**vars(names), max_batch=max(16, self.n)).load()
+        if pair.draft_model is None:
+            raise RequestError("the demo compares drafting with plain decoding and needs a drafter: give --draft as well")
+        return Job(pair, self.prompt, self.n, lookahead, self.repeats, options)
+
+
+@option_groups()
+def demo(names: PlacedPair, options: DemoOptions) -> int:
     """Watch eight samples grow, then compare with plain decoding.
 
     Shows which tokens were drafted and accepted, in colour, while the samples fill in.
@@ -110,83 +126,68 @@ def demo(
 
     Last, decodes greedily with both: the tokens must be identical.
     """
-    require_text(prompt, "the prompt")
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    job = Job(prompt, n, parse_lookahead(lookahead), options)
-    split_options({**options, "lookahead": job.lookahead})
-    console = stdout()
-    with StatusLine() as status:
-        status.say("loading ...")
-        pair = Source(model, draft, dtype, device, max_batch=max(16, n)).load()
-    if pair.draft_model is None:
-        raise RequestError("the demo compares drafting with plain decoding and needs a drafter: give --draft as well")
-    live = console.is_terminal and not no_live and not json_output
-    shown = show_live(pair, job, console) if live else job.run(pair, job.lookahead)
+    job, console = options.job(names), stdout()
+    live = console.is_terminal and not options.no_live and not options.json
+    shown = show_live(job, console) if live else job.run(job.lookahead)
     if shown is None:
-        return 130
+        return EXIT_INTERRUPTED
     if shown.stats.drafted == 0 and job.lookahead != "auto":
-        raise RequestError(f"nothing was drafted with --lookahead {lookahead}: raise it, or --max-new-tokens")
-    measured = measure(pair, job, repeats)
-    if json_output:
-        print(json.dumps(document(pair, job, repeats, shown, measured)))
+        raise RequestError(f"nothing was drafted with --lookahead {options.lookahead}: raise it, or --max-new-tokens")
+    measured = measure(job)
+    if options.json:
+        print(json.dumps(document(job, shown, measured)))
     else:
         if not live:
             console.print(Text(printable(job.prompt.rstrip()) + "\n"))
             show_output(console, shown[0], None, by_rank=False)
-        report(console, pair, job, repeats, measured)
-    return 0 if measured.identity.holds or not exact(pair) else 1
+        report(console, job, measured)
+    return 0 if measured.identity.holds or not job.exact else 1
 
 
-def show_live(model: Shoal, job: Job, console: Console) -> Result | None:
+def show_live(job: Job, console: Console) -> Result | None:
     """Draws the rows while they fill in; None if Ctrl-C ended it."""
 
     def decode(ids: list[int]) -> str:
-        return str(model.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(job.model.tokenizer.decode(ids, skip_special_tokens=True))
 
     console.print(Text(printable(job.prompt.rstrip()), style="dim"))
-    stream = model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
+    stream = job.model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
     with Board(console, job.n, decode) as board:
         result, interrupted = follow(stream, board.add)
     return None if interrupted else result
 
 
-def measure(model: Shoal, job: Job, repeats: int) -> Measurements:
+def measure(job: Job) -> Measurements:
     """Times plain and speculative decoding, then compares them greedily."""
-    methods = {"plain": lambda: job.run(model, "off"), "speculative": lambda: job.run(model, job.lookahead)}
+    tokens = job.options["max_new_tokens"]
+    methods = {"plain": partial(job.run, "off"), "speculative": partial(job.run, job.lookahead)}
     with StatusLine() as status:
         status.say("warming up ...")
-        for lookahead in ("off", job.lookahead):
-            job.run(model, lookahead, max_new_tokens=min(WARM_UP_TOKENS, job.options["max_new_tokens"]))
-        results = interleave(methods, repeats, status.say)
+        for run in methods.values():
+            run(max_new_tokens=min(WARM_UP_TOKENS, tokens))
+        results = interleave(methods, job.repeats, status.say)
         status.say("comparing greedy decoding ...")
-        compared: dict[str, Any] = {"max_new_tokens": job.options["max_new_tokens"]}
-        identity = greedy_identity(model, [job.prompt], job.n, job.lookahead, **compared)
-        if identity.drafted == 0:  # auto found that drafting does not pay; it has to be right all the same
-            identity = greedy_identity(model, [job.prompt], job.n, PROOF_LENGTH, **compared)
+        identity = greedy_identity(job.model, [job.prompt], job.n, job.lookahead, max_new_tokens=tokens)
+        if identity.drafted == 0:  # `auto` did not draft here: compare at a fixed draft length
+            identity = greedy_identity(job.model, [job.prompt], job.n, CHECKED_LENGTH, max_new_tokens=tokens)
     return Measurements(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
 
 
-def exact(model: Shoal) -> bool:
-    """Whether the number format is precise enough for greedy identity to be a promise."""
-    return dtype_name(model.target) in ("float32", "float64")
-
-
-def report(console: Console, model: Shoal, job: Job, repeats: int, measured: Measurements) -> None:
+def report(console: Console, job: Job, measured: Measurements) -> None:
     """The table, the speed-up and the greedy comparison."""
-    runs = "one run each" if repeats == 1 else f"medians of {repeats} runs each"
+    dtype = dtype_name(job.model.target)
+    runs = "one run each" if job.repeats == 1 else f"medians of {job.repeats} runs each"
     console.print()
     console.print(
         f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, T={job.options['temperature']:g}, "
-        f"lookahead {job.lookahead}, {dtype_name(model.target)} on {model.target.device}; {runs}"
+        f"lookahead {job.lookahead}, {dtype} on {job.model.target.device}; {runs}"
     )
     console.print()
     console.print(comparison(measured.plain, measured.speculative))
     console.print()
     console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
-    console.print(
-        f"greedy identical: {measured.identity.summary} ({dtype_name(model.target)}, {measured.identity.rows} rows)"
-    )
-    if not measured.identity.holds and not exact(model):
+    console.print(f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)")
+    if not measured.identity.holds and not job.exact:
         console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")
 
 
@@ -208,10 +209,10 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
     return table
 
 
-def document(model: Shoal, job: Job, repeats: int, shown: Result, measured: Measurements) -> dict[str, Any]:
+def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
     """The JSON object of the demo."""
+    model, identity = job.model, measured.identity
     assert model.draft_model is not None
-    identity = measured.identity
     return {
         "target": display_name(model.target),
         "draft": display_name(model.draft_model),
@@ -222,16 +223,11 @@ def document(model: Shoal, job: Job, repeats: int, shown: Result, measured: Meas
         "n": job.n,
         "lookahead": job.lookahead,
         **job.options,
-        "repeats": repeats,
+        "repeats": job.repeats,
         "plain": measured.plain.to_dict(),
         "speculative": measured.speculative.to_dict(),
         "speedup": measured.speedup,
         "greedy_identical": identity.holds,
-        "greedy": {
-            "rows": identity.rows,
-            "same": identity.same,
-            "drafted": identity.drafted,
-            "difference": identity.difference,
-        },
+        "greedy": vars(identity),
         "samples": [{"text": sample.text, "finish_reason": sample.finish_reason} for sample in shown[0].samples],
     }

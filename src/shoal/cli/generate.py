@@ -15,35 +15,19 @@ from rich.console import Console
 
 from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, write_whole
+from shoal.cli.option_groups import OUTPUT, SAMPLING, option_groups
 from shoal.cli.options import (
-    OUTPUT,
-    SAMPLING,
-    AttentionOption,
-    CompileOption,
-    DeviceOption,
-    DraftOption,
-    DraftRevisionOption,
-    DtypeOption,
     JsonOption,
-    LocalOption,
-    LookaheadOption,
-    MaxBatchOption,
-    ModelOption,
-    NewTokensOption,
-    QuantizeOption,
-    RevisionOption,
-    RuleOption,
+    ModelSource,
+    SampleOptions,
     SamplesOption,
-    Source,
-    StrictOption,
-    TensorParallelOption,
-    TrustOption,
-    given,
+    SpeculationOptions,
+    TopPOption,
     parse_lookahead,
 )
 from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
-from shoal.config import Limits, Sampling
+from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.types.options import split_options
 from shoal.types.samples import Output, Result, Sample
@@ -52,108 +36,85 @@ EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
 
 
-def generate(
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where the prompts come from."""
+
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; repeatable. Without any, stdin is the prompt."),
-    ] = None,
+    ] = None
     prompt_file: Annotated[
         list[Path] | None,
         typer.Option("--prompt-file", "-f", metavar="FILE", help="A file that is one prompt, whole; repeatable."),
-    ] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    revision: RevisionOption = None,
-    draft_revision: DraftRevisionOption = None,
-    local_files_only: LocalOption = False,
-    trust_remote_code: TrustOption = False,
-    n: SamplesOption = 1,
-    max_new_tokens: NewTokensOption = Limits.max_new_tokens,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 = greedy.", show_default=str(Sampling.temperature), rich_help_panel=SAMPLING),
-    ] = None,
-    top_p: Annotated[
-        float, typer.Option(help="Smallest set of tokens with this mass; 1 = off.", rich_help_panel=SAMPLING)
-    ] = Sampling.top_p,
-    top_k: Annotated[
-        int, typer.Option(help="The k most probable tokens; 0 = off.", rich_help_panel=SAMPLING)
-    ] = Sampling.top_k,
-    min_p: Annotated[
-        float,
-        typer.Option(help="Tokens at least so probable as the best one times this; 0 = off.", rich_help_panel=SAMPLING),
-    ] = Sampling.min_p,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)
-    ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING),
-    ] = None,
-    time_budget: Annotated[
-        float | None,
-        typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
-    ] = None,
-    lookahead: LookaheadOption = "auto",
-    rule: RuleOption = "auto",
-    attention: AttentionOption = "auto",
-    max_batch: MaxBatchOption = 16,
-    compile_passes: CompileOption = "auto",
-    quantize: QuantizeOption = "off",
-    strict: StrictOption = False,
-    tensor_parallel: TensorParallelOption = False,
-    ranked: Annotated[
-        bool, typer.Option("--ranked", help="Best mean log-probability first.", rich_help_panel=OUTPUT)
-    ] = False,
-    logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="Log-probabilities of the tokens (with --json).", rich_help_panel=OUTPUT)
-    ] = False,
-    top_logprobs: Annotated[
-        int, typer.Option(min=0, help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
-    ] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the results to a file, whole or not at all.", rich_help_panel=OUTPUT),
-    ] = None,
-    json_output: JsonOption = False,
-) -> int:
-    """Generate n samples of every prompt.
+    ] = None
 
-    Results go to stdout, progress to stderr. Ctrl-C stops and prints what has finished.
-    """
-    source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
-        compile_passes, quantize, strict, tensor_parallel,
-    )  # fmt: skip
-    form = Form(json_output, ranked, logprobs, top_logprobs, output)
-    prompts = read_prompts(prompt or [], prompt_file or [])
-    options = given(
-        temperature=_temperature(temperature, greedy), top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        max_new_tokens=max_new_tokens, stop=stop, time_budget=time_budget,
-        lookahead=parse_lookahead(lookahead), rule=rule,
-    )  # fmt: skip
-    split_options(options)  # a wrong value is reported before a model is loaded
-    result, interrupted = _run(source, prompts, n, top_logprobs, options)
-    deliver(result, prompts, form, interrupted)
-    failed = _report_failures(result)
-    return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
+    def read(self) -> list[str]:
+        """The prompts as texts. Raises RequestError, see `read_prompts`."""
+        return read_prompts(self.prompt or [], self.prompt_file or [])
 
 
 @dataclass(frozen=True)
-class Form:
-    """How results are shown, and where."""
+class SamplingOptions(SampleOptions):
+    """How tokens are sampled, and where samples end."""
 
-    json: bool = False
-    ranked: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    output: Path | None = None
+    n: SamplesOption = 1
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 = greedy.", show_default=str(Sampling.temperature), rich_help_panel=SAMPLING),
+    ] = None
+    top_p: TopPOption = Sampling.top_p
+    top_k: Annotated[int, typer.Option(help="The k most probable tokens; 0 = off.", rich_help_panel=SAMPLING)] = (
+        Sampling.top_k
+    )
+    min_p: Annotated[
+        float,
+        typer.Option(help="Tokens at least so probable as the best one times this; 0 = off.", rich_help_panel=SAMPLING),
+    ] = Sampling.min_p
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)] = (
+        False
+    )
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING),
+    ] = None
+    time_budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The options of `Shoal.generate` that have a value; the others keep the library's defaults."""
+        if self.greedy and self.temperature:
+            raise RequestError(
+                f"--greedy means --temperature 0, but --temperature {self.temperature:g} was given: leave one out"
+            )
+        options = {name: value for name, value in vars(self).items() if name not in ("n", "greedy") and value is not None}
+        return options | ({"temperature": 0.0} if self.greedy else {})
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How results are shown, and where. Raises RequestError where they could not be written."""
+
+    ranked: Annotated[bool, typer.Option("--ranked", help="Best mean log-probability first.", rich_help_panel=OUTPUT)] = (
+        False
+    )
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Log-probabilities of the tokens (with --json).", rich_help_panel=OUTPUT)
+    ] = False
+    top_logprobs: Annotated[
+        int, typer.Option(min=0, help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
+    ] = 0
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the results to a file, whole or not at all.", rich_help_panel=OUTPUT),
+    ] = None
+    json: JsonOption = False
 
     def __post_init__(self) -> None:
         if (self.logprobs or self.top_logprobs) and not self.json:
@@ -166,13 +127,25 @@ class Form:
         return output.ranked if self.ranked else output.samples
 
 
-def _temperature(temperature: float | None, greedy: bool) -> float | None:
-    if greedy and temperature:
-        raise RequestError(f"--greedy means --temperature 0, but --temperature {temperature:g} was given: leave one out")
-    return 0.0 if greedy else temperature
+@option_groups()
+def generate(
+    prompts: PromptOptions, sampling: SamplingOptions, speculation: SpeculationOptions, source: ModelSource,
+    output: OutputOptions,
+) -> int:  # fmt: skip
+    """Generate n samples of every prompt.
+
+    Results go to stdout, progress to stderr. Ctrl-C stops and prints what has finished.
+    """
+    texts = prompts.read()
+    options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    split_options(options)  # a wrong value is reported before a model is loaded
+    result, interrupted = _run(source, texts, sampling.n, output.top_logprobs, options)
+    deliver(result, texts, output, interrupted)
+    failed = _report_failures(result)
+    return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
-def _run(source: Source, prompts: list[str], n: int, top_logprobs: int, options: dict[str, Any]) -> tuple[Result, bool]:
+def _run(source: ModelSource, prompts: list[str], n: int, top_logprobs: int, options: dict[str, Any]) -> tuple[Result, bool]:
     """Loads the models and generates, with a progress line on stderr."""
     with Progress() as progress:
         model = source.load()
@@ -180,18 +153,18 @@ def _run(source: Source, prompts: list[str], n: int, top_logprobs: int, options:
         return follow(model.stream(prompts, n, top_logprobs=top_logprobs, **options), progress.add)
 
 
-def deliver(result: Result, prompts: Sequence[str], form: Form, interrupted: bool) -> None:
+def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interrupted: bool) -> None:
     """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds whole results only."""
     if interrupted:
         samples = [sample for output in result for sample in output.samples]
         finished = sum(sample.finish_reason != "cancelled" for sample in samples)
         stderr().print(f"interrupted: {finished} of {len(samples)} samples finished")
-    if form.output is None or interrupted:
-        _print(result, prompts, form, stdout())
+    if shown.output is None or interrupted:
+        _print(result, prompts, shown, stdout())
         return
     text = io.StringIO()
-    _print(result, prompts, form, Console(file=text, width=FILE_WIDTH))
-    write_whole(form.output, text.getvalue())
+    _print(result, prompts, shown, Console(file=text, width=FILE_WIDTH))
+    write_whole(shown.output, text.getvalue())
 
 
 def _report_failures(result: Result) -> bool:
@@ -204,28 +177,28 @@ def _report_failures(result: Result) -> bool:
     return bool(failed)
 
 
-def _print(result: Result, prompts: Sequence[str], form: Form, console: Console) -> None:
-    if form.json:
-        console.file.write(json.dumps(document(result, prompts, form), allow_nan=False) + "\n")
+def _print(result: Result, prompts: Sequence[str], shown: OutputOptions, console: Console) -> None:
+    if shown.json:
+        console.file.write(json.dumps(document(result, prompts, shown), allow_nan=False) + "\n")
         return
     for index, (output, prompt) in enumerate(zip(result, prompts, strict=True), 1):
         first_line = next((line for line in prompt.splitlines() if line.strip()), "")
         title = f"prompt {index} of {len(prompts)}: {first_line}" if len(prompts) > 1 else None
-        show_output(console, output, title, form.ranked)
+        show_output(console, output, title, shown.ranked)
 
 
-def document(result: Result, prompts: Sequence[str], form: Form) -> dict[str, Any]:
+def document(result: Result, prompts: Sequence[str], shown: OutputOptions) -> dict[str, Any]:
     """The JSON object of a result."""
     return {
         "prompts": [
-            {"prompt": prompt, "samples": [_sample(sample, form) for sample in form.samples(output)]}
+            {"prompt": prompt, "samples": [_sample(sample, shown) for sample in shown.samples(output)]}
             for output, prompt in zip(result, prompts, strict=True)
         ],
         "stats": result.stats.to_dict(),
     }
 
 
-def _sample(sample: Sample, form: Form) -> dict[str, Any]:
+def _sample(sample: Sample, shown: OutputOptions) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "text": sample.text,
         "token_ids": list(sample.token_ids),
@@ -239,10 +212,10 @@ def _sample(sample: Sample, form: Form) -> dict[str, Any]:
     }
     if sample.error:
         entry["error"] = sample.error
-    if form.logprobs:
+    if shown.logprobs:
         entry["logprobs"] = [_finite(value) for value in sample.logprobs]
         entry["processed_logprobs"] = [_finite(value) for value in sample.processed_logprobs]
-    if form.top_logprobs:
+    if shown.top_logprobs:
         entry["top_logprobs"] = [{"raw": _pairs(top.raw), "processed": _pairs(top.processed)} for top in sample.top_logprobs]
     return entry
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shoal.cli.option_groups import MODELS, OUTPUT, SAMPLING, SPEED
+from shoal.config import Limits
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
 
@@ -23,71 +25,7 @@ Rule = Literal["auto", "rejection", "coupled"]
 PROMPTS_HELP = (
     'JSON Lines (.jsonl) of texts or objects with "prompt"; .txt: a prompt per paragraph; any other file is one prompt.'
 )
-MODELS, SAMPLING, SPEED, OUTPUT = "Models", "Sampling and limits", "Speculation and speed", "Output"
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.", rich_help_panel=MODELS),
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option("--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.", rich_help_panel=MODELS),
-]
-DtypeOption = Annotated[
-    Dtype,
-    typer.Option(
-        "--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16.",
-        rich_help_panel=MODELS,
-    ),
-]  # fmt: skip
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODELS)]
-RevisionOption = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit of the target.", rich_help_panel=MODELS)
-]
-DraftRevisionOption = Annotated[
-    str | None, typer.Option("--draft-revision", help="Branch, tag or commit of the drafter.", rich_help_panel=MODELS)
-]
-LocalOption = Annotated[bool, typer.Option("--local-files-only", help="Never go to the network.", rich_help_panel=MODELS)]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
-]
-AttentionOption = Annotated[
-    str,
-    typer.Option(
-        "--attention", metavar="METHOD", rich_help_panel=SPEED,
-        help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
-    ),
-]  # fmt: skip
-CompileOption = Annotated[
-    Compile,
-    typer.Option(
-        "--compile", help="Passes of fixed shapes: CUDA graphs, or compiled code on a CPU (slow to start). auto = on for CUDA.",
-        rich_help_panel=SPEED,
-    ),
-]  # fmt: skip
-QuantizeOption = Annotated[
-    str,
-    typer.Option(
-        "--quantize", metavar="FORMATS", rich_help_panel=MODELS,
-        help="8-bit weights: off, or target=F,draft=F where F is int8, fp8 (CUDA) or off.",
-    ),
-]  # fmt: skip
-StrictOption = Annotated[
-    bool,
-    typer.Option(
-        "--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.", rich_help_panel=SPEED
-    ),
-]
-TensorParallelOption = Annotated[
-    bool,
-    typer.Option(
-        "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ...",
-        rich_help_panel=MODELS,
-    ),
-]  # fmt: skip
-MaxBatchOption = Annotated[
-    int, typer.Option("--max-batch", min=1, help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
-]
 LookaheadOption = Annotated[
     str,
     typer.Option(
@@ -96,38 +34,52 @@ LookaheadOption = Annotated[
         rich_help_panel=SPEED,
     ),
 ]  # fmt: skip
-RuleOption = Annotated[
-    Rule,
-    typer.Option(
-        "--rule", help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
-        rich_help_panel=SPEED,
-    ),
-]  # fmt: skip
 SamplesOption = Annotated[int, typer.Option("-n", "--samples", min=1, help="Samples per prompt.", rich_help_panel=SAMPLING)]
 NewTokensOption = Annotated[
     int, typer.Option("--max-new-tokens", help="Tokens per sample at most.", rich_help_panel=SAMPLING)
 ]
+TopPOption = Annotated[float, typer.Option(help="Smallest set of tokens with this mass; 1 = off.", rich_help_panel=SAMPLING)]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Which models to load, and how: the arguments of `shoal.load`."""
+class SampleOptions:
+    """How many samples, and how long."""
 
-    model: str | None = None
-    draft: str | None = None
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    draft_revision: str | None = None
-    attention: str = "auto"
-    max_batch: int = 16
-    trust_remote_code: bool = False
-    local_files_only: bool = False
-    compile: Compile = "auto"
-    quantize: str = "off"
-    strict: bool = False
-    tensor_parallel: bool = False
+    n: SamplesOption = 8
+    max_new_tokens: NewTokensOption = Limits.max_new_tokens
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """Draft lengths and the acceptance rule."""
+
+    lookahead: LookaheadOption = "auto"
+    rule: Annotated[
+        Rule,
+        typer.Option(
+            "--rule", help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
+            rich_help_panel=SPEED,
+        ),
+    ] = "auto"  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairNames:
+    """Target and drafter, each a Hub id or a directory. Raises RequestError for a drafter without its target."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.", rich_help_panel=MODELS
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.", rich_help_panel=MODELS
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.model is None:
@@ -136,7 +88,76 @@ class Source:
             if name is not None:
                 directory_of(name)  # before torch is imported, which takes seconds
 
-    def target_alone(self) -> Source:
+
+@dataclass(frozen=True)
+class PlacedPair(PairNames):
+    """A pair, its number format and its device."""
+
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            "--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16.",
+            rich_help_panel=MODELS,
+        ),
+    ] = "auto"  # fmt: skip
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODELS)] = "auto"
+
+
+@dataclass(frozen=True)
+class ModelSource(PlacedPair):
+    """Which models to load, and how: the arguments of `shoal.load`."""
+
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit of the target.", rich_help_panel=MODELS)
+    ] = None
+    draft_revision: Annotated[
+        str | None, typer.Option("--draft-revision", help="Branch, tag or commit of the drafter.", rich_help_panel=MODELS)
+    ] = None
+    local_files_only: Annotated[
+        bool, typer.Option("--local-files-only", help="Never go to the network.", rich_help_panel=MODELS)
+    ] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
+    ] = False
+    quantize: Annotated[
+        str,
+        typer.Option(
+            "--quantize", metavar="FORMATS", rich_help_panel=MODELS,
+            help="8-bit weights: off, or target=F,draft=F where F is int8, fp8 (CUDA) or off.",
+        ),
+    ] = "off"  # fmt: skip
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel", rich_help_panel=MODELS,
+            help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ...",
+        ),
+    ] = False  # fmt: skip
+    attention: Annotated[
+        str,
+        typer.Option(
+            "--attention", metavar="METHOD", rich_help_panel=SPEED,
+            help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
+        ),
+    ] = "auto"  # fmt: skip
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
+    ] = 16
+    compile: Annotated[
+        Compile,
+        typer.Option(
+            "--compile", rich_help_panel=SPEED,
+            help="Passes of fixed shapes: CUDA graphs, or compiled code on a CPU (slow to start). auto = on for CUDA.",
+        ),
+    ] = "auto"  # fmt: skip
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.", rich_help_panel=SPEED
+        ),
+    ] = False
+
+    def target_alone(self) -> ModelSource:
         """The same without the drafter."""
         return replace(self, draft=None, draft_revision=None)
 
@@ -148,7 +169,7 @@ class Source:
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
 
-        options = dict(vars(self))
+        options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
         return load(options.pop("model"), options.pop("draft"), **options)
 
     def quieten_transformers(self) -> None:
@@ -165,11 +186,6 @@ def parse_lookahead(text: str) -> str | int:
     lookahead = int(text) if text.isdecimal() else text
     by_name(lookahead)
     return lookahead
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """The options that the user gave; the rest keep the library's defaults."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def display_name(runner: Runner) -> str:

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.options import (
-    MODELS,
-    OUTPUT,
-    SPEED,
-    AttentionOption,
-    CompileOption,
-    DeviceOption,
-    DraftOption,
-    DraftRevisionOption,
-    DtypeOption,
-    LocalOption,
-    MaxBatchOption,
-    ModelOption,
-    QuantizeOption,
-    RevisionOption,
-    Rule,
-    Source,
-    StrictOption,
-    TrustOption,
-    parse_lookahead,
-)
+from shoal.cli.option_groups import ADDRESS, LIMITS, MACHINES, MODELS, OUTPUT, SPEED, option_groups
+from shoal.cli.options import ModelSource, Rule, parse_lookahead
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.serve.settings import Settings
 
-ADDRESS, LIMITS, MACHINES = "Address and access", "Limits", "More than one process"
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 CpusOption = Annotated[
@@ -61,61 +42,75 @@ KvMemoryOption = Annotated[
 ]  # fmt: skip
 
 
-def serve(
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    revision: RevisionOption = None,
-    draft_revision: DraftRevisionOption = None,
-    local_files_only: LocalOption = False,
-    trust_remote_code: TrustOption = False,
-    quantize: QuantizeOption = "off",
+@dataclass(frozen=True)
+class NameOptions:
+    """What the served model is called, and how it is asked."""
+
     name: Annotated[
         str | None,
         typer.Option(
             help="What clients call the model. Without it, as --model (of a path its last part), or 'bundled'.",
             rich_help_panel=MODELS,
         ),
-    ] = None,
-    chat_template: ChatTemplateOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ADDRESS)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any that is free.", rich_help_panel=ADDRESS)] = 8000,
+    ] = None
+    chat_template: ChatTemplateOption = None
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where the server listens, and who may call it."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ADDRESS)] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any that is free.", rich_help_panel=ADDRESS)] = 8000
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             help="A file of API keys, one a line. Without it, the key in SHOAL_API_KEY; without both, open to all.",
             rich_help_panel=ADDRESS,
         ),
-    ] = None,
+    ] = None
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="A web page's origin that may call from a browser; repeatable.", rich_help_panel=ADDRESS),
-    ] = None,
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             help="A name to be asked under, beside addresses and localhost; repeatable, * = any.",
             show_default="on a loopback address none, elsewhere any", rich_help_panel=ADDRESS,
         ),
-    ] = None,
-    max_n: MaxNOption = 64,
-    max_tokens: MaxTokensOption = 1024,
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What requests may ask for, and what they may take."""
+
+    max_n: MaxNOption = 64
+    max_tokens: MaxTokensOption = 1024
     max_grammar: Annotated[
         int, typer.Option(min=1, help="Characters of a grammar or JSON schema.", rich_help_panel=LIMITS)
-    ] = 16384,
+    ] = 16384
     queue: Annotated[
-        int, typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS)
-    ] = 256,
-    kv_memory: KvMemoryOption = None,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 2 * 2**20,
+        int,
+        typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS),
+    ] = 256
+    kv_memory: KvMemoryOption = None
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 2 * 2**20
     timeout: Annotated[
         float,
         typer.Option(min=0.001, help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=LIMITS),
-    ] = 600.0,
+    ] = 600.0
     drain: Annotated[
-        float, typer.Option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS)
-    ] = 20.0,
+        float,
+        typer.Option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS),
+    ] = 20.0
+
+
+@dataclass(frozen=True)
+class ServedSpeculation:
+    """Draft lengths and the acceptance rule of all requests."""
+
     lookahead: Annotated[
         str,
         typer.Option(
@@ -123,7 +118,7 @@ def serve(
             help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A request may ask for less.",
             rich_help_panel=SPEED,
         ),
-    ] = "auto",
+    ] = "auto"  # fmt: skip
     rule: Annotated[
         Rule,
         typer.Option(
@@ -131,35 +126,53 @@ def serve(
             "accepted, and seeds refused. auto = coupled.",
             rich_help_panel=SPEED,
         ),
-    ] = "auto",
-    attention: AttentionOption = "auto",
-    max_batch: MaxBatchOption = 16,
-    compile_passes: CompileOption = "auto",
-    strict: StrictOption = False,
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Replicas on Ray Serve."""
+
     ray: Annotated[
         bool,
         typer.Option(
-            "--ray", help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
+            "--ray",
+            help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.",
+            rich_help_panel=MACHINES,
         ),
-    ] = False,
-    replicas: Annotated[int, typer.Option(min=1, help="With --ray: pairs at least.", rich_help_panel=MACHINES)] = 1,
+    ] = False
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: pairs at least.", rich_help_panel=MACHINES)] = 1
     max_replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas", rich_help_panel=MACHINES),
-    ] = None,
+        typer.Option(
+            min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas", rich_help_panel=MACHINES
+        ),
+    ] = None
     target_requests: Annotated[
         float,
         typer.Option(
             min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more.",
             rich_help_panel=MACHINES,
         ),
-    ] = 4.0,
-    cpus: CpusOption = 1.0,
-    gpus: GpusOption = 0.0,
-    log_level: Annotated[LogLevel, typer.Option(help="What is logged on stderr.", rich_help_panel=OUTPUT)] = "info",
-    json_output: Annotated[
+    ] = 4.0  # fmt: skip
+    cpus: CpusOption = 1.0
+    gpus: GpusOption = 0.0
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What the server prints."""
+
+    log_level: Annotated[LogLevel, typer.Option(help="What is logged on stderr.", rich_help_panel=OUTPUT)] = "info"
+    json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout once requests are answered.", rich_help_panel=OUTPUT)
-    ] = False,
+    ] = False
+
+
+@option_groups(without={"tensor_parallel"})
+def serve(
+    speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, limits: LimitOptions,
+    machines: ReplicaOptions, output: LogOptions,
 ) -> None:  # fmt: skip
     """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
 
@@ -167,37 +180,42 @@ def serve(
     SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults: docs/reference/http-api.md.
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
-    source = Source(
-        model, draft, dtype, device, revision, draft_revision, attention, max_batch, trust_remote_code, local_files_only,
-        compile_passes, quantize, strict,
-    )  # fmt: skip
-    controller = parse_lookahead(lookahead)
+    controller = parse_lookahead(speculation.lookahead)
     source.quieten_transformers()
     try:
-        from shoal.serve import hosts, keys, run, serve_config, settings
+        from shoal.serve import run, serve_config
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
-    allowed = settings.Settings(
-        model=name or served_name(model), queue=queue, max_n=max_n, max_tokens=max_tokens, max_body=max_body,
-        max_grammar=max_grammar, timeout=timeout, seeds=rule != "rejection", keys=keys.read_keys(api_key_file),
-        origins=tuple(cors_origin or ()), hosts=hosts.hosts_of(host, allowed_host or ()),
-        chat_template=read_template(chat_template),
-    )  # fmt: skip
-    served = serve_config.ServeConfig(
-        source.load, allowed, controller, "coupled" if rule == "auto" else rule, in_bytes(kv_memory)
-    )
-    ready = partial(_tell, host, allowed, json_output)
-    if ray:
+    rule = "coupled" if speculation.rule == "auto" else speculation.rule
+    allowed = _settings(naming.name or served_name(source.model), naming.chat_template, rule, address, limits)
+    served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
+    ready = partial(_print_address, address.host, allowed, output.json)
+    if machines.ray:
         cluster = ray_cluster()
-        many = cluster.Replicas(replicas, max_replicas or replicas, target_requests, queue + max_batch, drain)
-        cluster.run(served, host, port, many, cluster.Share(cpus, gpus), ready)
+        replicas = cluster.Replicas(
+            machines.replicas, machines.max_replicas or machines.replicas, machines.target_requests,
+            limits.queue + source.max_batch, limits.drain,
+        )  # fmt: skip
+        cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
         return
-    with run.bind(host, port) as listening:  # a port that is taken is found before a model is loaded
-        run.run(served.app(), listening, drain, log_level, partial(ready, listening.getsockname()[1]))
+    with run.bind(address.host, address.port) as listening:  # a port that is taken is found before a model is loaded
+        run.run(served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]))
 
 
-def _tell(host: str, settings: Settings, json_output: bool, port: int) -> None:
-    """Where the server is, and whether it is open to all."""
+def _settings(name: str, chat_template: Path | None, rule: str, address: AddressOptions, limits: LimitOptions) -> Settings:
+    """What the server allows. Raises RequestError for files that cannot be read and wrong hosts."""
+    from shoal.serve import hosts, keys, settings
+
+    return settings.Settings(
+        model=name, queue=limits.queue, max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
+        max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule != "rejection",
+        keys=keys.read_keys(address.api_key_file), origins=tuple(address.cors_origin or ()),
+        hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
+    )  # fmt: skip
+
+
+def _print_address(host: str, settings: Settings, json_output: bool, port: int) -> None:
+    """Prints the address, and a warning if everybody may use it."""
     from shoal.cli.console import stderr
 
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -1,0 +1,91 @@
+"""Where the results of `shoal bench` go."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.cli.files import require_writable, write_whole
+from shoal.cli.option_groups import OUTPUT
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.bench.report import Report
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Files for the results, and how the tables look."""
+
+    json: Annotated[Path | None, typer.Option("--json", help="Write all, every repeat.", rich_help_panel=OUTPUT)] = None
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write two plots (.png, .svg).", rich_help_panel=OUTPUT)] = None
+    results: Annotated[
+        Path | None, typer.Option(help="Directory for a JSON file named by date and machine.", rich_help_panel=OUTPUT)
+    ] = None
+    replay: Annotated[
+        Path | None, typer.Option(help="Show a JSON file again instead of measuring.", rich_help_panel=OUTPUT)
+    ] = None
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.", rich_help_panel=OUTPUT)] = False
+
+    def require_writable(self) -> None:
+        """Raises RequestError for a file that could not be written, before anything is measured."""
+        for path in (self.json, self.plot):
+            if path is not None:
+                require_writable(path)
+        if self.results is not None and not self.results.is_dir():
+            raise RequestError(f"--results {str(self.results)!r} is not a directory")
+        if self.plot is not None:
+            from shoal.bench.plots import require_matplotlib
+
+            require_matplotlib()
+
+    def deliver(self, report: Report, with_regret: bool) -> None:
+        """Files first, then the tables on stdout."""
+        from shoal.bench import regret, tables
+        from shoal.bench.provenance import write_results
+
+        files = [self.json] if self.json else []
+        files += [self.results / _file_name(report)] if self.results else []
+        for path in files:
+            write_results(path, report.to_dict(), write_whole)
+        if self.plot is not None and report.lines:
+            from shoal.bench.plots import plot
+
+            plot(report, self.plot)
+        if self.markdown:
+            print(tables.markdown(report))
+            return
+        console = _console(tables.WIDTH)
+        tables.show(report, console)
+        if with_regret:
+            regret.show(report, console)
+
+
+def _console(width: int) -> Console:
+    """As wide as the terminal, or as the tables need in a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
+def _file_name(report: Report) -> str:
+    """Such as 2026-11-21-x86_64-2-threads.json; an earlier file of the day is replaced."""
+    machine = report.machine
+    parts = [machine["date"], machine["device"], f"{machine['threads']}-threads"]
+    parts += ["imposed"] if report.config["acceptance"] is not None else []
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-") + ".json"
+
+
+def read_report(file: Path) -> Report:
+    """A report that `--json` wrote. Raises RequestError for any other file."""
+    from shoal.bench.report import Report
+
+    try:
+        return Report.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"cannot replay {str(file)!r}: {error}") from error

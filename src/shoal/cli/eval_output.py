@@ -1,0 +1,61 @@
+"""What `shoal eval` shows: the progress on stderr, tables on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from shoal.cli.console import plain_table, printable, stderr, stdout
+
+UNBOUNDED = 10_000  # columns
+Value = TypeVar("Value")
+
+
+def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
+    """Yields the results, with a bar and the time left on stderr; silent where stderr is no terminal."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    console = stderr()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield from progress.track(results, total=total, description=what)
+
+
+def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
+    """The table, then what it says."""
+    from shoal.evaluation.figure import title
+    from shoal.evaluation.tables import columns, findings, legend, rows
+
+    console = stdout()
+    console.print(title(summary), style="bold", markup=False)
+    table = plain_table(*columns(summary))
+    table.columns[1].justify = "left"
+    for row in rows(summary):
+        table.add_row(*row)
+    wide = stdout()
+    wide.width = UNBOUNDED  # a wide table that the terminal wraps can be read, one that is cut cannot
+    wide.width = max(console.width, wide.measure(table).maximum)
+    wide.print(table)
+    for line in (legend(summary), *findings(summary)):
+        console.print(printable(line), markup=False)
+    if directory is not None:
+        console.print(f"written to {directory}", markup=False)
+
+
+def show_solutions(summary: dict[str, Any]) -> None:
+    """What failed, then a table of the languages."""
+    console = stdout()
+    for failure in summary["failures"]:
+        console.print(
+            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
+        )
+    table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
+    for name, counts in summary["languages"].items():
+        share = f"{100 * counts['passed'] / counts['total']:.1f}" if counts["total"] else "–"
+        columns = ("problems", "without_solution", "passed", "total")
+        table.add_row(name, *(str(counts[column]) for column in columns), share)
+    console.print(table)

@@ -1,0 +1,42 @@
+"""Where `shoal eval` executes programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from shoal.cli.console import stderr
+
+if TYPE_CHECKING:
+    from shoal.evaluation.sandbox import Sandbox
+
+Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
+
+
+@dataclass(frozen=True)
+class SandboxOptions:
+    """How many programs are executed at a time, and in which sandbox."""
+
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Programs executed at a time.", show_default="the number of cores")
+    ] = None
+    sandbox: Annotated[
+        Isolation,
+        typer.Option(
+            help="What isolates programs; auto: the strongest that keeps them from files and network here, or none. "
+            "limits leaves the network open."
+        ),
+    ] = "auto"
+
+    @contextmanager
+    def open(self) -> Iterator[Sandbox]:
+        """A sandbox, described on stderr before the first program runs."""
+        from shoal.evaluation.sandbox import Sandbox
+
+        with Sandbox(self.sandbox) as sandbox:
+            stderr().print(f"programs are executed in: {sandbox.isolation}", markup=False, soft_wrap=True)
+            yield sandbox

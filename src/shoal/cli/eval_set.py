@@ -1,0 +1,96 @@
+"""The sets of `shoal eval`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shoal.cli.option_groups import SAMPLING
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.evaluation.problems import Problem
+    from shoal.evaluation.tasks import Task
+
+Name = Literal["humaneval", "mbxp", "functions", "infilling", "summarize"]
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """An evaluation set.
+
+    Attributes:
+        tasks: what models are asked. problems: to be judged; empty for summaries. documents: of summaries.
+        fingerprint: of the file; "" for the generated set.
+    """
+
+    name: str
+    tasks: Sequence[Task]
+    problems: Sequence[Problem] = ()
+    documents: Sequence[Any] = ()
+    chat: bool = False
+    file: str = ""
+    fingerprint: str = ""
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """What its grades hold, the most important first."""
+        from shoal.evaluation.grading import PASSED, ROUGE
+
+        return (PASSED,) if self.problems else ROUGE
+
+
+def digest(file: Path) -> str:
+    """A fingerprint of a file's content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class SetOptions:
+    """Which set, and how models are asked."""
+
+    set_: Annotated[Name, typer.Argument(metavar="SET", help="humaneval, mbxp, functions, infilling or summarize.")]
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The set, .jsonl or .jsonl.gz; functions needs none. Nothing is downloaded."),
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems; functions: 200 without it.")] = (
+        None
+    )
+    chat: Annotated[bool, typer.Option("--chat", help="Ask by the model's chat template.", rich_help_panel=SAMPLING)] = False
+
+    def read(self) -> EvalSet:
+        """Raises RequestError for a missing or wrong file."""
+        from shoal.evaluation import tasks
+
+        if self.set_ == "functions":
+            if self.data is not None:
+                raise RequestError("the set functions is generated: leave out --data")
+            problems = tasks.function_problems(self.limit or tasks.FUNCTIONS)
+            return EvalSet(self.set_, tasks.code_tasks(problems, chat=self.chat), problems, chat=self.chat)
+        if self.data is None:
+            raise RequestError(
+                f"give the file of the set: shoal eval {self.set_} --data FILE; nothing is bundled or downloaded"
+            )
+        if self.set_ == "infilling" and self.chat:
+            raise RequestError("a middle is filled in by special tokens, not in a chat: leave out --chat")
+        return self._read_file(self.data)
+
+    def _read_file(self, data: Path) -> EvalSet:
+        from shoal.evaluation import problems, tasks
+
+        chat = self.chat
+        file: dict[str, Any] = {"chat": chat, "file": data.name}
+        if self.set_ == "summarize":
+            documents = tasks.read_documents(data)[: self.limit]
+            asked = tasks.summary_tasks(documents, chat=chat)
+            return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
+        read = problems.read_mbxp if self.set_ == "mbxp" else problems.read_humaneval
+        found = read(data)[: self.limit]
+        asked = tasks.infilling_tasks(found) if self.set_ == "infilling" else tasks.code_tasks(found, chat=chat)
+        return EvalSet(self.set_, asked, found, fingerprint=digest(data), **file)

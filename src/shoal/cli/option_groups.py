@@ -1,0 +1,65 @@
+"""Option groups: a command takes a few dataclasses, and each of their fields is an option on the command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from typer.models import ParameterInfo
+
+MODELS, ADDRESS, LIMITS, SAMPLING = "Models", "Address and access", "Limits", "Sampling and limits"
+SPEED, MACHINES, OUTPUT = "Speculation and speed", "More than one process", "Output"
+PANELS = (None, MODELS, ADDRESS, LIMITS, SAMPLING, SPEED, MACHINES, OUTPUT)
+"""The panels of the help pages, in order; None is the one without a name."""
+
+Value = TypeVar("Value")
+Command = Callable[..., Value]
+
+
+def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]], Command[Value]]:
+    """Makes every field of a command's dataclass parameters a parameter for typer, which reads signatures.
+
+    Options are ordered by panel and, within a panel, by parameter and field.
+
+    Args:
+        without: fields that are no options of this command and keep their defaults.
+    """
+
+    def decorate(command: Command[Value]) -> Command[Value]:
+        groups: dict[str, Callable[..., Any]] = {
+            name: kind for name, kind in get_type_hints(command).items() if isinstance(kind, type) and is_dataclass(kind)
+        }
+        fields: dict[str, list[str]] = {}
+        options = []
+        for parameter in _parameters(command):
+            found = _parameters(groups[parameter.name]) if parameter.name in groups else [parameter]
+            found = [option for option in found if option.name not in without]
+            fields[parameter.name] = [option.name for option in found]
+            options += found
+
+        def flat(**values: Any) -> Value:
+            built = {name: kind(**{field: values.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+            return command(**values, **built)
+
+        options.sort(key=_panel)
+        flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        flat.__annotations__ = {option.name: option.annotation for option in options}
+        flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+        return flat
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function or a dataclass, as keywords, with their annotations resolved."""
+    hints = get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]) for parameter in parameters]
+
+
+def _panel(option: inspect.Parameter) -> int:
+    """The place of an option's panel among `PANELS`; a group has none."""
+    info = next(extra for extra in get_args(option.annotation) if isinstance(extra, ParameterInfo))
+    return PANELS.index(info.rich_help_panel)

@@ -13,7 +13,13 @@ import typer
 
 from shoal.cli.batch_progress import BatchProgress, displayed
 from shoal.cli.console import stderr, stdout
-from shoal.cli.option_groups import LIMITS, MACHINES, MODELS, SPEED, option_groups
+from shoal.cli.option_groups import (
+    limits_option,
+    machines_option,
+    models_option,
+    option_groups,
+    speed_option,
+)
 from shoal.cli.options import JsonOption, ModelSource, Rule, parse_lookahead
 from shoal.cli.serve import (
     ChatTemplateOption,
@@ -55,8 +61,7 @@ class NameOptions:
     """What lines call the model, and how it is asked."""
 
     name: Annotated[
-        str | None,
-        typer.Option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.", rich_help_panel=MODELS),
+        str | None, models_option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.")
     ] = None
     chat_template: ChatTemplateOption = None
 
@@ -68,10 +73,9 @@ class LimitOptions:
     max_n: MaxNOption = 64
     max_tokens: MaxTokensOption = 1024
     kv_memory: KvMemoryOption = None
-    timeout: Annotated[
-        float,
-        typer.Option(min=0.001, help="Seconds; samples unfinished then are written as they are.", rich_help_panel=LIMITS),
-    ] = 3600.0
+    timeout: Annotated[float, limits_option(min=0.001, help="Seconds; samples unfinished then are written as they are.")] = (
+        3600.0
+    )
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,15 @@ class BatchSpeculation:
 
     lookahead: Annotated[
         str,
-        typer.Option(
-            "--lookahead", "--k", "-k", metavar="LENGTH",
+        speed_option(
+            "--lookahead",
+            "--k",
+            "-k",
+            metavar="LENGTH",
             help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A line may ask for less.",
-            rich_help_panel=SPEED,
         ),
-    ] = "auto"  # fmt: skip
-    rule: Annotated[
-        Rule, typer.Option(help="How drafts are judged. auto: coupled if any line has a seed.", rich_help_panel=SPEED)
     ] = "auto"
+    rule: Annotated[Rule, speed_option(help="How drafts are judged. auto: coupled if any line has a seed.")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,9 @@ class WorkerOptions:
     """Workers on Ray."""
 
     ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine.", rich_help_panel=MACHINES
-        ),
+        bool, machines_option("--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine.")
     ] = False
-    workers: Annotated[int, typer.Option(min=1, help="With --ray: so many pairs.", rich_help_panel=MACHINES)] = 2
+    workers: Annotated[int, machines_option(min=1, help="With --ray: so many pairs.")] = 2
     cpus: CpusOption = 1.0
     gpus: GpusOption = 0.0
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-import typer
-
 from shoal.cli.bench_progress import progress_bar
 from shoal.cli.bench_report import ReportOptions, read_report
 from shoal.cli.files import listed_prompts
 from shoal.cli.generate import EXIT_INTERRUPTED
-from shoal.cli.option_groups import MODELS, SAMPLING, SPEED, option_groups
+from shoal.cli.option_groups import models_option, option_groups, sampling_option, speed_option
 from shoal.cli.options import PROMPTS_HELP, ModelSource, NewTokensOption, PairNames, parse_lookahead
 from shoal.errors import RequestError
 
@@ -32,13 +30,8 @@ Value = TypeVar("Value")
 class RandomWeights(PairNames):
     """Weights that are random, or no longer those that were trained."""
 
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.", rich_help_panel=MODELS),
-    ] = None
-    shuffled: Annotated[bool, typer.Option("--shuffled", help="Shuffle the drafter's weights.", rich_help_panel=MODELS)] = (
-        False
-    )
+    shape: Annotated[str | None, models_option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.")] = None
+    shuffled: Annotated[bool, models_option("--shuffled", help="Shuffle the drafter's weights.")] = False
 
 
 @dataclass(frozen=True)
@@ -71,56 +64,37 @@ class WorkOptions:
 
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=f"{PROMPTS_HELP} Repeatable. Without any, held-out problems of the bundled pair's training.",
-            rich_help_panel=SAMPLING,
-        ),
+        sampling_option(help=f"{PROMPTS_HELP} Repeatable. Without any, held-out problems of the bundled pair's training."),
     ] = None
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the random prompts of a --shape.", rich_help_panel=SAMPLING)
-    ] = 128
+    prompt_tokens: Annotated[int, sampling_option(min=1, help="Length of the random prompts of a --shape.")] = 128
     layout: Annotated[
         str,
-        typer.Option(
-            help="different: a prompt per row; same: one prompt for all rows; grouped: -n rows per prompt; both: the first two.",
-            rich_help_panel=SAMPLING,
+        sampling_option(
+            help="different: a prompt per row; same: one prompt for all rows; grouped: -n rows per prompt; both: the first two."
         ),
     ] = "different"
-    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Rows per prompt when grouped.", rich_help_panel=SAMPLING)] = 8
-    temperature: Annotated[str, typer.Option(metavar="T,...", help="0 = greedy.", rich_help_panel=SAMPLING)] = "0.8"
+    n: Annotated[int, sampling_option("-n", "--n", min=1, help="Rows per prompt when grouped.")] = 8
+    temperature: Annotated[str, sampling_option(metavar="T,...", help="0 = greedy.")] = "0.8"
     max_new_tokens: NewTokensOption = 128
-    eos: Annotated[
-        bool,
-        typer.Option("--eos", help="Rows end at EOS; otherwise all have the same length.", rich_help_panel=SAMPLING),
-    ] = False
-    seed: Annotated[int, typer.Option(help="Of the samples and of random weights.", rich_help_panel=SAMPLING)] = 0
-    batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.", rich_help_panel=SPEED)] = (
-        "1,2,4,8,16,32"
+    eos: Annotated[bool, sampling_option("--eos", help="Rows end at EOS; otherwise all have the same length.")] = False
+    seed: Annotated[int, sampling_option(help="Of the samples and of random weights.")] = 0
+    batch_sizes: Annotated[str, speed_option(metavar="B,...", help="Rows decoded together.")] = "1,2,4,8,16,32"
+    lookahead: Annotated[str, speed_option("--lookahead", "--k", "-k", metavar="K,...", help="Draft lengths and rules.")] = (
+        "off,fixed:4,bass,auto"
     )
-    lookahead: Annotated[
-        str,
-        typer.Option("--lookahead", "--k", "-k", metavar="K,...", help="Draft lengths and rules.", rich_help_panel=SPEED),
-    ] = "off,fixed:4,bass,auto"
     baselines: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...", help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted.",
-            rich_help_panel=SPEED,
-        ),
-    ] = "hf"  # fmt: skip
-    rule: Annotated[
-        Literal["rejection", "coupled"], typer.Option(help="How drafts are judged; see Speculation.", rich_help_panel=SPEED)
-    ] = "rejection"
+        speed_option(metavar="NAME,...", help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted."),
+    ] = "hf"
+    rule: Annotated[Literal["rejection", "coupled"], speed_option(help="How drafts are judged; see Speculation.")] = (
+        "rejection"
+    )
     acceptance: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing.", rich_help_panel=SPEED
-        ),
+        float | None, speed_option(min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing.")
     ] = None
-    regret: Annotated[
-        bool,
-        typer.Option("--regret", help="Sweep draft lengths and compare the rules with the best.", rich_help_panel=SPEED),
-    ] = False
+    regret: Annotated[bool, speed_option("--regret", help="Sweep draft lengths and compare the rules with the best.")] = (
+        False
+    )
 
     def job(self, repeats: int) -> Job:
         """The job, without the ids that end rows. Raises RequestError for a list that is none."""
@@ -140,9 +114,7 @@ def bench(
     work: WorkOptions,
     source: BenchSource,
     output: ReportOptions,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each method; medians are shown.", rich_help_panel=SPEED)
-    ] = 3,
+    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each method; medians are shown.")] = 3,
 ) -> int:
     """Measure speculative against plain decoding and Transformers' own methods.
 

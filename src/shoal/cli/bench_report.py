@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from shoal.cli.files import require_writable, write_whole
-from shoal.cli.option_groups import OUTPUT
+from shoal.cli.option_groups import output_option
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
 class ReportOptions:
     """Files for the results, and how the tables look."""
 
-    json: Annotated[Path | None, typer.Option("--json", help="Write all, every repeat.", rich_help_panel=OUTPUT)] = None
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write two plots (.png, .svg).", rich_help_panel=OUTPUT)] = None
-    results: Annotated[
-        Path | None, typer.Option(help="Directory for a JSON file named by date and machine.", rich_help_panel=OUTPUT)
-    ] = None
-    replay: Annotated[
-        Path | None, typer.Option(help="Show a JSON file again instead of measuring.", rich_help_panel=OUTPUT)
-    ] = None
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables as Markdown.", rich_help_panel=OUTPUT)] = False
+    json: Annotated[Path | None, output_option("--json", help="Write all, every repeat.")] = None
+    plot: Annotated[Path | None, output_option("--plot", help="Write two plots (.png, .svg).")] = None
+    results: Annotated[Path | None, output_option(help="Directory for a JSON file named by date and machine.")] = None
+    replay: Annotated[Path | None, output_option(help="Show a JSON file again instead of measuring.")] = None
+    markdown: Annotated[bool, output_option("--markdown", help="Tables as Markdown.")] = False
 
     def require_writable(self) -> None:
         """Raises RequestError for a file that could not be written, before anything is measured."""

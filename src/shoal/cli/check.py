@@ -19,7 +19,7 @@ from shoal.cli.check_prompts import BUILT_IN, CODE, PromptSet, built_in, measure
 from shoal.cli.check_result import CheckResult, overall
 from shoal.cli.console import StatusLine, stdout
 from shoal.cli.files import listed_prompts
-from shoal.cli.option_groups import SPEED, option_groups
+from shoal.cli.option_groups import option_groups, speed_option
 from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, NewTokensOption, SampleOptions
 from shoal.config import require_text
 
@@ -62,9 +62,7 @@ class MeasureOptions(SampleOptions):
     """What is measured."""
 
     max_new_tokens: NewTokensOption = 64
-    k: Annotated[
-        int, typer.Option("--k", "-k", min=1, help="Draft length at which acceptance is measured.", rich_help_panel=SPEED)
-    ] = 4
+    k: Annotated[int, speed_option("--k", "-k", min=1, help="Draft length at which acceptance is measured.")] = 4
 
 
 @option_groups(without={"compile", "max_batch", "tensor_parallel"})
@@ -72,7 +70,7 @@ def check(
     prompts: PromptOptions,
     measuring: MeasureOptions,
     source: ModelSource,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each draft length.", rich_help_panel=SPEED)] = 3,
+    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each draft length.")] = 3,
     json_output: JsonOption = False,
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?

@@ -14,7 +14,7 @@ from rich.text import Text
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
 from shoal.cli.board import Board
 from shoal.cli.console import StatusLine, plain_table, printable, stdout
-from shoal.cli.option_groups import OUTPUT, SAMPLING, SPEED, option_groups
+from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
     LookaheadOption,
@@ -91,15 +91,11 @@ class DemoOptions(SampleOptions):
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the samples continue.", show_default="a function")] = (
         PROMPT
     )
-    temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.8
-    seed: Annotated[int, typer.Option(help="Same seed, same samples.", rich_help_panel=SAMPLING)] = 0
+    temperature: Annotated[float, sampling_option(help="0 = greedy.")] = 0.8
+    seed: Annotated[int, sampling_option(help="Same seed, same samples.")] = 0
     lookahead: LookaheadOption = "auto"
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed runs of each method; medians are shown.", rich_help_panel=SPEED)
-    ] = 3
-    no_live: Annotated[
-        bool, typer.Option("--no-live", help="Do not show the rows while they fill in.", rich_help_panel=OUTPUT)
-    ] = False
+    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each method; medians are shown.")] = 3
+    no_live: Annotated[bool, output_option("--no-live", help="Do not show the rows while they fill in.")] = False
     json: JsonOption = False
 
     def job(self, names: PlacedPair) -> Job:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.option_groups import SAMPLING
+from shoal.cli.option_groups import sampling_option
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -56,13 +56,12 @@ class SetOptions:
 
     set_: Annotated[Name, typer.Argument(metavar="SET", help="humaneval, mbxp, functions, infilling or summarize.")]
     data: Annotated[
-        Path | None,
-        typer.Option(help="The set, .jsonl or .jsonl.gz; functions needs none. Nothing is downloaded."),
+        Path | None, typer.Option(help="The set, .jsonl or .jsonl.gz; functions needs none. Nothing is downloaded.")
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems; functions: 200 without it.")] = (
         None
     )
-    chat: Annotated[bool, typer.Option("--chat", help="Ask by the model's chat template.", rich_help_panel=SAMPLING)] = False
+    chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = False
 
     def read(self) -> EvalSet:
         """Raises RequestError for a missing or wrong file."""

@@ -18,7 +18,7 @@ from shoal.cli.eval_output import show_summary, with_progress
 from shoal.cli.eval_sandbox import SandboxOptions
 from shoal.cli.eval_set import EvalSet, SetOptions
 from shoal.cli.eval_solutions import execute_solutions
-from shoal.cli.option_groups import OUTPUT, SAMPLING, SPEED, option_groups
+from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
     ModelSource,
@@ -43,28 +43,25 @@ class EvalSampling(SampleOptions):
     """How samples are drawn, and by which methods."""
 
     max_new_tokens: NewTokensOption = 256
-    temperature: Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=SAMPLING)] = 0.2
+    temperature: Annotated[float, sampling_option(help="0 = greedy.")] = 0.2
     top_p: TopPOption = 0.95
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="The same seed gives the same samples by every method; fresh entropy without.", rich_help_panel=SAMPLING
-        ),
+        int | None, sampling_option(help="The same seed gives the same samples by every method; fresh entropy without.")
     ] = None
     time_budget: Annotated[
         str,
-        typer.Option(
-            metavar="SECONDS,...", rich_help_panel=SAMPLING,
-            help="Budgets at which one run is looked at; inf: none. Rows are cut at the longest.",
+        sampling_option(
+            metavar="SECONDS,...", help="Budgets at which one run is looked at; inf: none. Rows are cut at the longest."
         ),
-    ] = "inf"  # fmt: skip
+    ] = "inf"
     methods: Annotated[
         str | None,
-        typer.Option(
-            metavar="METHOD,...", show_default="all that there is a drafter for", rich_help_panel=SPEED,
+        speed_option(
+            metavar="METHOD,...",
+            show_default="all that there is a drafter for",
             help="plain; single: speculation sample after sample; batched: speculation on all samples at once.",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def config(self, source: ModelSource, speculation: SpeculationOptions) -> SamplingConfig:
         """Raises RequestError for what cannot be sampled, before a model is loaded."""
@@ -91,14 +88,9 @@ class OutputOptions:
 
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory for results, summary, figure and report. The same command goes on where it stopped.",
-            rich_help_panel=OUTPUT,
-        ),
+        output_option(help="Directory for results, summary, figure and report. The same command goes on where it stopped."),
     ] = None
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the figure (with --out).", rich_help_panel=OUTPUT)] = (
-        True
-    )
+    plot: Annotated[bool, output_option("--plot/--no-plot", help="Draw the figure (with --out).")] = True
     json: JsonOption = False
 
     @contextmanager
@@ -118,8 +110,7 @@ def evaluate(
     solutions: Annotated[
         str | None,
         typer.Option(
-            metavar="canonical|FILE",
-            help="Judge these completions (JSON Lines of task_id, completion) and no model's.",
+            metavar="canonical|FILE", help="Judge these completions (JSON Lines of task_id, completion) and no model's."
         ),
     ] = None,
     sampling: EvalSampling,

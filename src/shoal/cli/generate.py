@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, write_whole
-from shoal.cli.option_groups import OUTPUT, SAMPLING, option_groups
+from shoal.cli.option_groups import option_groups, output_option, sampling_option
 from shoal.cli.options import (
     JsonOption,
     ModelSource,
@@ -59,32 +59,21 @@ class SamplingOptions(SampleOptions):
     """How tokens are sampled, and where samples end."""
 
     n: SamplesOption = 1
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 = greedy.", show_default=str(Sampling.temperature), rich_help_panel=SAMPLING),
-    ] = None
+    temperature: Annotated[float | None, sampling_option(help="0 = greedy.", show_default=str(Sampling.temperature))] = None
     top_p: TopPOption = Sampling.top_p
-    top_k: Annotated[int, typer.Option(help="The k most probable tokens; 0 = off.", rich_help_panel=SAMPLING)] = (
-        Sampling.top_k
+    top_k: Annotated[int, sampling_option(help="The k most probable tokens; 0 = off.")] = Sampling.top_k
+    min_p: Annotated[float, sampling_option(help="Tokens at least so probable as the best one times this; 0 = off.")] = (
+        Sampling.min_p
     )
-    min_p: Annotated[
-        float,
-        typer.Option(help="Tokens at least so probable as the best one times this; 0 = off.", rich_help_panel=SAMPLING),
-    ] = Sampling.min_p
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token.", rich_help_panel=SAMPLING)] = (
-        False
+    greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = False
+    seed: Annotated[int | None, sampling_option(help="The same seed gives the same samples; fresh entropy without it.")] = (
+        None
     )
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same seed gives the same samples; fresh entropy without it.", rich_help_panel=SAMPLING),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="A string that ends a sample; repeatable.", rich_help_panel=SAMPLING),
-    ] = None
+    stop: Annotated[list[str] | None, sampling_option(metavar="TEXT", help="A string that ends a sample; repeatable.")] = (
+        None
+    )
     time_budget: Annotated[
-        float | None,
-        typer.Option(help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=SAMPLING),
+        float | None, sampling_option(help="Seconds; samples unfinished then are returned as they are.")
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -101,18 +90,11 @@ class SamplingOptions(SampleOptions):
 class OutputOptions:
     """How results are shown, and where. Raises RequestError where they could not be written."""
 
-    ranked: Annotated[bool, typer.Option("--ranked", help="Best mean log-probability first.", rich_help_panel=OUTPUT)] = (
-        False
-    )
-    logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="Log-probabilities of the tokens (with --json).", rich_help_panel=OUTPUT)
-    ] = False
-    top_logprobs: Annotated[
-        int, typer.Option(min=0, help="So many most probable tokens per position (with --json).", rich_help_panel=OUTPUT)
-    ] = 0
+    ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = False
+    logprobs: Annotated[bool, output_option("--logprobs", help="Log-probabilities of the tokens (with --json).")] = False
+    top_logprobs: Annotated[int, output_option(min=0, help="So many most probable tokens per position (with --json).")] = 0
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the results to a file, whole or not at all.", rich_help_panel=OUTPUT),
+        Path | None, output_option("--output", "-o", help="Write the results to a file, whole or not at all.")
     ] = None
     json: JsonOption = False
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from shoal.cli.option_groups import MODELS, OUTPUT, SAMPLING, SPEED
+from shoal.cli.option_groups import (
+    models_option,
+    output_option,
+    sampling_option,
+    speed_option,
+)
 from shoal.config import Limits
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
@@ -28,18 +31,18 @@ PROMPTS_HELP = (
 
 LookaheadOption = Annotated[
     str,
-    typer.Option(
-        "--lookahead", "--k", "-k", metavar="LENGTH",
+    speed_option(
+        "--lookahead",
+        "--k",
+        "-k",
+        metavar="LENGTH",
         help="Tokens proposed per row and round: auto (by measured costs), a number, off (plain decoding), bass or heuristic.",
-        rich_help_panel=SPEED,
     ),
-]  # fmt: skip
-SamplesOption = Annotated[int, typer.Option("-n", "--samples", min=1, help="Samples per prompt.", rich_help_panel=SAMPLING)]
-NewTokensOption = Annotated[
-    int, typer.Option("--max-new-tokens", help="Tokens per sample at most.", rich_help_panel=SAMPLING)
 ]
-TopPOption = Annotated[float, typer.Option(help="Smallest set of tokens with this mass; 1 = off.", rich_help_panel=SAMPLING)]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=OUTPUT)]
+SamplesOption = Annotated[int, sampling_option("-n", "--samples", min=1, help="Samples per prompt.")]
+NewTokensOption = Annotated[int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")]
+TopPOption = Annotated[float, sampling_option(help="Smallest set of tokens with this mass; 1 = off.")]
+JsonOption = Annotated[bool, output_option("--json", help="One JSON object on stdout.")]
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ class SpeculationOptions:
     lookahead: LookaheadOption = "auto"
     rule: Annotated[
         Rule,
-        typer.Option(
-            "--rule", help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
-            rich_help_panel=SPEED,
+        speed_option(
+            "--rule",
+            help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,10 @@ class PairNames:
     """Target and drafter, each a Hub id or a directory. Raises RequestError for a drafter without its target."""
 
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.", rich_help_panel=MODELS
-        ),
+        str | None, models_option("--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.")
     ] = None
     draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.", rich_help_panel=MODELS
-        ),
+        str | None, models_option("--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -95,66 +92,55 @@ class PlacedPair(PairNames):
 
     dtype: Annotated[
         Dtype,
-        typer.Option(
-            "--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16.",
-            rich_help_panel=MODELS,
-        ),
-    ] = "auto"  # fmt: skip
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODELS)] = "auto"
+        models_option("--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16."),
+    ] = "auto"
+    device: Annotated[str, models_option("--device", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
 
 
 @dataclass(frozen=True)
 class ModelSource(PlacedPair):
     """Which models to load, and how: the arguments of `shoal.load`."""
 
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch, tag or commit of the target.", rich_help_panel=MODELS)
-    ] = None
+    revision: Annotated[str | None, models_option("--revision", help="Branch, tag or commit of the target.")] = None
     draft_revision: Annotated[
-        str | None, typer.Option("--draft-revision", help="Branch, tag or commit of the drafter.", rich_help_panel=MODELS)
+        str | None, models_option("--draft-revision", help="Branch, tag or commit of the drafter.")
     ] = None
-    local_files_only: Annotated[
-        bool, typer.Option("--local-files-only", help="Never go to the network.", rich_help_panel=MODELS)
-    ] = False
+    local_files_only: Annotated[bool, models_option("--local-files-only", help="Never go to the network.")] = False
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODELS)
+        bool, models_option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False
     quantize: Annotated[
         str,
-        typer.Option(
-            "--quantize", metavar="FORMATS", rich_help_panel=MODELS,
+        models_option(
+            "--quantize",
+            metavar="FORMATS",
             help="8-bit weights: off, or target=F,draft=F where F is int8, fp8 (CUDA) or off.",
         ),
-    ] = "off"  # fmt: skip
+    ] = "off"
     tensor_parallel: Annotated[
         bool,
-        typer.Option(
-            "--tensor-parallel", rich_help_panel=MODELS,
-            help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ...",
+        models_option(
+            "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ..."
         ),
-    ] = False  # fmt: skip
+    ] = False
     attention: Annotated[
         str,
-        typer.Option(
-            "--attention", metavar="METHOD", rich_help_panel=SPEED,
+        speed_option(
+            "--attention",
+            metavar="METHOD",
             help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
         ),
-    ] = "auto"  # fmt: skip
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", min=1, help="Rows decoded at the same time; more wait.", rich_help_panel=SPEED)
-    ] = 16
+    ] = "auto"
+    max_batch: Annotated[int, speed_option("--max-batch", min=1, help="Rows decoded at the same time; more wait.")] = 16
     compile: Annotated[
         Compile,
-        typer.Option(
-            "--compile", rich_help_panel=SPEED,
+        speed_option(
+            "--compile",
             help="Passes of fixed shapes: CUDA graphs, or compiled code on a CPU (slow to start). auto = on for CUDA.",
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.", rich_help_panel=SPEED
-        ),
+        bool, speed_option("--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.")
     ] = False
 
     def target_alone(self) -> ModelSource:

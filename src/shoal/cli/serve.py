@@ -8,9 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from shoal.cli.option_groups import ADDRESS, LIMITS, MACHINES, MODELS, OUTPUT, SPEED, option_groups
+from shoal.cli.option_groups import (
+    address_option,
+    limits_option,
+    machines_option,
+    models_option,
+    option_groups,
+    output_option,
+    speed_option,
+)
 from shoal.cli.options import ModelSource, Rule, parse_lookahead
 from shoal.errors import RequestError
 
@@ -19,27 +25,22 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-CpusOption = Annotated[
-    float, typer.Option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.", rich_help_panel=MACHINES)
-]
-GpusOption = Annotated[
-    float, typer.Option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.", rich_help_panel=MACHINES)
-]
+CpusOption = Annotated[float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")]
+GpusOption = Annotated[float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")]
 ChatTemplateOption = Annotated[
-    Path | None,
-    typer.Option("--chat-template", help="A file with a chat template, for a tokenizer without.", rich_help_panel=MODELS),
+    Path | None, models_option("--chat-template", help="A file with a chat template, for a tokenizer without.")
 ]
-MaxNOption = Annotated[
-    int, typer.Option("--max-n", min=1, help="Samples of a prompt, best_of included.", rich_help_panel=LIMITS)
-]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of a sample.", rich_help_panel=LIMITS)]
+MaxNOption = Annotated[int, limits_option("--max-n", min=1, help="Samples of a prompt, best_of included.")]
+MaxTokensOption = Annotated[int, limits_option("--max-tokens", min=1, help="New tokens of a sample.")]
 KvMemoryOption = Annotated[
     float | None,
-    typer.Option(
-        "--kv-memory", min=0.001, help="GiB that the keys and values of all samples may take; more wait.",
-        show_default="half of what is free", rich_help_panel=LIMITS,
+    limits_option(
+        "--kv-memory",
+        min=0.001,
+        help="GiB that the keys and values of all samples may take; more wait.",
+        show_default="half of what is free",
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class NameOptions:
 
     name: Annotated[
         str | None,
-        typer.Option(
-            help="What clients call the model. Without it, as --model (of a path its last part), or 'bundled'.",
-            rich_help_panel=MODELS,
-        ),
+        models_option(help="What clients call the model. Without it, as --model (of a path its last part), or 'bundled'."),
     ] = None
     chat_template: ChatTemplateOption = None
 
@@ -60,26 +58,24 @@ class NameOptions:
 class AddressOptions:
     """Where the server listens, and who may call it."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=ADDRESS)] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any that is free.", rich_help_panel=ADDRESS)] = 8000
+    host: Annotated[str, address_option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, address_option(min=0, max=65535, help="0 = any that is free.")] = 8000
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            help="A file of API keys, one a line. Without it, the key in SHOAL_API_KEY; without both, open to all.",
-            rich_help_panel=ADDRESS,
+        address_option(
+            help="A file of API keys, one a line. Without it, the key in SHOAL_API_KEY; without both, open to all."
         ),
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A web page's origin that may call from a browser; repeatable.", rich_help_panel=ADDRESS),
+        list[str] | None, address_option(help="A web page's origin that may call from a browser; repeatable.")
     ] = None
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
+        address_option(
             help="A name to be asked under, beside addresses and localhost; repeatable, * = any.",
-            show_default="on a loopback address none, elsewhere any", rich_help_panel=ADDRESS,
+            show_default="on a loopback address none, elsewhere any",
         ),
-    ] = None  # fmt: skip
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -88,23 +84,14 @@ class LimitOptions:
 
     max_n: MaxNOption = 64
     max_tokens: MaxTokensOption = 1024
-    max_grammar: Annotated[
-        int, typer.Option(min=1, help="Characters of a grammar or JSON schema.", rich_help_panel=LIMITS)
-    ] = 16384
-    queue: Annotated[
-        int,
-        typer.Option(min=0, help="Samples that may wait; beyond, requests are told to come again.", rich_help_panel=LIMITS),
-    ] = 256
+    max_grammar: Annotated[int, limits_option(min=1, help="Characters of a grammar or JSON schema.")] = 16384
+    queue: Annotated[int, limits_option(min=0, help="Samples that may wait; beyond, requests are told to come again.")] = 256
     kv_memory: KvMemoryOption = None
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.", rich_help_panel=LIMITS)] = 2 * 2**20
+    max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
     timeout: Annotated[
-        float,
-        typer.Option(min=0.001, help="Seconds; samples unfinished then are returned as they are.", rich_help_panel=LIMITS),
+        float, limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are.")
     ] = 600.0
-    drain: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS),
-    ] = 20.0
+    drain: Annotated[float, limits_option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.")] = 20.0
 
 
 @dataclass(frozen=True)
@@ -113,18 +100,19 @@ class ServedSpeculation:
 
     lookahead: Annotated[
         str,
-        typer.Option(
-            "--lookahead", "--k", "-k", metavar="LENGTH",
+        speed_option(
+            "--lookahead",
+            "--k",
+            "-k",
+            metavar="LENGTH",
             help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A request may ask for less.",
-            rich_help_panel=SPEED,
         ),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     rule: Annotated[
         Rule,
-        typer.Option(
+        speed_option(
             help="How drafts are judged. coupled: a seed's tokens come again, whoever else is served. rejection: more drafts are "
-            "accepted, and seeds refused. auto = coupled.",
-            rich_help_panel=SPEED,
+            "accepted, and seeds refused. auto = coupled."
         ),
     ] = "auto"
 
@@ -134,27 +122,16 @@ class ReplicaOptions:
     """Replicas on Ray Serve."""
 
     ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray",
-            help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.",
-            rich_help_panel=MACHINES,
-        ),
+        bool, machines_option("--ray", help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.")
     ] = False
-    replicas: Annotated[int, typer.Option(min=1, help="With --ray: pairs at least.", rich_help_panel=MACHINES)] = 1
+    replicas: Annotated[int, machines_option(min=1, help="With --ray: pairs at least.")] = 1
     max_replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas", rich_help_panel=MACHINES
-        ),
+        int | None, machines_option(min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas")
     ] = None
     target_requests: Annotated[
         float,
-        typer.Option(
-            min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more.",
-            rich_help_panel=MACHINES,
-        ),
-    ] = 4.0  # fmt: skip
+        machines_option(min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more."),
+    ] = 4.0
     cpus: CpusOption = 1.0
     gpus: GpusOption = 0.0
 
@@ -163,10 +140,8 @@ class ReplicaOptions:
 class LogOptions:
     """What the server prints."""
 
-    log_level: Annotated[LogLevel, typer.Option(help="What is logged on stderr.", rich_help_panel=OUTPUT)] = "info"
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout once requests are answered.", rich_help_panel=OUTPUT)
-    ] = False
+    log_level: Annotated[LogLevel, output_option(help="What is logged on stderr.")] = "info"
+    json: Annotated[bool, output_option("--json", help="One JSON object on stdout once requests are answered.")] = False
 
 
 @option_groups(without={"tensor_parallel"})

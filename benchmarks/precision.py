@@ -125,7 +125,7 @@ def acceptance_table(texts: list[str], n: int, max_new_tokens: int) -> Table:
 
 
 def identity_table(texts: list[str], n: int, max_new_tokens: int) -> Table:
-    """Greedy rows whose ids are those of plain decoding of their prompt alone: batched, and batched and speculative."""
+    """Greedy rows whose ids are those of plain decoding of their prompt by itself: batched, and batched and speculative."""
     table = Table("same greedy rows", "batched", "batched, 6 drafted")
     for dtype in ("float32", "bfloat16"):
         for strict in (False, True):

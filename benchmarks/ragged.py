@@ -73,9 +73,9 @@ def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
     for name, lengths in mixes(rows).items():
         runs = {method: a_pass(model, lengths, positions) for method, model in models.items()}
         expected = runs["pad"]()[1]
-        apart = max(float((run()[1] - expected).abs().max() / expected.std()) for run in runs.values())
+        difference = max(float((run()[1] - expected).abs().max() / expected.std()) for run in runs.values())
         times = {method: median(time for time, _ in found) for method, found in interleave(runs, repeats).items()}
-        lines.append({"lengths": name, "rows": rows, "positions": positions, "difference": apart, **times})
+        lines.append({"lengths": name, "rows": rows, "positions": positions, "difference": difference, **times})
     return lines
 
 

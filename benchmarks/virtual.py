@@ -81,7 +81,7 @@ class PassCosts:
 
 
 def traces(pair: shoal.Shoal, tokens: int) -> list[Trace]:
-    """Texts for held-out problems, decoded plainly, and what both models say of them."""
+    """Texts for held-out problems, decoded plainly, and the distributions of both models along them."""
     assert pair.draft_model is not None
     prompts = [problem.prompt for problem in generate(PROBLEMS_SEED, PROBLEMS, "templates")]
     controls: dict[str, Any] = {"lookahead": "off", "temperature": TEMPERATURE, "seed": 1, "max_new_tokens": tokens}
@@ -169,9 +169,9 @@ def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch:
             committed = min(taken + 1, row.end - row.done)
             row.done, tokens = row.done + committed, tokens + committed
             row.lag = 1 + (taken == end > 0) if steps else row.lag + committed
-        with _thinking() as thought:
+        with _processor_time() as controlling:
             controller.learn(Outcome(ends, accepted, steps, time, drafting))
-        seconds += time + thought.seconds
+        seconds += time + controlling.seconds
         rows = [row for row in rows if row.done < row.end]
         rows, waiting = rows + waiting[: batch - len(rows)], waiting[batch - len(rows) :]
     return tokens / seconds
@@ -181,24 +181,24 @@ def _draft(
     controller: Controller, facts: PassCosts, rows: list[_Text], waiting: int, rng: Generator
 ) -> tuple[list[int], int, float]:
     """Draft lengths, drafter steps and their seconds."""
-    with _thinking() as thought:
+    with _processor_time() as controlling:
         ends = list(controller.lengths(cast(Sequence[Row], rows), waiting))
-    steps, seconds = 0, thought.seconds
+    steps, seconds = 0, controlling.seconds
     while steps < max(ends):
         fed = sum(row.lag for row in rows) if steps == 0 else len(rows)
         seconds += facts.of(facts.step, fed, rng)
         if controller.shorten is not None:
             sure = [row.trace.confidence[min(row.done + steps, row.most - 1)] for row in rows]
-            with _thinking() as thought:
+            with _processor_time() as controlling:
                 ends = [min(both) for both in zip(ends, controller.shorten(steps, sure), strict=True)]
-            seconds += thought.seconds
+            seconds += controlling.seconds
         steps += 1
     return ends, steps, seconds
 
 
 @contextmanager
-def _thinking() -> Iterator[Stopwatch]:
-    """A controller's own work is no fact but done here, so its time is the processor's."""
+def _processor_time() -> Iterator[Stopwatch]:
+    """The controller's own work is measured, in processor time, as it is done here."""
     watch, started = Stopwatch(), thread_time()
     yield watch
     watch.seconds = thread_time() - started

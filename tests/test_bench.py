@@ -20,10 +20,11 @@ from shoal.api import Shoal, load
 from shoal.bench import methods, regret, shapes, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
+from shoal.bench.job import Job
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.bench.report import Line, Report, Spread, line
 from shoal.bench.roofline import Ceilings, Load, rates
-from shoal.bench.runner import BenchmarkRunner, Job
+from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.cli.files import listed_prompts

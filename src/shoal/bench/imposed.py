@@ -17,9 +17,9 @@ from shoal.types.trees import DraftTree
 
 
 class Imposed(Rejection):
-    """Rejection sampling with loaded dice: each draft passes with probability `rate`, whatever p and q say.
+    """Rejection sampling in which each draft is accepted with probability `rate`, whatever p and q are.
 
-    Every operation of the real rule is made; what is generated means nothing. The dice are the row's own keyed uniforms.
+    It computes all that the real rule does, so that it costs the same; the text means nothing. The row's own uniforms decide.
 
     Raises:
         RequestError: for a rate outside of 0..1.
@@ -30,16 +30,16 @@ class Imposed(Rejection):
             raise RequestError(f"an acceptance rate is in 0..1, got {rate}")
         self.rate = rate
 
-    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
-        """The real decision by dice that always or never pass."""
-        loaded = luck.clone()  # u = -1 passes every draft that q can draw, u = infinity none
+    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+        """The real decision on uniforms that accept always or never."""
+        biased = uniforms.clone()  # u = -1 accepts every draft that q can draw, u = infinity none
         column = Purpose.ACCEPT - 1
-        loaded[..., column] = torch.where(luck[..., column] < self.rate, -1.0, torch.inf)
-        return super().decide(tree, p, loaded)
+        biased[..., column] = torch.where(uniforms[..., column] < self.rate, -1.0, torch.inf)
+        return super().decide(tree, p, biased)
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:
-    """The same models under the imposed rule; what `auto` knows of the real one is not carried over."""
+    """The same models under the imposed rule; what `auto` has measured under the real one is not carried over."""
     other = copy.copy(pair)
     other.rule = Imposed(rate)
     other.pair_costs = PairCosts(packed=pair.pair_costs.packed)

@@ -1,6 +1,6 @@
 """Interleaved timing of decoding methods, and what follows from measured costs.
 
-Runs are interleaved, so that a machine that warms up or has company treats all methods alike, and medians are shown.
+Runs are interleaved, so that a machine that warms up or runs other programs affects all methods alike; medians are shown.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
 
 
 def _static(pair: Shoal, work: Work) -> Run:
-    """The same with a static cache and the compiled forward pass; Transformers compiles on accelerators only unless told."""
+    """The same with a static cache and the compiled forward pass; Transformers compiles only on accelerators by default."""
     on_cpu = pair.target.device.type == "cpu"
     compiling = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
     compiling._compile_all_devices = on_cpu
@@ -90,7 +90,7 @@ def _continuous(pair: Shoal, work: Work) -> Run:
     pool = ContinuousBatchingConfig(
         page_size=PAGE, num_blocks=2 * pages + 2, max_batch_tokens=max(PAGE, sum(map(len, rows))), seed=work.seed
     )
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # what fails is told below
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # failures are raised below
     controls = _controls(work)
     config = GenerationConfig(**controls | {"eos_token_id": controls["eos_token_id"] or -1})
     with timed(pair.target.device):

@@ -12,7 +12,7 @@ from shoal.bench.tables import heading
 from shoal.errors import RequestError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette without its yellow: told apart with any colour vision."""
+"""Okabe and Ito's palette without its yellow, for readers with any colour vision."""
 MARKERS = "osD^vPX"
 GREY = "#777777"
 DPI = 150
@@ -111,7 +111,7 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], gap: float = 0.06) -> None:
-    """Names the lines at their right ends, moved apart where they would overlap: no legend to look up."""
+    """Names the lines at their right ends, moved apart where they would overlap, in place of a legend."""
     low, high = axes.get_ylim()
     lowest = 0.0
     for value, label, colour in sorted(ends):

@@ -20,6 +20,7 @@ import torch
 
 from shoal.api import Shoal
 from shoal.bench.imposed import imposing
+from shoal.bench.job import Job
 from shoal.bench.machine import machine
 from shoal.bench.measure import Identity, compared, first_difference, in_turns
 from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
@@ -33,43 +34,8 @@ from shoal.models.loading import bundled
 from shoal.models.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
-CONTROL_ROWS = 8  # rows that the 16-bit control decodes alone
+CONTROL_ROWS = 8  # rows that the 16-bit control decodes one by one
 COUNTED_TOKENS = 64  # over which memory is counted on a CPU: the profiler keeps gigabytes of events in long runs
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be measured.
-
-    Attributes:
-        batches: rows. n: rows per prompt of the layout "grouped". layouts, temperatures, lookaheads, baselines: every
-            combination is measured. eos: ids that end a row; () = every row runs to `max_new_tokens`.
-        rule: how drafts are judged. acceptance: the rate to impose, None for the real rule.
-    """
-
-    batches: tuple[int, ...] = (1, 2, 4, 8)
-    n: int = 8
-    layouts: tuple[str, ...] = ("different",)
-    temperatures: tuple[float, ...] = (0.8,)
-    lookaheads: tuple[str, ...] = ("auto",)
-    baselines: tuple[str, ...] = ()
-    max_new_tokens: int = 128
-    repeats: int = 3
-    seed: int = 0
-    eos: Ids = ()
-    rule: str = "rejection"
-    acceptance: float | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.repeats, self.max_new_tokens) < 1:
-            raise RequestError("repeats and max_new_tokens must be >= 1")
-        object.__setattr__(self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads))))  # plain is the denominator
-
-    @property
-    def cases(self) -> list[Case]:
-        """By layout, temperature and batch size."""
-        chosen = product(self.layouts, self.temperatures, self.batches)
-        return [Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen]
 
 
 @dataclass
@@ -78,7 +44,7 @@ class BenchmarkRunner:
 
     Args:
         pair: the models; `max_batch` must hold the largest batch. pool: prompts as ids.
-        step: is told of every run before it is made.
+        step: called before every run, with its name.
 
     Attributes:
         report: grows while it is measured.
@@ -151,13 +117,13 @@ class BenchmarkRunner:
         )
 
     def _control(self, work: Work, plain: Run) -> Identity:
-        """What batching alone changes: some rows of the plain run against each alone. Rounding may turn a tie in 16 bit."""
+        """Some rows of the plain run against the same rows decoded one by one: in 16 bit, batching changes ties by itself."""
         first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
         rows = sorted(first.values())[:CONTROL_ROWS]
-        alone = [self._alone(replace(work, prompts=(work.rows[row],), n=1)) for row in rows]
-        return compared([[ids] for ids in alone], [[plain.ids[row]] for row in rows], drafted=0)
+        single = [self._decoded_by_itself(replace(work, prompts=(work.rows[row],), n=1)) for row in rows]
+        return compared([[ids] for ids in single], [[plain.ids[row]] for row in rows], drafted=0)
 
-    def _alone(self, work: Work) -> Ids:
+    def _decoded_by_itself(self, work: Work) -> Ids:
         """One prompt decoded greedily by itself, once."""
         (prompt,) = work.prompts
         if prompt not in self._single:

@@ -23,7 +23,7 @@ def _range(spread: Spread) -> str:
 
 
 def _identity(one: Line) -> str:
-    """Rows equal to plain greedy decoding; in 16 bit with the control that batching alone gives."""
+    """Rows equal to plain greedy decoding; in 16 bit with the control: what batching changes by itself."""
     if one.identity is None:
         return ""
     shown = f"{one.identity.same}/{one.identity.rows}"

@@ -109,7 +109,7 @@ class Run:
         return times[0], fmean(times), times[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, without the tokens themselves, and without `loaded`, which a report says once."""
+        """Ready for JSON, without the tokens, and without `loaded`, which a report has once."""
         counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
         return {"seconds": self.seconds, "ended": list(self.ended), "tokens": list(map(len, self.ids)), "stats": counts}
 

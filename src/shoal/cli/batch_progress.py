@@ -22,7 +22,7 @@ MINUTE = 60.0
 
 @dataclass
 class BatchProgress:
-    """How far it is: `lines` of the input, `kept` of them answered before, and what was answered now, `failed` of it with an error.
+    """`lines` of the input, `kept` of them answered before; `answered` now, `failed` of these with an error.
 
     `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
     """

@@ -19,7 +19,7 @@ from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.bench.runner import Job
+    from shoal.bench.job import Job
 
 PROBLEMS_SEED, POOL = 20, 64  # held-out problems that are the default prompts
 
@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RandomWeights(PairNames):
-    """Weights that are random, or no longer those that were trained."""
+    """Random weights, or shuffled ones."""
 
     shape: Annotated[str | None, models_option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.")] = None
     shuffled: Annotated[bool, models_option("--shuffled", help="Shuffle the drafter's weights.")] = False
@@ -98,7 +98,7 @@ class WorkOptions:
 
     def job(self, repeats: int) -> Job:
         """The job, without the ids that end rows. Raises RequestError for a list that is none."""
-        from shoal.bench.runner import Job
+        from shoal.bench.job import Job
 
         return Job(
             batches=_list(self.batch_sizes, int, "--batch-sizes"), n=self.n,
@@ -121,7 +121,7 @@ def bench(
     First decodes greedily at every batch size, layout and draft length: in float32 the tokens must be those of plain decoding, or
     nothing is shown. Then runs all methods in turns on the same prompts and shows medians.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which counts memory, talks; read at its import
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler, which counts memory, quiet; read at its import
     source.quieten_transformers()
     output.require_writable()
     if output.replay is not None:
@@ -138,7 +138,7 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, output: Repor
     from shoal.bench.runner import BenchmarkRunner
 
     require_place(output.json, output.results)
-    if not job.cases:  # and whatever else is wrong with it is said before a model is loaded
+    if not job.cases:  # before a model is loaded
         raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
     with progress_bar() as bar:
         bar.say("loading ...")
@@ -166,8 +166,8 @@ def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[t
             raise RequestError("--shape has no tokenizer: its prompts are random, leave out --prompts")
         import random
 
-        dice = random.Random(job.seed)
-        return [tuple(dice.choices(range(pair.target.vocab_size), k=prompt_tokens)) for _ in range(size)]
+        generator = random.Random(job.seed)
+        return [tuple(generator.choices(range(pair.target.vocab_size), k=prompt_tokens)) for _ in range(size)]
     if not texts:
         from shoal.problems.generator import generate
 

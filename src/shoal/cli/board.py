@@ -24,7 +24,7 @@ ACCEPTED, DRAWN = "green", "yellow"
 
 @dataclass
 class BoardRow:
-    """One row of the board: its text so far, coloured by who chose the tokens."""
+    """One row of the board: its text so far, coloured by which model chose the tokens."""
 
     text: Text = field(default_factory=Text)
     ids: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Board:
         self.live.stop()
 
     def add(self, increment: Increment) -> None:
-        """Takes in what a round added to a row and redraws, at most so often as an eye can follow."""
+        """Takes in what a round added to a row and redraws, at most every `REFRESH` seconds."""
         self.rows[increment.sample].add(increment, self.decode)
         if time.perf_counter() - self.shown_at > REFRESH:
             self.live.update(self.render(), refresh=True)

@@ -135,7 +135,7 @@ def number_format(runner: Runner) -> CheckResult:
 
 
 def memory(case: Case) -> CheckResult:
-    """Weights and caches against what is free now, the loaded weights not counted twice."""
+    """Weights and caches, and the memory that is free now, beside the loaded weights."""
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
     from shoal.types.prefix import token_slots
@@ -163,7 +163,7 @@ def memory(case: Case) -> CheckResult:
 
 
 def _free_bytes(runner: Runner) -> int | None:
-    """Memory that the caches may still take; None where the system does not say."""
+    """Memory that the caches may still take; None where the system does not report it."""
     if runner.device.type == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that say on which prompts they were measured."""
+"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that name the prompts they were measured on."""
 
 from __future__ import annotations
 

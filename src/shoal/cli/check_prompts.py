@@ -73,7 +73,7 @@ class PromptSet:
         return replace(self, texts=tuple(text for text, _ in kept), ids=tuple(ids for _, ids in kept)) if kept else None
 
     def first(self) -> PromptSet:
-        """The first prompt alone."""
+        """The same with the first prompt only."""
         return replace(self, texts=self.texts[:1], ids=self.ids[:1])
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
 
 
 def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:
-    """What is measured on; built-in prompts say little about other texts, unless the pair was trained on their kind."""
+    """What is measured on; built-in prompts predict little for other texts, so they give a warning, but for the bundled pair."""
     figure, data = "; ".join(map(str, sets)), {"sets": [one.to_dict() for one in sets]}
     if not any(one.kind for one in sets):
         return CheckResult("prompts", "ok", figure, data=data)

@@ -50,7 +50,7 @@ class StatusLine:
         self.live.stop()
 
     def say(self, text: str, now: bool = True) -> None:
-        """Shows a line; with now=False at most so often as a reader can follow."""
+        """Shows a line; with now=False at most every `REFRESH` seconds."""
         if self.live.is_started and (now or time.perf_counter() - self.shown_at > REFRESH):
             self.shown_at = time.perf_counter()
             self.live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
@@ -61,7 +61,7 @@ class StatusLine:
 
 
 class _Notes(logging.Handler):
-    """Puts what the library has to say of long work on the status line."""
+    """Shows the library's log records on the status line."""
 
     def __init__(self, status: StatusLine) -> None:
         super().__init__(logging.INFO)
@@ -106,7 +106,7 @@ class Progress(StatusLine):
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and never obeys: control characters but line break and tab are replaced."""
+    """Text without control characters, but for line break and tab: a terminal executes none of it."""
     return text.translate(CONTROLS)
 
 

@@ -66,7 +66,7 @@ class Job:
 
     @property
     def exact(self) -> bool:
-        """Whether the number format is precise enough for greedy identity to be a promise."""
+        """Whether the number format is precise enough to guarantee greedy identity."""
         return dtype_name(self.model.target) in ("float32", "float64")
 
 

@@ -133,7 +133,7 @@ def evaluate(
         with output.directory() as directory:
             return execute_solutions(chosen.read(), solutions, programs, directory, as_json=output.json)
     budgets = parse_budgets(sampling.time_budget)
-    eval_set = chosen.read()  # first: a broken file is told before torch is there
+    eval_set = chosen.read()  # before torch is imported, which takes seconds
     source = replace(source, max_batch=sampling.n)
     config = sampling.config(source, speculation)
     drawn = output.plot and output.out is not None
@@ -203,7 +203,7 @@ def _evaluate(
 
 @contextmanager
 def _grader(eval_set: EvalSet, programs: SandboxOptions) -> Iterator[tuple[Grader, dict[str, Any]]]:
-    """What grades the eval_set, and what the summary should say of it."""
+    """The grader of a set, and what the summary adds about it."""
     from shoal.evaluation.grading import code_grader, rouge_grader
 
     if not eval_set.problems:

@@ -36,7 +36,7 @@ def python_text(text: str) -> Text:
 
 
 def describe(sample: Sample) -> str:
-    """One line on a sample: rank figure, end, size, and what it took."""
+    """One line on a sample: rank figure, end, size and acceptance length."""
     per_pass = len(sample.token_ids) / sample.rounds if sample.rounds else 0.0
     late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
     return (

@@ -173,7 +173,7 @@ def serve(
         )  # fmt: skip
         cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
         return
-    with run.bind(address.host, address.port) as listening:  # a port that is taken is found before a model is loaded
+    with run.bind(address.host, address.port) as listening:  # raises for a port in use before a model is loaded
         run.run(served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]))
 
 
@@ -203,7 +203,7 @@ def _print_address(host: str, settings: Settings, json_output: bool, port: int) 
 
 
 def served_name(model: str | None) -> str:
-    """What clients call a model: a directory by its last part, as they need not know where it lies."""
+    """What clients call a model: a directory by its last part, which hides the path."""
     if model is None:
         return "bundled"
     place = Path(model).expanduser()

@@ -1,0 +1,45 @@
+"""What `shoal bench` is asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from shoal.bench.methods import PLAIN
+from shoal.bench.work import Case, Ids
+from shoal.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Job:
+    """Every combination of batch size, layout, temperature and method.
+
+    Attributes:
+        batches: rows. n: rows per prompt of the layout "grouped". layouts, temperatures, lookaheads, baselines: every
+            combination is measured. eos: ids that end a row; () = every row runs to `max_new_tokens`.
+        rule: the acceptance rule. acceptance: the rate to impose, None for the real rule.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    n: int = 8
+    layouts: tuple[str, ...] = ("different",)
+    temperatures: tuple[float, ...] = (0.8,)
+    lookaheads: tuple[str, ...] = ("auto",)
+    baselines: tuple[str, ...] = ()
+    max_new_tokens: int = 128
+    repeats: int = 3
+    seed: int = 0
+    eos: Ids = ()
+    rule: str = "rejection"
+    acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.repeats, self.max_new_tokens) < 1:
+            raise RequestError("repeats and max_new_tokens must be >= 1")
+        object.__setattr__(self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads))))  # plain is the denominator
+
+    @property
+    def cases(self) -> list[Case]:
+        """By layout, temperature and batch size."""
+        chosen = product(self.layouts, self.temperatures, self.batches)
+        return [Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen]

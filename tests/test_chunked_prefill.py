@@ -235,7 +235,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
 def test_free_slots_take_no_memory_from_a_row_that_follows_them() -> None:
     """Three short rows end in one round while a long one waits: it gets one slot, not the length of a long row in three slots."""
     memory = bytes_of(len(LONG) + 12, 1)
-    engine = engine_of(kv_bytes=memory)
+    engine = chunking(kv_bytes=memory)
     short = [row for i in range(3) for row in ask(engine, (1, i), new=3)]
     long = ask(engine, LONG)
     while engine.step():

@@ -44,8 +44,10 @@ class Memory:
     def check(self, request: Request) -> None:
         """Raises RequestError: a single row of the request is too large for the target. A single row takes the same memory whether
         its prompt is in its slot or in the prefix store."""
+        if self._most is None:
+            return
         need, tokens = self._target_bytes(request), self._tokens(request)
-        if self._most is not None and need > self._most:
+        if need > self._most:
             raise RequestError(
                 f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are {self._most}: shorten the prompt or "
                 "lower max_new_tokens"
@@ -87,8 +89,10 @@ class Memory:
         Raises:
             RequestError: they never fit.
         """
+        if self._most is None:
+            return
         need = self._models[0].cache_bytes(1, tokens)
-        if self._most is not None and need > self._most:
+        if need > self._most:
             raise RequestError(
                 f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: shorten the prompt"
             )

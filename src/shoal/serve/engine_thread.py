@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,35 +30,30 @@ MAX_FAILURES = 2
 """Passes that fail in a row, without a finished round between them, before the thread ends."""
 
 
-class Listener(Protocol):
-    """What is called with the results of rounds."""
-
-    def on_commits(self, commits: Iterable[Commit]) -> None:
-        """Called on the engine's thread after a round."""
-        ...
-
-    def on_failed_pass(self, reason: str) -> None:
-        """Called on the engine's thread: the engine and all its rows are lost."""
-        ...
-
-    def on_end(self) -> None:
-        """Called on the event loop: the thread has ended."""
-        ...
-
-
 class EngineThread:
     """Runs an engine on a thread of its own.
 
     Args:
         make_engine: called now, and again after a failed pass.
+        on_commits: called on the thread with the commits of a round.
+        on_failed_pass: called on the thread with an error message: the engine and all its rows are lost.
+        on_end: called on the event loop when the thread has ended.
 
     Attributes:
         stats: of all its engines. failure: the error that ended the thread.
         busy_since: when the current round or job began, by `time.perf_counter`; None = the thread waits for a job.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], listener: Listener) -> None:
-        self._make_engine, self._listener = make_engine, listener
+    def __init__(
+        self, make_engine: Callable[[], Engine], on_commits: Callable[[Iterable[Commit]], None],
+        on_failed_pass: Callable[[str], None], on_end: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._make_engine, self._on_commits, self._on_failed_pass, self._on_end = (
+            make_engine,
+            on_commits,
+            on_failed_pass,
+            on_end,
+        )
         self._engine: Engine | None = make_engine()
         self.stats = self._engine.stats
         self.failure: BaseException | None = None
@@ -130,7 +125,7 @@ class EngineThread:
         self._over = True
         for future in list(self._calls):
             _settle(future, engine_stopped(), None)
-        self._listener.on_end()
+        self._on_end()
 
     # ── called on the thread ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,7 +168,7 @@ class EngineThread:
             reason = str(error)  # the error itself is not kept: its traceback refers to the engine
         else:
             self._failures = 0 if self.stats.rounds > rounds else self._failures
-            self._listener.on_commits(commits)
+            self._on_commits(commits)
             return
         self._replace_engine(reason)
 
@@ -184,7 +179,7 @@ class EngineThread:
             ModelError: `MAX_FAILURES` passes in a row have failed, so a new engine would fail as well.
         """
         LOG.error("a pass failed, and the rows in it: %s", reason)
-        self._listener.on_failed_pass(reason)
+        self._on_failed_pass(reason)
         self._failures += 1
         if self._failures == MAX_FAILURES:
             raise ModelError(f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}")

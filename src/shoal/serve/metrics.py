@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.bodies import CLIENT_GONE
-from shoal.serve.worker import Worker
 from shoal.types.samples import Sample
+
+if TYPE_CHECKING:
+    from shoal.serve.worker import Worker
 
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 LENGTH_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
@@ -37,7 +39,7 @@ STAGES = ("prefill", "propose", "verify", "accept", "commit")
 
 
 class Metrics:
-    """A server's metrics; a `shoal.serve.worker.RowObserver`."""
+    """A server's metrics; rows are counted on the engine's thread."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -1,96 +1,27 @@
-"""What clients may ask, field by field. A field that is not here is refused by name; null means the default.
+"""The requests of both APIs, field by field. Other fields are rejected by name; null means the default.
 
-Validation stops at the first bad item of a list or dict, and a value is judged as one type only, chosen by its first element: what
-a bad body costs, and how many errors it makes, does not grow with its size.
+Docstrings and descriptions of the models are part of `/openapi.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
-
-def _encodable(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not a text: {error.reason}") from error
-    return text
-
-
-def _kind(value: Any) -> str:
-    """Which type of a union a value is judged as, by itself and its first element."""
-    if not isinstance(value, list):
-        return "text"
-    first = value[0] if value else None
-    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
-
-
-def _kind_or_list(value: Any) -> str:
-    return "list" if isinstance(value, list) else "text"
-
-
-def at(place: str, kind: str, message: str) -> PydanticCustomError:
-    """An error at a place inside the value that is being validated."""
-    return PydanticCustomError(kind, "{message}", {"message": message, "at": place})
-
-
-def _numbers(value: Any) -> Any:
-    """Entries of a dict are looked at until the first bad one."""
-    for name, number in value.items() if isinstance(value, dict) else ():
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise at(name, "float_type", "Input should be a valid number")
-    return value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Stop = Annotated[Text, Field(max_length=512)]
-Stops = Annotated[
-    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
-    Discriminator(_kind_or_list),
-]
-Ids = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
-Prompts = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Ids, Tag("ids")]
-    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts")]
-    | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
-    Discriminator(_kind),
-]
-Nothing = Annotated[list[Any], Field(max_length=0)]
-Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
-
-
-class StrictModel(BaseModel):
-    """A JSON object without unknown fields, unless they are null; a string is no number."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        """Drops what is unknown and null; any other unknown field ends the validation."""
-        if not isinstance(given, dict):
-            return given
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        for name, value in given.items():
-            if name not in names and value is not None:
-                raise at(name, "unknown_field", "Unknown or unsupported field")
-        return {name: value for name, value in given.items() if name in names}
-
-    @classmethod
-    def ignored_fields(cls) -> Iterable[str]:
-        """Names of the fields that are accepted and ignored."""
-        return (name for name, field in cls.model_fields.items() if field.description == "Accepted and ignored.")
+from shoal.serve.request_fields import (
+    Bias,
+    EmptyList,
+    Fraction,
+    Ignored,
+    NonNegative,
+    Positive,
+    Prompts,
+    Stops,
+    StrictModel,
+    Text,
+    text_or_list,
+)  # fmt: skip
 
 
 class StreamOptions(StrictModel):
@@ -155,7 +86,7 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 
 
 class BaseRequest(StrictModel):
-    """The fields that both APIs share."""
+    """Fields of both APIs."""
 
     model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
     n: Positive | None = Field(None, description="Samples per prompt; 1.")
@@ -164,22 +95,20 @@ class BaseRequest(StrictModel):
     )
     min_tokens: NonNegative | None = Field(None, description="No end-of-text token before that many tokens; 0.")
     temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 = greedy; 1.")
-    top_p: Share | None = Field(None, description="Smallest set of tokens with this mass; 1 = off.")
+    top_p: Fraction | None = Field(None, description="Smallest set of tokens with this mass; 1 = off.")
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
         None, description="The k most probable tokens; 0 or -1 = off."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Tokens at least so probable as the best one times this; 0 = off."
     )
-    typical_p: Share | None = Field(None, description="Locally typical sampling with this mass; 1 = off.")
+    typical_p: Fraction | None = Field(None, description="Locally typical sampling with this mass; 1 = off.")
     presence_penalty: float | None = Field(None, description="Subtracted once from every token in the output so far; 0.")
     frequency_penalty: float | None = Field(None, description="Subtracted once per occurrence in the output so far; 0.")
     repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
     )
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] | None = Field(
-        None, description="Token id, as a string -> value added to its score."
-    )
+    logit_bias: Bias | None = Field(None, description="Token id, as a string -> value added to its score.")
     stop: Stops | None = Field(None, description="Strings that end a sample; the text is cut before them.")
     stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = Field(
         None, description="Token ids that end a sample, beside the model's own."
@@ -212,11 +141,9 @@ class BaseRequest(StrictModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that were sent and have no effect."""
-        own = [name for name in self.ignored_fields() if getattr(self, name) is not None]
-        options = self.stream_options
-        inner = [name for name in options.ignored_fields() if getattr(options, name) is not None] if options else []
-        return own + [f"stream_options.{name}" for name in inner]
+        """Names of fields that were sent and have no effect, those of `stream_options` included."""
+        options = self.stream_options.ignored_fields() if self.stream_options else ()
+        return [*self.ignored_fields(), *(f"stream_options.{name}" for name in options)]
 
 
 class CompletionRequest(BaseRequest):
@@ -245,14 +172,14 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
-        Discriminator(_kind_or_list),
+        Discriminator(text_or_list),
     ]
     name: Text | None = None
-    tool_calls: Nothing | None = None
-    annotations: Nothing | None = None
+    tool_calls: EmptyList | None = None
+    annotations: EmptyList | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
+        """The message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
 
 from shoal.constraints.grammar import Constraint
 from shoal.engine.engine import Engine
@@ -16,25 +15,13 @@ from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 from shoal.serve.engine_thread import EngineThread, engine_stopped
 from shoal.serve.grammars import GrammarReader
+from shoal.serve.metrics import Metrics
 from shoal.serve.submissions import RowUpdate, Submission
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
-from shoal.types.samples import Sample
 
 MAX_RETRY_SECONDS = 60
 """Largest value of Retry-After."""
-
-
-class RowObserver(Protocol):
-    """Counts rows; called on the engine's thread."""
-
-    def first_tokens(self, seconds: float) -> None:
-        """A row committed its first tokens, `seconds` after its request arrived."""
-        ...
-
-    def row_ended(self, sample: Sample) -> None:
-        """A row ended."""
-        ...
 
 
 class Worker:
@@ -48,9 +35,9 @@ class Worker:
         scoring: lock of prompt scoring: one prompt at a time takes memory beside the rows.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], queue: int, observer: RowObserver) -> None:
-        self._observer = observer
-        self.thread = EngineThread(make_engine, self)
+    def __init__(self, make_engine: Callable[[], Engine], queue: int, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.thread = EngineThread(make_engine, self._deliver, self._fail_rows, self._fail_all)
         engine = self.thread.engine
         self.capacity = engine.scheduler.capacity + queue
         self.rows = 0
@@ -73,7 +60,7 @@ class Worker:
 
     def cut(self) -> None:
         """Ends all rows after the current round; their samples are returned as they are, marked "cancelled"."""
-        self.thread.post(lambda: self.on_commits(self.thread.engine.cancel(list(self._rows))))
+        self.thread.post(lambda: self._deliver(self.thread.engine.cancel(list(self._rows))))
 
     @asynccontextmanager
     async def serving(self, submission: Submission) -> AsyncIterator[None]:
@@ -140,7 +127,7 @@ class Worker:
         self.rows -= rows
         submission.held -= rows
 
-    def on_end(self) -> None:
+    def _fail_all(self) -> None:
         """Fails all submissions: the engine's thread has ended."""
         self._fail(self._submissions, engine_stopped())
 
@@ -158,7 +145,7 @@ class Worker:
         for row in rows:
             del self._rows[row]
 
-    def on_commits(self, commits: Iterable[Commit]) -> None:
+    def _deliver(self, commits: Iterable[Commit]) -> None:
         """Sends each submission the updates of its rows."""
         updates: dict[Submission, list[RowUpdate]] = {}
         for commit in commits:
@@ -175,12 +162,12 @@ class Worker:
     def _observe(self, commit: Commit) -> None:
         row = commit.row
         if commit.tokens and row.rounds == 1:
-            self._observer.first_tokens(time.perf_counter() - row.request.submitted_at)
+            self._metrics.first_tokens(time.perf_counter() - row.request.submitted_at)
         if commit.sample is not None:
-            self._observer.row_ended(commit.sample)
+            self._metrics.row_ended(commit.sample)
             self._finished += 1
 
-    def on_failed_pass(self, reason: str) -> None:
+    def _fail_rows(self, reason: str) -> None:
         """Fails the submissions that have rows in the engine."""
         submissions = {submission for submission, _ in self._rows.values()}
         self._rows.clear()

@@ -1,0 +1,97 @@
+"""Types of request fields: validated strictly, in bounded time.
+
+Validation stops at the first invalid item of a list or object, and a union's member is chosen by the first element of the value:
+neither the cost of an invalid body nor the number of its errors grows with its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+IGNORED = "Accepted and ignored."
+
+
+def _encodable(text: str) -> str:
+    """Rejects the halves of surrogate pairs, which JSON can contain and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not a text: {error.reason}") from error
+    return text
+
+
+def _prompt_type(value: Any) -> str:
+    """The tag of the member of `Prompts` that a value is validated as."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+def text_or_list(value: Any) -> str:
+    """The tag of the member of a union of texts and lists."""
+    return "list" if isinstance(value, list) else "text"
+
+
+def _error_at(name: str, kind: str, message: str) -> PydanticCustomError:
+    """An error in a field of the object that is being validated."""
+    return PydanticCustomError(kind, "{message}", {"message": message, "at": name})
+
+
+def _numbers(value: Any) -> Any:
+    """Rejects the first entry of an object that is not a number."""
+    for name, number in value.items() if isinstance(value, dict) else ():
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise _error_at(name, "float_type", "Input should be a valid number")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
+Stop = Annotated[Text, Field(max_length=512)]
+Stops = Annotated[
+    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
+    Discriminator(text_or_list),
+]
+Ids = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts")]
+    | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
+    Discriminator(_prompt_type),
+]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
+Ignored = Annotated[Any, Field(description=IGNORED)]
+
+
+class StrictModel(BaseModel):
+    """A JSON object. Unknown fields are rejected unless they are null, and values are not converted between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        """Removes unknown fields that are null; any other unknown field ends the validation."""
+        if not isinstance(given, dict):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in given.items():
+            if name not in names and value is not None:
+                raise _error_at(name, "unknown_field", "Unknown or unsupported field")
+        return {name: value for name, value in given.items() if name in names}
+
+    def ignored_fields(self) -> Iterable[str]:
+        """Names of the fields that were sent and have no effect."""
+        fields = type(self).model_fields.items()
+        return (name for name, field in fields if field.description == IGNORED and getattr(self, name) is not None)

@@ -407,13 +407,13 @@ def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
     assert [line[: line.index(":")] for line in said] == [f"{n} of 4 lines answered (1 of them before)" for n in (1, 2, 3)]
     gate, spoken = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
 
-    def told(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
+    def recorded(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
         gate.reached.wait(TIMEOUT_SECONDS)
         spoken.append((wait(0.001), str(progress)))
         gate.opened.set()
         spoken.append((wait(TIMEOUT_SECONDS), str(progress)))
 
-    monkeypatch.setattr("shoal.cli.batch_progress.print_lines", told)
+    monkeypatch.setattr("shoal.cli.batch_progress.print_lines", recorded)
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(gate, max_batch=4))
     source = write(tmp_path / "in", [{"id": 1, "prompt": "hello", "seed": 1}])
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0

@@ -319,8 +319,8 @@ def test_every_kind_of_grammar_is_asked_for(opened: Callable[..., Any], server: 
         assert link.get_by_label("Grammar", exact=True).input_value() == kind
         assert link.locator("#grammar").is_enabled() == bool(written)
         assert link.locator("#grammar").input_value() == text.input_value()
-    told = [{name: value for name, value in body.items() if name in ("grammar", "response_format")} for body in got]
-    assert told == [fields for _, fields in KINDS.values()]
+    constraints = [{name: value for name, value in body.items() if name in ("grammar", "response_format")} for body in got]
+    assert constraints == [fields for _, fields in KINDS.values()]
 
 
 def test_samples_keep_to_the_grammar(opened: Callable[..., Any], server: Served) -> None:

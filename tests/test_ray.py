@@ -59,17 +59,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"))
 
 
-def load_and_tell(pair: tuple[Path, Path], told: Path) -> Shoal:
+def load_and_mark(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """Loads the pair, and leaves the process's number."""
-    (told / str(os.getpid())).touch()
+    (marks / str(os.getpid())).touch()
     return load(*pair, dtype="float32", quantize="off", max_batch=4)
 
 
-def load_to_die(pair: tuple[Path, Path], told: Path) -> Shoal:
+def load_to_die(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """The same; but the process that is first is killed in the fourth round of its second task."""
-    shoal = load_and_tell(pair, told)
+    shoal = load_and_mark(pair, marks)
     try:
-        (told / "victim").open("x").close()
+        (marks / "victim").open("x").close()
     except FileExistsError:
         return shoal
     engine, tasks = shoal.engine, iter(range(99))
@@ -85,13 +85,13 @@ def load_to_die(pair: tuple[Path, Path], told: Path) -> Shoal:
     return shoal
 
 
-def processes(told: Path) -> int:
+def processes(marks: Path) -> int:
     """How many loaded, this one aside."""
-    return len({file.name for file in told.iterdir()} - {str(os.getpid()), "victim"})
+    return len({file.name for file in marks.iterdir()} - {str(os.getpid()), "victim"})
 
 
-def recipe(load: Any, pair: tuple[Path, Path], told: Path) -> ServeConfig:
-    return ServeConfig(partial(load, pair, told), Settings("tiny"), lookahead=3)
+def serve_config(load: Any, pair: tuple[Path, Path], marks: Path) -> ServeConfig:
+    return ServeConfig(partial(load, pair, marks), Settings("tiny"), lookahead=3)
 
 
 def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -108,9 +108,9 @@ def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[P
     bodies[5] |= {"prompt": None}
     lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
     alone: list[Any] = []
-    recipe(load_and_tell, pair, tmp_path).offline().answer(lines, alone.append)
+    serve_config(load_and_mark, pair, tmp_path).offline().answer(lines, alone.append)
     together: list[Any] = []
-    pool.answer(lines, recipe(load_to_die, pair, tmp_path), together.append, 2, THIN)
+    pool.answer(lines, serve_config(load_to_die, pair, tmp_path), together.append, 2, THIN)
     assert sorted(entry["id"] for entry in together) == list(range(48))
     assert {entry["id"]: essence(entry) for entry in together} == {entry["id"]: essence(entry) for entry in alone}
     assert sum("error" in entry for entry in together) == 1
@@ -121,9 +121,9 @@ def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[P
     assert processes(tmp_path) == 3, "two workers, and one in the killed one's place"
 
 
-def load_with_poison(pair: tuple[Path, Path], told: Path) -> Shoal:
+def load_with_poison(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """The same; but each process dies that is asked for the letters "poison"."""
-    shoal = load_and_tell(pair, told)
+    shoal = load_and_mark(pair, marks)
     encode = shoal.tokenizer.encode
 
     def fatal(text: str, *arguments: Any, **options: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(
     bodies = [{"id": i, "prompt": "poison" if i == 5 else f"line {i}", "seed": i, "max_tokens": 4} for i in range(16)]
     lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
     got: list[Any] = []
-    pool.answer(lines, recipe(load_with_poison, pair, tmp_path), got.append, 1, THIN)
+    pool.answer(lines, serve_config(load_with_poison, pair, tmp_path), got.append, 1, THIN)
     assert sorted(entry["id"] for entry in got) == list(range(16))
     (failed,) = [entry for entry in got if "error" in entry]
     assert (failed["id"], failed["error"]["code"]) == (5, "worker_died")
@@ -149,9 +149,9 @@ def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(
     assert processes(tmp_path) == 1 + 1 + 3, "blocks of four and of two lines, and three tries alone"
 
 
-def load_and_die(pair: tuple[Path, Path], told: Path) -> Shoal:
+def load_and_die(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """As if there were no memory for the weights."""
-    load_and_tell(pair, told)
+    load_and_mark(pair, marks)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -161,7 +161,7 @@ def test_workers_that_die_while_they_load_are_no_lines_fault(
 ) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match="3 workers in succession died while they loaded"):
-        pool.answer([BatchLine(1, "{}", 1)], recipe(load_and_die, pair, tmp_path), done.append, 1, THIN)
+        pool.answer([BatchLine(1, "{}", 1)], serve_config(load_and_die, pair, tmp_path), done.append, 1, THIN)
     assert (done, processes(tmp_path)) == ([], 3)
 
 
@@ -179,7 +179,7 @@ def test_applications_of_others_stay_and_their_proxy_is_respected(
     with bind("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
     ray_serve.start(http_options={"host": "127.0.0.1", "port": port})
-    served, url = recipe(load_and_tell, pair, tmp_path), f"http://127.0.0.1:{port}"
+    served, url = serve_config(load_and_mark, pair, tmp_path), f"http://127.0.0.1:{port}"
     try:
         ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/")
         with pytest.raises(
@@ -191,15 +191,15 @@ def test_applications_of_others_stay_and_their_proxy_is_respected(
         assert httpx.get(url, timeout=TIMEOUT_SECONDS).text == "mine"
         ray_serve.delete("shoal")
         ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/other")
-        told: list[Any] = []
+        seen: list[Any] = []
 
         def use(port: int) -> None:
-            told.append((port, httpx.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code))
-            told.append(len(ray_serve.status().applications))
+            seen.append((port, httpx.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code))
+            seen.append(len(ray_serve.status().applications))
             os.kill(os.getpid(), signal.SIGTERM)
 
         cluster.run(served, "127.0.0.1", 0, cluster.Replicas(drain=1), THIN, use)
-        assert told == [(port, 200), 2]
+        assert seen == [(port, 200), 2]
         assert list(ray_serve.status().applications) == ["shoal"]
         assert httpx.get(f"{url}/other", timeout=TIMEOUT_SECONDS).text == "mine", (
             "neither replaced nor deleted nor shut down"
@@ -208,13 +208,13 @@ def test_applications_of_others_stay_and_their_proxy_is_respected(
         ray_serve.shutdown()
 
 
-def load_to_wait(pair: tuple[Path, Path], told: Path) -> Shoal:
+def load_to_wait(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """The same; but a prompt "wait" is not read until there is a file "open"."""
-    shoal = load_and_tell(pair, told)
+    shoal = load_and_mark(pair, marks)
     encode = shoal.tokenizer.encode
 
     def held(text: str, *arguments: Any, **options: Any) -> Any:
-        while text == "wait" and not (told / "open").exists():
+        while text == "wait" and not (marks / "open").exists():
             time.sleep(0.01)
         return encode(text, *arguments, **options)
 
@@ -235,7 +235,7 @@ def test_a_flood_is_told_to_come_again(two_cpus: None, pair: tuple[Path, Path], 
         os.kill(os.getpid(), signal.SIGTERM)
 
     many = cluster.Replicas(open=2, drain=1)
-    cluster.run(recipe(load_to_wait, pair, tmp_path), "127.0.0.1", 0, many, THIN, use)
+    cluster.run(serve_config(load_to_wait, pair, tmp_path), "127.0.0.1", 0, many, THIN, use)
     assert (codes[0], set(codes)) == (503, {200, 503})
 
 
@@ -267,7 +267,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_asks_for_a_token(tmp_path:
 def test_replicas_answer_as_one_server(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-    url, served = f"http://127.0.0.1:{port}", recipe(load_and_tell, pair, tmp_path)
+    url, served = f"http://127.0.0.1:{port}", serve_config(load_and_mark, pair, tmp_path)
     ready, got, many = threading.Event(), [], cluster.Replicas(least=2, most=2, drain=5)
     body = {"prompt": "hello", "n": 2, "seed": 3, "max_tokens": 24}
 

@@ -309,11 +309,11 @@ def test_log_probabilities(server: Served) -> None:
     (choice,) = server.post(seed=7, logprobs=3, max_tokens=12).json()["choices"]
     (sample,) = offline(server, seed=7, top_logprobs=3, max_new_tokens=12).samples
     name = partial(name_and_bytes, server.shoal.tokenizer)
-    told = choice["logprobs"]
-    assert told["token_logprobs"] == list(sample.logprobs)
-    assert told["tokens"] == [name(token)[0] for token in sample.token_ids]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == list(sample.logprobs)
+    assert logprobs["tokens"] == [name(token)[0] for token in sample.token_ids]
     tops = [{name(token)[0]: value for token, value in top.raw} for top in sample.top_logprobs]
-    assert told["top_logprobs"] == tops
+    assert logprobs["top_logprobs"] == tops
 
 
 def test_pieces_of_characters_have_their_bytes() -> None:
@@ -333,11 +333,13 @@ def test_pieces_of_characters_have_their_bytes() -> None:
         assert [entry.token for entry in content[:3]] == ["bytes:\\xc3", "bytes:\\xa9", ":"]
         assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].bytes == entry.bytes for entry in content)
         (choice,) = server.post(logprobs=20, **body).json()["choices"]
-        told = choice["logprobs"]
-        assert told["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", ":"]
-        assert [len(tops) for tops in told["top_logprobs"]] == [20] * len(content)  # no two of one name
-        assert [top[name] for top, name in zip(told["top_logprobs"], told["tokens"], strict=True)] == told["token_logprobs"]
-        assert [choice["text"][at : at + 1] for at in told["text_offset"][-4:]] == ["本", "本", "本", "\n"]
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", ":"]
+        assert [len(tops) for tops in logprobs["top_logprobs"]] == [20] * len(content)  # no two of one name
+        assert [top[name] for top, name in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)] == logprobs[
+            "token_logprobs"
+        ]
+        assert [choice["text"][at : at + 1] for at in logprobs["text_offset"][-4:]] == ["本", "本", "本", "\n"]
 
 
 def test_tokens_are_spelled_as_their_tokenizer_writes_them() -> None:
@@ -363,19 +365,19 @@ def test_echo_tells_the_prompt_and_what_the_model_thinks_of_it(server: Served) -
     (choice,) = server.post(echo=True, **body).json()["choices"]
     (plain,) = server.post(**body).json()["choices"]
     assert choice["text"] == "hello" + plain["text"]
-    told = choice["logprobs"]
-    assert told["tokens"] == [*"hello", *plain["logprobs"]["tokens"]]
-    assert told["text_offset"] == [*range(5), *(5 + offset for offset in plain["logprobs"]["text_offset"])]
-    assert told["token_logprobs"][0] is None
-    assert told["token_logprobs"][5:] == plain["logprobs"]["token_logprobs"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [*"hello", *plain["logprobs"]["tokens"]]
+    assert logprobs["text_offset"] == [*range(5), *(5 + offset for offset in plain["logprobs"]["text_offset"])]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["token_logprobs"][5:] == plain["logprobs"]["token_logprobs"]
     ids = server.shoal.tokenizer.encode("hello")
     script = server.shoal.target.hf.script
     expected = [float(script(tuple(ids[:i])).log_softmax(-1)[ids[i]]) for i in range(1, 5)]
-    assert told["token_logprobs"][1:5] == pytest.approx(expected)
-    assert all(len(top) == 2 for top in told["top_logprobs"][1:])
+    assert logprobs["token_logprobs"][1:5] == pytest.approx(expected)
+    assert all(len(top) == 2 for top in logprobs["top_logprobs"][1:])
     pieces = events(server, echo=True, **body)
     assert "".join(c["text"] for piece in pieces for c in piece["choices"]) == choice["text"]
-    assert joined(c["logprobs"]["token_logprobs"] for p in pieces for c in p["choices"]) == told["token_logprobs"]
+    assert joined(c["logprobs"]["token_logprobs"] for p in pieces for c in p["choices"]) == logprobs["token_logprobs"]
 
 
 def test_a_prompt_may_be_scored_alone(server: Served) -> None:
@@ -531,8 +533,8 @@ def test_metrics_tell_what_requests_took() -> None:
     assert set(stages) == {"prefill", "propose", "verify", "accept", "commit"}
     assert all(seconds > 0 for seconds in stages.values())
     assert found["shoal_kv_bytes",] > 0
-    told = ("shoal_up", "shoal_rows_running", "shoal_rows_waiting", "shoal_rows_capacity")
-    assert [found[name,] for name in told] == [1, 0, 0, 8 + 256]
+    names = ("shoal_up", "shoal_rows_running", "shoal_rows_waiting", "shoal_rows_capacity")
+    assert [found[name,] for name in names] == [1, 0, 0, 8 + 256]
 
 
 def test_models(server: Served) -> None:

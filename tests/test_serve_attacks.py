@@ -1,4 +1,4 @@
-"""Requests made to stop a server, or to be told too much: each is refused at a small price, and the others are served meanwhile."""
+"""Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     assert server.worker.thread.alive
 
 
-def test_many_errors_are_told_as_ten() -> None:
+def test_of_many_errors_ten_are_reported() -> None:
     from shoal.serve.api_errors import api_error_of
 
     errors = [{"type": "x", "loc": ("body", "prompt", i), "msg": f"no {i}."} for i in range(100)]
@@ -161,7 +161,7 @@ def test_ids_that_no_tokenizer_can_decode(server: Served) -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_an_unhandled_error_counts_as_500_and_tells_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unhandled_error_counts_as_500_and_names_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.serve.request_parser import RequestParser
 
     def broken(*_: Any) -> Any:
@@ -177,7 +177,7 @@ def test_an_unhandled_error_counts_as_500_and_tells_no_path(monkeypatch: pytest.
         assert server.metric('shoal_requests_total{path="/v1/completions",status="499"}') == 0
 
 
-def test_what_a_model_at_a_path_says_of_itself_is_told_without_the_path() -> None:
+def test_what_a_model_at_a_path_says_of_itself_is_reported_without_the_path() -> None:
     shoal = pair(lambda ids: legible(0)(ids) * (torch.nan if len(ids) > 8 else 1.0))
     for model in (shoal.target, shoal.draft_model):
         model.name = "/home/user/models/tiny-1.5b"
@@ -193,7 +193,7 @@ def test_what_a_model_at_a_path_says_of_itself_is_told_without_the_path() -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "public_text"),
     [
         ("/home/user/a b", "a b"),
         ("cannot read '/a/b.json': [Errno 2]", "cannot read 'b.json': [Errno 2]"),
@@ -202,8 +202,8 @@ def test_what_a_model_at_a_path_says_of_itself_is_told_without_the_path() -> Non
         ("Qwen/Qwen3-8B at 3/4, see https://a.example/b and/or c", "Qwen/Qwen3-8B at 3/4, see https://a.example/b and/or c"),
     ],
 )
-def test_paths_are_told_by_their_last_part(said: str, told: str) -> None:
-    assert public(said) == told
+def test_paths_are_named_by_their_last_part(said: str, public_text: str) -> None:
+    assert public(said) == public_text
 
 
 def test_a_model_at_a_path_is_served_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

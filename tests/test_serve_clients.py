@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API send besides what matters here: harmless fields are passed over and named, limits are told."""
+"""What clients of OpenAI's API send besides what matters here: harmless fields are passed over and named, limits are reported."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_a_full_queue_tells_when_to_come_again() -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert server.post(n=5).status_code == 400, "a request that never fits is not told to come again"
+        assert server.post(n=5).status_code == 400, "a request that never fits is not asked to retry"
         assert server.post(n=5).json()["error"]["param"] == "n"
         one, more = in_background(lambda: server.post(seed=2))
         eventually(lambda: server.worker.rows == 4)
@@ -554,9 +554,9 @@ def test_the_command_leaves_nothing_behind() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
-        told = json.loads(process.stdout.readline())
-        assert told["model"] == "small"
-        answer = httpx.post(f"{told['url']}/completions", json={"prompt": "def add(a, b):\n"}, timeout=TIMEOUT_SECONDS)
+        started = json.loads(process.stdout.readline())
+        assert started["model"] == "small"
+        answer = httpx.post(f"{started['url']}/completions", json={"prompt": "def add(a, b):\n"}, timeout=TIMEOUT_SECONDS)
         assert answer.json()["choices"][0]["text"]
         process.terminate()
         assert process.wait(TIMEOUT_SECONDS) == 0

@@ -71,7 +71,7 @@ def test_what_does_not(error: Exception) -> None:
     assert caught.value is error
 
 
-# ── servers whose engines fail when they are told to ────────────────────────────────────────────────────────────────
+# ── servers whose engines fail on demand ────────────────────────────────────────────────────────────────
 
 
 class Failing:
@@ -188,7 +188,7 @@ def test_figures_while_a_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> 
 
         failing.before = hold
         failing.errors = [NO_MEMORY[0]]
-        assert server.post().status_code == 503  # told before there is a new engine
+        assert server.post().status_code == 503  # answered before there is a new engine
         assert made.wait(TIMEOUT_SECONDS)
         assert server.metric("shoal_up") == 1
         assert server.metric("shoal_rows_capacity") > 0

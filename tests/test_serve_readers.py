@@ -206,7 +206,7 @@ class Clock:
 
 
 class Flow:
-    """Of uvicorn: told, and nothing else."""
+    """Of uvicorn: records calls, and does nothing else."""
 
     def pause_writing(self) -> None: ...
 

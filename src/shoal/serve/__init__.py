@@ -1,15 +1,16 @@
-"""`shoal serve`: an OpenAI-compatible server for many samples at once (docs/how-to/serve.md). Needs the extra `shoal[serve]`.
+"""`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs the extra `shoal[serve]`.
 
-settings.py     what a server allows
-schema.py       what clients may ask, field by field; answers.py: what they get
-translate.py    what they ask -> requests of the engine
-worker.py       the one thread that owns the models; tickets.py: what of a request crosses threads
-forms.py        rows -> choices of the two APIs, their tokens by spelling.py; replies.py: whole or as a stream
-scoring.py      log-probabilities of prompts, for echo
-faults.py       every error in OpenAI's shape
-keys.py  bodies.py  metrics.py      who may ask, how much, and what is counted
-page.py         the playground at /, whose files lie in playground/
-app.py          the routes; run.py: uvicorn, signals, draining
-offline.py      the same without HTTP, for files (lines.py)
-recipe.py       what another process needs to do either; cluster.py: such processes, on Ray
+A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (request_parser) and a `Submission`
+(submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat` (api_formats) writes as JSON.
+
+handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
+request_models.py    fields of requests; request_fields.py: their types; bodies.py: reading them; response_models.py: answers
+request_parser.py    requests -> engine requests; prompts.py and sampling_params.py: their parts; settings.py: limits
+worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
+grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
+api_errors.py        errors as OpenAI writes them
+app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py, metrics.py: its parts
+run.py               uvicorn, signals, draining; protocol.py: limits of connections
+offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py
+serve_config.py      what a process needs to serve; cluster.py, pool.py, blocks.py: several processes on Ray
 """

@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's API writes them: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from starlette.exceptions import HTTPException
 from shoal.errors import OutOfMemory, RequestError, ShoalError
 
 MAX_REPORTED_ERRORS = 10
-"""Errors of one body that an answer tells."""
+"""Validation errors of one body that an answer contains."""
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
-"""Characters of a message and of a field's name; both may quote what was sent."""
+"""Both may quote the request."""
 PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
-"""Types of errors by status; others are "invalid_request_error", or "server_error" from 500 on."""
+"""`type` by status; other statuses have "invalid_request_error", or "server_error" from 500 on."""
 
 
 class ApiError(HTTPException):
-    """A request that is answered with an error.
+    """An error of a request, with its HTTP status.
 
     Attributes:
-        param: the field at fault. code: a short name that programs can compare.
+        param: the invalid field. code: a short name for programs.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer, in ASCII: a message may quote what is no text."""
+        """The answer, in ASCII: a message may quote halves of surrogate pairs."""
         return Response(json.dumps(self.body()), self.status_code, self.headers, media_type="application/json")
 
 
 def public(message: str) -> str:
-    """A message of ours or of a library for clients: of every path on the disk only its last part."""
+    """A message without the directories of the server's paths: only the last part of each path is left."""
     return PATH.sub(r"\1", message)
 
 
@@ -67,7 +67,7 @@ def naming(param: str) -> Iterator[None]:
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Any exception as the fault that clients are told of."""
+    """Any exception as an error of the API."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -77,7 +77,7 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
-        code = "invalid_json" if error.status_code == 400 else None  # FastAPI's only one: nested too deeply, for one
+        code = "invalid_json" if error.status_code == 400 else None  # FastAPI raises 400 only for JSON that it cannot parse
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     if isinstance(error, ShoalError):
         return ApiError(500, str(error), code="internal_error")
@@ -85,7 +85,7 @@ def api_error_of(error: Exception) -> ApiError:
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """What pydantic found, told by the first field at fault; unknown ones first, as they may be why another is missing."""
+    """Pydantic's errors of the first invalid field. An unknown field goes first: it may be the reason why another is missing."""
     first = min(errors, key=lambda error: error["type"] != "unknown_field")
     kind, param = first["type"], _path(first, body)
     if kind == "unknown_field":
@@ -100,7 +100,7 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """Where in a body an error is. Pydantic also tells which of several types it tried; that is in no body, and left out."""
+    """The path of an error in the body. Pydantic's location also has the tags of union members, which are left out."""
     path, here, loc = [], body, error["loc"]
     for part in loc[1:]:
         inside = (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int))
@@ -112,7 +112,7 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of an app one of ours."""
+    """Answers every exception of an application as an error of the API."""
 
     async def answer(_request: Request, error: Exception) -> Response:
         return api_error_of(error).response()

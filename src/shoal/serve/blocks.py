@@ -1,6 +1,6 @@
-"""Lines of a batch in blocks for workers. Pure Python.
+"""Lines of a batch in blocks for workers.
 
-A block whose worker died is halved until the line that kills workers stands alone.
+A block whose worker died is halved, until the line that kills workers is alone in its block.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from dataclasses import dataclass
 from shoal.serve.batch_lines import BatchLine
 
 MAX_BLOCK_LINES = 64
-"""Lines of a block: so many are asked again when a worker dies, and at a block's end its batch runs empty."""
+"""Larger blocks repeat more work when a worker dies; in smaller ones more slots of the worker's batch are empty at the end."""
 BLOCKS_PER_WORKER = 4
-"""Blocks for each worker, if there are lines enough: who is quick has more of them."""
+"""If there are enough lines; faster workers take more of them."""
 MAX_DEATHS = 3
-"""Workers that a line may kill when it is alone with them; machines also go for reasons of their own."""
+"""Workers that may die while they answer one line alone: machines also fail for other reasons."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that one worker answers, all or none. `deaths`: of workers that had this block, if it is of one line."""
+    """Lines that one worker answers, all or none.
+
+    Attributes:
+        deaths: of workers that had this block, if it has one line.
+    """
 
     lines: tuple[BatchLine, ...]
     deaths: int = 0
 
 
 class Blocks:
-    """What is still to be answered and at no worker."""
+    """The blocks that no worker has yet."""
 
     def __init__(self, lines: Sequence[BatchLine], workers: int) -> None:
         size = min(max(math.ceil(len(lines) / (BLOCKS_PER_WORKER * workers)), 1), MAX_BLOCK_LINES)
@@ -40,14 +44,14 @@ class Blocks:
         return len(self._waiting)
 
     def take(self) -> Block | None:
-        """The next one, if there is any."""
+        """The next block; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
     def died(self, block: Block) -> BatchLine | None:
-        """To be told of a block whose worker died: it comes again, in halves and after the others.
+        """Returns a block whose worker died to the queue, in halves and after the others.
 
         Returns:
-            The line that is given up, if it was alone with `MAX_DEATHS` workers that died.
+            The line that is given up, if `MAX_DEATHS` workers died with it alone; else None.
         """
         if len(block.lines) > 1:
             half = len(block.lines) // 2

@@ -1,7 +1,7 @@
-"""The server in more than one process, by Ray: each loads the recipe's pair. Needs the extra `shoal[ray]`.
+"""The server in several processes on Ray, each with a pair of its own. Needs the extra `shoal[ray]`.
 
-Ray Serve puts replicas behind one address, adds and removes them, and starts those anew whose engine has stopped. Batches are the
-subject of `shoal.serve.pool`.
+Ray Serve puts replicas behind one address, adds and removes them, and restarts those whose engine has stopped. `shoal.serve.pool`
+does the same for batches.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ OPTIONS: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": Fa
 
 @dataclass(frozen=True)
 class Share:
-    """What each process has of its machine: CPUs, which are its threads too, and of GPUs, which may be a part of one."""
+    """The resources of each process: CPUs, which are also its threads, and GPUs, which may be a fraction of one."""
 
     cpus: float = 1
     gpus: float = 0
 
     @property
     def options(self) -> dict[str, Any]:
-        """In Ray's words."""
+        """Ray's options of an actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Within it there is a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for as long.
+    """Connects to a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for the length of the context.
 
-    One that is started listens on the loopback address only, and asks for a token (Ray makes one; from Ray 2.60 on by itself).
+    A cluster started here listens on the loopback address only, and needs a token (Ray makes one; from Ray 2.60 on by default).
     """
     if ray.is_initialized():
         yield
         return
     for name in ("ray.data", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # the commands say what there is to say
+        logging.getLogger(name).setLevel(logging.ERROR)  # the commands print their own messages
     try:
         _connect()
         yield
@@ -83,8 +83,8 @@ def _connect() -> None:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def look_for_room(share: Share) -> None:
-    """Says so if no machine of the cluster can ever hold a process: Ray waits in silence for one that can."""
+def warn_if_too_small(share: Share) -> None:
+    """Logs a warning if no machine of the cluster has the resources of a process: Ray waits for one without a message."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines):
         LOG.warning("no machine of this cluster has %g CPUs and %g GPUs: waiting for one", share.cpus, share.gpus)
@@ -95,12 +95,12 @@ def look_for_room(share: Share) -> None:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many there are.
+    """Autoscaling and limits of the replicas.
 
     Attributes:
-        least, most: of them. wanted: requests, running and waiting, of each; beyond, there is one more.
-        open: requests of each at most; as many wait in front of it, and more are answered with 503.
-        drain: seconds for those to end when a replica is to go.
+        least, most: number of replicas. wanted: requests per replica, running and waiting, above which another one is started.
+        open: most requests of a replica; as many wait in front of it, and more are answered with 503.
+        drain: seconds that open requests have when a replica is removed.
     """
 
     least: int = 1
@@ -110,18 +110,18 @@ class Replicas:
     drain: float = 20
 
 
-def deploy(recipe: ServeConfig, replicas: Replicas, share: Share, name: str) -> None:
-    """Puts the server's application on the cluster, and returns when it answers; needs `ray.serve.start` before.
+def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str) -> None:
+    """Deploys the server's application, and returns when it answers. `ray.serve.start` must have been called.
 
     Args:
-        name: of the application, which no other has.
+        name: of the application; unique in the cluster.
 
     Raises:
-        RequestError: another application answers there already. ModelError: replicas fail to start, and why.
+        RequestError: another application has the route already. ModelError: the replicas do not start, with the reason.
     """
 
     def app() -> FastAPI:
-        return recipe.app()
+        return config.app()
 
     deployment: Any = ray_serve.deployment(
         ray_serve.ingress(app)(Replica), name=DEPLOYMENT, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
@@ -136,9 +136,9 @@ def deploy(recipe: ServeConfig, replicas: Replicas, share: Share, name: str) -> 
         raise RequestError(
             f"this cluster's Ray Serve has an application already: {str(error).strip().splitlines()[-1]}"
         ) from error
-    except RuntimeError as error:  # which says no more than that it failed
-        told = ray_serve.status().applications[name].deployments[DEPLOYMENT].message
-        raise ModelError(f"no replica starts: {told.strip().splitlines()[-1]}") from error
+    except RuntimeError as error:  # the message has no reason
+        message = ray_serve.status().applications[name].deployments[DEPLOYMENT].message
+        raise ModelError(f"no replica starts: {message.strip().splitlines()[-1]}") from error
 
 
 class Replica:
@@ -153,32 +153,32 @@ class Replica:
 
 
 def run(
-    recipe: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
+    config: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
 ) -> None:  # fmt: skip
-    """Serves until SIGTERM or Ctrl-C; then open requests have the drain to finish.
+    """Serves until SIGTERM or Ctrl-C; open requests then have `replicas.drain` seconds to finish.
 
     Args:
-        port: 0 = any that is free, or that of a Ray Serve that runs already.
-        ready: called with the port once requests are answered.
+        port: 0 = any free one, or that of a running Ray Serve.
+        ready: called with the port as soon as requests are answered.
 
     Raises:
-        RequestError: the port is taken, or the cluster's Ray Serve listens elsewhere, or another application answers there.
+        RequestError: the port is taken, or the cluster's Ray Serve has another address, or another application has the route.
         KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
     name = f"shoal-{secrets.token_hex(4)}"
-    with connected(), _until_told() as told:
-        look_for_room(share)
+    with connected(), _termination() as terminated:
+        warn_if_too_small(share)
         port, ours = _listen(host, port)
         try:
-            deploy(recipe, replicas, share, name)
+            deploy(config, replicas, share, name)
             ready(port)
-            told.wait()
+            terminated.wait()
         finally:
             _withdraw(name, replicas.drain, ours)
 
 
 def _listen(host: str, port: int) -> tuple[int, bool]:
-    """Sees to it that Ray Serve listens there. Returns the port, and whether Ray Serve was started for it."""
+    """Starts Ray Serve unless it runs already. Returns its port, and whether it was started here."""
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is None:
         with bind(host, port) as free:
@@ -195,9 +195,9 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
 
 
 def _withdraw(name: str, drain: float, ours: bool) -> None:
-    """Ends the application, and Ray Serve if it was started for it and nobody else has come to use it."""
+    """Deletes the application, and shuts down Ray Serve if it was started here and has no other application."""
     for _ in range(1 + math.ceil(drain / 60)):
-        with suppress(TimeoutError):  # Ray waits for a minute
+        with suppress(TimeoutError):  # Ray's own timeout is a minute
             ray_serve.delete(name)
             break
     if ours and not ray_serve.status().applications:
@@ -205,11 +205,11 @@ def _withdraw(name: str, drain: float, ours: bool) -> None:
 
 
 @contextmanager
-def _until_told() -> Iterator[threading.Event]:
+def _termination() -> Iterator[threading.Event]:
     """An event that SIGTERM sets."""
-    told = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    terminated = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
-        yield told
+        yield terminated
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,8 @@
-"""Reads grammars where nothing is lost if one takes too much: each in a process of its own that may be killed.
+"""Compiles grammars on trial, each in a process of its own with limits of time and memory.
 
-llguidance cannot be stopped: a schema of three lines keeps it busy for minutes, or takes all memory, and the allocation that fails
-ends its process. So a stranger's grammar is read here first, under limits of time and memory. `shoal.serve.grammars` runs this file
-as a script that loads nothing of shoal; a line of JSON comes per grammar, and a line of JSON answers it.
+llguidance cannot be interrupted: a schema of three lines can take minutes, or all memory, and a failed allocation aborts its
+process. So the grammar of a request is compiled here first. `shoal.serve.grammars` runs this file as a script that imports nothing
+of shoal; it reads one line of JSON per grammar, and writes one line of JSON as the result.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 WALL_SECONDS_PER_CPU_SECOND = 10
-"""Seconds on the clock for each second of processor time: on a busy machine the latter says more."""
+"""The wall-clock limit is this many times the processor-time limit, because the machine may be busy."""
 
 
 def main() -> None:
-    """Serves until its input ends; the first line tells the tokenizer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which lets requests finish
-    told = json.loads(sys.stdin.readline())
-    sys.path[:] = told["path"]
+    """Serves until the end of its input; the first line describes the tokenizer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the server lets requests finish
+    setup = json.loads(sys.stdin.readline())
+    sys.path[:] = setup["path"]
     import llguidance
 
-    alphabet = llguidance.LLTokenizer(told["tokenizer"], n_vocab=told["width"], eos_token=told["end"])
-    limits = llguidance.LLParserLimits(verbose_errors=False, **told["limits"])
+    alphabet = llguidance.LLTokenizer(setup["tokenizer"], n_vocab=setup["width"], eos_token=setup["end"])
+    limits = llguidance.LLParserLimits(verbose_errors=False, **setup["limits"])
 
     def read(grammar: str) -> str:
         made = llguidance.LLMatcher(alphabet, grammar, log_level=0, limits=limits)
@@ -40,21 +40,24 @@ def main() -> None:
         return str(made.get_error())
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(probed(read, **asked)), flush=True)
+        request = json.loads(line)
+        print(json.dumps(probed(read, **request)), flush=True)
 
 
 def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict[str, str]:
-    """What became of reading a grammar in a fork of this process: "ok", or why not.
+    """Compiles a grammar in a fork of this process.
 
     Args:
-        seconds: of processor time. size, stack: bytes of memory and of the stack it is read with.
+        seconds: of processor time. size, stack: bytes of memory, and of the stack of the compiling thread.
+
+    Returns:
+        The outcome "ok", "refused" (then "why" is llguidance's error), "slow" or "large".
     """
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            _confine(seconds, size + stack)
+            _set_limits(seconds, size + stack)
             threading.stack_size(stack)
             reader = threading.Thread(target=lambda: os.write(theirs, b"=" + read(grammar).encode()[:2000]))
             reader.start()
@@ -71,7 +74,7 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
 
 
 def _received(pipe: int, child: int, deadline: float) -> bytes:
-    """All that the child writes; it is killed at the deadline."""
+    """The output of the child, which is killed at the deadline."""
     got = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
         while True:
@@ -85,8 +88,8 @@ def _received(pipe: int, child: int, deadline: float) -> bytes:
             got += part
 
 
-def _confine(seconds: int, size: int) -> None:
-    """Limits of this process, and the first to go where the machine has no memory."""
+def _set_limits(seconds: int, size: int) -> None:
+    """Sets the limits of this process, and makes it the first that the kernel kills when memory runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Grammars of strangers: read once each, by a few threads of their own, within limits of time and memory."""
+"""Compiles the grammars of requests, each once, on a few threads and within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 
 READER_THREADS = 2
-"""Grammars that are read at a time."""
+"""Grammars that are compiled at a time."""
 CPU_SECONDS = 2
-"""Processor time that reading one may take: the largest of a service take about one."""
+"""Processor time for one grammar; the largest ones in common use take about one second."""
 MEMORY_BYTES = 2**27
-"""Bytes that it may take."""
+"""Memory for one grammar."""
 LIMITS = {"max_lexer_states": 50_000}
-"""Of llguidance's work, also in rounds, where no process is watched: a state of its lexer takes about a kilobyte."""
+"""llguidance's own limits, which also hold in rounds, where no process is limited. A state of its lexer takes about a kilobyte."""
 MAX_WAITING = 64
-"""Grammars that may wait to be read; beyond, requests are told to come again."""
+"""Grammars that may wait to be compiled; further requests are answered with 429."""
 MAX_REMEMBERED_REFUSALS = 256
-"""Refused grammars that are remembered: who sends one sends it again."""
+"""Refused grammars whose error is kept, because a client often sends the same grammar again."""
 TOO_MUCH = {
     "slow": f"it takes more than {CPU_SECONDS} s of processor time to read; make it smaller",
     "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; make it smaller",
@@ -39,14 +39,14 @@ TOO_MUCH = {
 
 @dataclass
 class _Reading:
-    """A grammar that is being read, and how many requests wait for it."""
+    """A grammar that is being compiled, and the number of requests that wait for it."""
 
     future: asyncio.Future[Constraint]
     waiting: int = 0
 
 
 class GrammarReader:
-    """Reads grammars for the rows of a server; used on the event loop.
+    """Compiles grammars for the rows of a server; used on the event loop.
 
     Args:
         tokenizer, vocab_size: see `shoal.constraints.grammar.grammars_of`.
@@ -62,13 +62,13 @@ class GrammarReader:
         self._open: list[Probe] = []
 
     async def read(self, grammar: Grammar, seconds: float | None) -> Constraint:
-        """The grammar's constraint; as long as it is kept, the engine finds the grammar read.
+        """The grammar's constraint; as long as it is referenced, the engine finds the grammar compiled.
 
         Args:
-            seconds: how long to wait for it; None = as long as it takes.
+            seconds: timeout; None = no timeout.
 
         Raises:
-            RequestError: a grammar that is wrong, or takes too much. ApiError: 429, too many wait; 503, not read in time.
+            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 429, too many wait; 503, not compiled in time.
         """
         if grammar in self._refused:
             raise RequestError(self._refused[grammar])
@@ -89,7 +89,7 @@ class GrammarReader:
             raise
         finally:
             reading.waiting -= 1
-            if not reading.waiting:  # nobody asks any more: it need not be begun
+            if not reading.waiting:  # all requests were cancelled: it need not be started
                 reading.future.cancel()
                 if self._readings.get(grammar) is reading:
                     del self._readings[grammar]
@@ -104,7 +104,7 @@ class GrammarReader:
         return self._readings[grammar]
 
     def close(self) -> None:
-        """Ends what is running; nothing can be read any more."""
+        """Stops the threads and processes; nothing can be compiled afterwards."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for probe in self._open:
             probe.close()
@@ -118,7 +118,7 @@ class GrammarReader:
         return grammars.prototype(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
-        """This thread's."""
+        """The probe of this thread."""
         found: Probe | None = getattr(self._probes, "own", None)
         if found is None:
             found = self._probes.own = Probe(grammars)
@@ -127,27 +127,31 @@ class GrammarReader:
 
 
 class Probe:
-    """A process that reads grammars first, see `shoal.serve.grammar_probe`; started at first use, and again when it has ended."""
+    """A process of `shoal.serve.grammar_probe`; started at the first use, and again after it has ended."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, grammar: Grammar, written: str) -> None:
-        """Raises RequestError: the grammar takes too much, or is wrong. ApiError: 503, the process has ended."""
-        told = self._asked({"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK})
-        if told is None:
+        """Compiles a grammar on trial.
+
+        Raises:
+            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 503, the process has ended.
+        """
+        result = self._request({"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK})
+        if result is None:
             raise ApiError(503, "the process that reads grammars has ended; try again", code="grammar_failed")
-        why = short(told["why"]) if told["outcome"] == "refused" else TOO_MUCH.get(told["outcome"])
+        why = short(result["why"]) if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
             raise RequestError(f"the {grammar.kind} grammar cannot be used: {why}")
 
-    def _asked(self, question: dict[str, object]) -> dict[str, str] | None:
+    def _request(self, request: dict[str, object]) -> dict[str, str] | None:
         try:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
             return dict(json.loads(answer)) if answer else None
@@ -158,7 +162,7 @@ class Probe:
         if self._process is None or self._process.poll() is not None:
             self.close()
             command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_probe.py"))]
-            # One arena: another would reserve address space that counts as taken.
+            # One malloc arena: a second one would reserve address space, which counts as memory.
             environment = os.environ | {"MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
@@ -169,7 +173,7 @@ class Probe:
         return self._process
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,5 +1,8 @@
-"""Names under which a server may be asked. A page elsewhere can have its own name point here (DNS rebinding), and is then of the
-server's origin to the browser that shows it; but its requests still say that name in their Host header."""
+"""Allowed host names, against DNS rebinding.
+
+The owner of another name can point it to this server, and a browser then takes pages under that name for pages of the server. The
+Host header of their requests still has that name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ ANY = "*"
 
 
 def hosts_of(bound: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Names to be asked under: those given, and without any, on a loopback address the machine's own only, elsewhere all."""
+    """Allowed names: those given; without any, only the loopback address itself if the server is bound to one, and else all."""
     return tuple(given) or ((bound,) if is_loopback(bound) else (ANY,))
 
 
@@ -25,16 +28,16 @@ def is_loopback(host: str) -> bool:
 
 
 class HostCheck:
-    """ASGI middleware that answers 403 to requests under other names.
+    """ASGI middleware that answers requests under other names with 403.
 
-    Addresses, localhost and no name at all are always fine: rebinding needs a name of the attacker's.
+    Addresses, localhost and a missing name are always allowed: rebinding needs a name that the attacker owns.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
         self.app, self.hosts = app, {host.lower().rstrip(".") for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything else on."""
+        """Forwards everything else to the application."""
         if scope["type"] == "http" and not self._knows(name := _name(Headers(scope=scope).get("host", ""))):
             message = (
                 f"this server is not asked under the name {name!r}; start it with --allowed-host {name} if it should be"
@@ -48,7 +51,7 @@ class HostCheck:
 
 
 def _name(host: str) -> str:
-    """Without the port, as names are compared."""
+    """The name of a Host header without the port, normalised for comparison."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return (host.rpartition(":")[0] if host.count(":") == 1 else host).lower().rstrip(".")

@@ -1,4 +1,4 @@
-"""API keys: where they come from, and comparing them without telling by the time how much was right."""
+"""API keys: reading them, and comparing them in constant time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     """The keys in a file, one a line (empty lines and those that begin with # are skipped); without a file, `VARIABLE`'s.
 
     Raises:
-        RequestError: for a file that cannot be read or holds no key: a server meant to be locked must not open.
+        RequestError: the file cannot be read or has no key: the server must not start without the keys it was given.
     """
     if file is None:
         key = os.environ.get(VARIABLE, "").strip()
@@ -40,5 +40,5 @@ def is_valid_key(keys: Iterable[str], given: str) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    """Of equal length whatever the key's."""
+    """Has the same length for every key."""
     return hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""Which model it was that answered, as a short text that is the same for the same weights wherever they lie."""
+"""A short identifier of a model that depends on its files, not on where they are stored."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from shoal.models.sources import directory_of
 
 SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
-"""Files of a model's directory that decide what it computes and how texts become tokens."""
+"""Files of a model's directory that determine its logits and its tokenization."""
 END_BYTES = 2**16
-"""Bytes at both ends of a file that are looked at: reading all weights would take as long as loading them."""
+"""Bytes read at both ends of a file: reading all weights would take as long as loading them."""
 
 
 def identity(model: str | Path, revision: str | None = None) -> str:
-    """Of a directory a digest of its files' sizes and ends; of a Hub id the id and the revision asked for.
+    """For a directory a digest of its files' sizes and ends; for a Hub id the id and the revision.
 
-    Two trainings of one model differ in nearly every weight, so also in those at the ends. What a branch of the Hub points to may
-    change, which a revision that is a commit does not.
+    Two training runs of one model differ in nearly all weights, so also in those at the ends of the files. A branch of the
+    Hub may move to another commit; a revision that is a commit does not.
     """
     directory = directory_of(model)
     if directory is None:

@@ -1,4 +1,4 @@
-"""A batch's output: exactly one answer per line, however often the work was interrupted, and never one to another question."""
+"""The output of a batch: exactly one answer per line, also after interruptions, and no answer to a line that has changed."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from shoal.serve.api_formats import Json
 from shoal.serve.batch_lines import BatchLine, has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0
-"""So many answers may be in the system's memory only, and for so long while further ones come."""
+"""Answers are synced to the disk after this many, or with the first one this long after the last sync."""
 
 
 class OutputFile:
-    """The output: an append-only JSON Lines file of answers, open to one process at a time.
+    """An append-only JSON Lines file of answers, locked by one process at a time.
 
-    Each answer has a field "shoal": the digest of its line, and the settings under which it was made. A damaged end, as a kill
-    or a crash of the machine leaves it, is cut off, and its lines are answered again. A link is written through: it stays one.
+    The field "shoal" of each answer has the digest of its line and the settings of its run. A damaged end, as a kill or a
+    crash of the machine leaves it, is truncated, and its lines are answered again. The target of a symbolic link is written.
 
     Args:
-        asked: the lines. settings: what changes tokens, as far as it is known before a model is loaded.
-        clock: seconds, for when to wait for the disk.
+        lines: of the input. settings: those that change tokens and are known before a model is loaded.
+        clock: in seconds, for the syncs.
 
     Attributes:
-        ids: of the lines that have an answer. failed: of those whose answer is an error. cut: bytes of the damaged end.
+        ids: of the lines that have an answer. failed: of those whose answer is an error. cut: bytes of the truncated end.
 
     Raises:
-        RequestError: for a file that cannot be used, that another process is writing, that holds something else, or answers to
-            other lines or of other settings.
+        RequestError: the file cannot be written, another process writes it, or it has something other than answers to these
+            lines under these settings.
     """
 
     def __init__(
         self,
         path: Path,
-        asked: Sequence[BatchLine],
+        lines: Sequence[BatchLine],
         settings: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._asked, self._settings = path, {line.id: line for line in asked}, dict(settings)
+        self._path, self._lines, self._settings = path, {line.id: line for line in lines}, dict(settings)
         self._clock, self._synced_at, self._unsynced = clock, clock(), 0
         self.ids: set[str | int] = set()
         self.failed: set[str | int] = set()
@@ -61,7 +61,7 @@ class OutputFile:
             raise
 
     def _keep(self, number: int, text: bytes) -> None:
-        """Takes in an answer that is there already. Raises RequestError unless this run could have made it."""
+        """Registers an answer of an earlier run. Raises RequestError unless this run could have written it."""
         where = f"{self._path}:{number}"
         try:
             entry = json.loads(text)
@@ -72,7 +72,7 @@ class OutputFile:
             raise RequestError(
                 f"{where} is no answer of this version of shoal batch; give another output file, or remove the line"
             )
-        line = self._asked.get(named)
+        line = self._lines.get(named)
         if line is None or made.get("line") != line.digest:
             what = (
                 "which the input does not have"
@@ -88,13 +88,13 @@ class OutputFile:
         self._count(named, entry)
 
     def require(self, settings: Mapping[str, Any], where: str = "") -> None:
-        """Holds settings against those of all answers so far; what is not known yet is known from then on.
+        """Compares settings with those of all answers so far, and stores those that were not known.
 
         Args:
-            where: the answer that has them; "" = this run.
+            where: file and line of the answer that has them; "" = this run.
 
         Raises:
-            RequestError: they differ; it names the first that does.
+            RequestError: they differ; the message names the first difference.
         """
         for name, value in settings.items():
             known = self._settings.setdefault(name, value)
@@ -106,10 +106,13 @@ class OutputFile:
                 )
 
     def write(self, entry: Json) -> bool:
-        """Adds an answer, if its line has none yet; says whether. Its "shoal" may hold settings known only now, and "notes".
+        """Appends an answer, unless its line has one; returns whether it was appended.
+
+        Args:
+            entry: its field "shoal" may have "notes", and settings that are known only after loading.
 
         Raises:
-            RequestError: it was made under other settings than those before.
+            RequestError: its settings differ from those before.
         """
         named = id_of(entry)
         if named is None or named in self.ids:
@@ -117,9 +120,9 @@ class OutputFile:
         made = dict(entry.get("shoal", {}))
         notes = {"notes": made.pop("notes")} if "notes" in made else {}
         self.require(made)
-        stamp = {"line": self._asked[named].digest, **self._settings, **notes}
+        stamp = {"line": self._lines[named].digest, **self._settings, **notes}
         self._file.write(json.dumps({**entry, "shoal": stamp}, allow_nan=False).encode() + b"\n")
-        self._file.flush()  # a kill of this process loses nothing now
+        self._file.flush()  # now a kill of this process loses nothing
         self._count(named, entry)
         self._unsynced += 1
         if self._unsynced >= SYNC_LINES or self._clock() - self._synced_at >= SYNC_SECONDS:
@@ -132,7 +135,7 @@ class OutputFile:
             self.failed.add(named)
 
     def _sync(self) -> None:
-        """Now a crash of the machine loses nothing either."""
+        """Writes to the disk: now a crash of the machine loses nothing."""
         sync(self._file)
         self._synced_at, self._unsynced = self._clock(), 0
 
@@ -147,7 +150,7 @@ class OutputFile:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Until the file is closed; where the system has no such locks, the user must see to it."""
+    """Locks the file until it is closed, on systems that have such locks."""
     try:
         import fcntl
     except ImportError:

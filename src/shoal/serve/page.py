@@ -1,4 +1,4 @@
-"""The playground: a page at / that shows what many samples and their drafts look like. It uses the API as any client does."""
+"""The playground: a page at / that draws samples and their accepted drafts. It is an ordinary client of the API."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Nothing but this server's own files runs on the page, and nothing a model writes can become markup."""
+"""The page runs only scripts of this server, and text of a model cannot become markup."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def page() -> APIRouter:
-    """The routes of the page and its parts, which are few and small and stay in memory. They need no key: the API does."""
+    """The routes of the page and its files, which are kept in memory. They need no key."""
     folder = files("shoal.serve") / "playground"
     parts = {part.name: part.read_bytes() for part in folder.iterdir() if _suffix(part.name) in TYPES}
     router = APIRouter(include_in_schema=False)

@@ -1,4 +1,4 @@
-"""A batch in more than one process: workers on Ray that each load the recipe's pair and answer blocks of lines."""
+"""A batch in several processes: workers on Ray that each load a pair and answer blocks of lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.errors import InternalError, ModelError, ShoalError
 from shoal.serve.api_formats import Json
 from shoal.serve.batch_lines import BatchLine, LineError
 from shoal.serve.blocks import MAX_DEATHS, Block, Blocks
-from shoal.serve.cluster import Share, connected, look_for_room
+from shoal.serve.cluster import Share, connected, warn_if_too_small
 from shoal.serve.offline import Offline
 from shoal.serve.serve_config import ServeConfig
 
@@ -23,19 +23,19 @@ LOG = logging.getLogger(__name__)
 
 
 def answer(
-    lines: Sequence[BatchLine], recipe: ServeConfig, done: Callable[[Json], None], workers: int, share: Share
+    lines: Sequence[BatchLine], config: ServeConfig, done: Callable[[Json], None], workers: int, share: Share
 ) -> None:
-    """Answers lines as `Offline.answer` does, by so many workers; `done` is called here.
+    """Answers lines as `Offline.answer` does, with several workers; `done` is called in this process.
 
-    A line that kills its workers has an error for its answer, all others are answered.
+    A line that kills its workers is answered with an error, all others are answered.
 
     Raises:
-        ShoalError: what a worker raised, such as that there is no such model; or workers die while they load. Exception: what
-            `done` raised.
+        ShoalError: what a worker raised, for example that a model does not exist; or workers died while they loaded.
+        Exception: what `done` raised.
     """
     with connected():
-        look_for_room(share)
-        pool = _Pool(Blocks(lines, workers), recipe, share, done)
+        warn_if_too_small(share)
+        pool = _Pool(Blocks(lines, workers), config, share, done)
         try:
             pool.run(workers)
         finally:
@@ -43,17 +43,17 @@ def answer(
 
 
 class _Pool:
-    """Workers and what each is at: a block, or None while it loads."""
+    """The workers and the block of each; None while it loads."""
 
-    def __init__(self, blocks: Blocks, recipe: ServeConfig, share: Share, done: Callable[[Json], None]) -> None:
-        self._blocks, self._recipe, self._done = blocks, recipe, done
+    def __init__(self, blocks: Blocks, config: ServeConfig, share: Share, done: Callable[[Json], None]) -> None:
+        self._blocks, self._config, self._done = blocks, config, done
         self._make: Any = ray.remote(Answerer).options(max_restarts=0, max_task_retries=0, **share.options)
         self._busy: dict[Any, tuple[Any, Block | None]] = {}
-        self._lost = 0
-        """Workers in succession that died while they loaded."""
+        self._failed_loads = 0
+        """Consecutive workers that died while they loaded."""
 
     def run(self, workers: int) -> None:
-        """Until all blocks are answered."""
+        """Runs until all blocks are answered."""
         for _ in range(min(workers, len(self._blocks))):
             self._start()
         while self._busy:
@@ -62,43 +62,43 @@ class _Pool:
             try:
                 got = pickle.loads(ray.get(ready))
             except RayTaskError:
-                raise  # not a death: what an Answerer cannot tell as a row
+                raise  # an error of the worker's code, not its death
             except RayError as error:
                 ray.kill(worker)
                 self._died(block, error)
             else:
-                self._take_in(got)
-                self._lost = 0
-                self._go_on(worker)
+                self._collect(got)
+                self._failed_loads = 0
+                self._give_block(worker)
 
     def close(self) -> None:
-        """Ends the workers, whatever they are at."""
+        """Kills the workers."""
         for worker, _ in self._busy.values():
             ray.kill(worker)
 
     def _start(self) -> None:
-        worker = self._make.remote(self._recipe)
+        worker = self._make.remote(self._config)
         self._busy[worker.load.remote()] = worker, None
 
-    def _go_on(self, worker: Any) -> None:
+    def _give_block(self, worker: Any) -> None:
         block = self._blocks.take()
         if block is None:
             ray.kill(worker)
         else:
             self._busy[worker.answer.remote(pickle.dumps(block.lines))] = worker, block
 
-    def _take_in(self, got: Sequence[Json | ShoalError]) -> None:
+    def _collect(self, got: Sequence[Json | ShoalError]) -> None:
         for one in got:
             if isinstance(one, ShoalError):
                 raise one
             self._done(one)
 
     def _died(self, block: Block | None, error: RayError) -> None:
-        """A worker is gone: its lines are asked again, and another one comes if there is something to do."""
+        """Returns the block of a dead worker to the queue, and starts another worker if there are blocks."""
         why = str(error).strip().splitlines()[0]
         if block is None:
-            self._lost += 1
-            if self._lost == MAX_DEATHS:
+            self._failed_loads += 1
+            if self._failed_loads == MAX_DEATHS:
                 raise ModelError(f"{MAX_DEATHS} workers in succession died while they loaded the models: {why}")
         else:
             LOG.warning("a worker died with %d lines, which are asked again: %s", len(block.lines), why)
@@ -111,28 +111,28 @@ class _Pool:
 
 
 class Answerer:
-    """A worker. What it answers and what it raises come back as rows: raised, an error would come in pages of Ray's."""
+    """A worker. Results and errors are returned as a pickled list: an error that is raised would be wrapped in Ray's traceback."""
 
-    def __init__(self, recipe: ServeConfig) -> None:
-        self._recipe = recipe
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
 
     @cached_property
     def _pair(self) -> Offline:
-        return self._recipe.offline()
+        return self._config.offline()
 
     def load(self) -> bytes:
-        """Loads the pair, which may take minutes; a worker that dies by it is no line's fault."""
-        return self._rows(lambda got: self._pair)
+        """Loads the pair, which may take minutes. A death while loading is not counted against a line."""
+        return self._results(lambda got: self._pair)
 
     def answer(self, lines: bytes) -> bytes:
-        """Answers the lines of a block, all or none: what a killed worker had answered of it never leaves it."""
-        return self._rows(lambda got: self._pair.answer(pickle.loads(lines), got.append))
+        """Answers the lines of a block, all or none: the results of a worker that is killed are lost with it."""
+        return self._results(lambda got: self._pair.answer(pickle.loads(lines), got.append))
 
-    def _rows(self, work: Callable[[list[Json | ShoalError]], object]) -> bytes:
+    def _results(self, work: Callable[[list[Json | ShoalError]], object]) -> bytes:
         got: list[Json | ShoalError] = []
         try:
             work(got)
         except Exception as error:
-            LOG.exception("a block failed")  # in Ray's log of this process
+            LOG.exception("a block failed")  # to Ray's log of this process
             got = [error if isinstance(error, ShoalError) else InternalError(f"{type(error).__name__}: {error}")]
         return pickle.dumps(got)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: what `echo` tells beside those of the samples."""
+"""Log-probabilities of a prompt's own tokens, for `echo`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shoal.serve.worker import Worker
 from shoal.types.samples import TopLogprobs
 
 CHUNK_TOKENS = 128
-"""Tokens per pass; their logits, [chunk, vocab], are all held at once."""
+"""Tokens per pass; their logits [chunk, vocab] are in memory at once."""
 POLL_SECONDS = 0.02
-"""Seconds until it is asked again whether there is room."""
+"""Interval at which the reservation of memory is tried again."""
 
 
 async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, deadline: float) -> list[Scoring]:
-    """Prompts with their log-probabilities, one after the other: a cache for one of them is all it takes beside the rows.
+    """Scores prompts one after the other, so that only one cache is needed beside those of the rows.
 
     Args:
-        top: how many most probable tokens to tell of each position. deadline: by `time.perf_counter`.
+        top: number of most probable tokens per position. deadline: by `time.perf_counter`.
 
     Raises:
-        ApiError: it takes longer. RequestError, ModelError: see `Scoring`.
+        ApiError: 503, the deadline has passed. RequestError, ModelError: see `Scoring`.
     """
     try:
         with anyio.fail_after(max(deadline - time.perf_counter(), 0)):
@@ -56,16 +56,16 @@ async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
 
 
 class Scoring:
-    """A prompt being scored, a chunk at a time, so that rounds come between.
+    """The scoring of one prompt, a chunk at a time, so that rounds can run between two chunks.
 
     Args:
-        top: how many most probable tokens to tell of each position.
+        top: number of most probable tokens per position.
 
     Attributes:
-        done: whether there is nothing left to compute.
+        done: whether all log-probabilities are computed.
 
     Raises:
-        RequestError: a prompt that is empty, too long, or not of this model's tokens. ModelError: out of memory.
+        RequestError: the prompt is empty, too long, or has ids outside of the vocabulary. ModelError: out of memory.
     """
 
     def __init__(self, target: Runner, ids: Sequence[int], top: int) -> None:
@@ -75,9 +75,9 @@ class Scoring:
             raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
         self._ids, self._top = list(ids), top
         self._runner: Runner | None = target.fork()
-        self._runner.use_static_passes(None)  # shapes that come once are not worth building for
+        self._runner.use_static_passes(None)  # a shape that occurs once is not worth a static pass
         self._runner.reserve(1, len(ids))
-        self._logprobs: list[float | None] = [None]  # nothing was known before the first token
+        self._logprobs: list[float | None] = [None]  # the first token has no probability
         self._tops: list[TopLogprobs | None] = [None]
 
     @property
@@ -85,12 +85,12 @@ class Scoring:
         return len(self._logprobs) == len(self._ids)
 
     def release(self) -> None:
-        """Gives the cache back; the results stay."""
+        """Frees the cache; the results stay."""
         self._runner = None
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Computes the log-probabilities of the next chunk and of the most probable tokens in its place, before processing."""
+        """Computes the next chunk: log-probabilities of its tokens and of the most probable ones, from the unprocessed logits."""
         runner, start = self._runner, len(self._logprobs) - 1
         assert runner is not None
         block = torch.tensor([self._ids[start : start + CHUNK_TOKENS]], device=runner.device)
@@ -103,11 +103,11 @@ class Scoring:
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
 
     def tokens(self, tokenizer: Any) -> tuple[TokenUpdate, ...]:
-        """The prompt's tokens, once all is computed."""
+        """The prompt's tokens; call when `done`."""
         text = Detokenizer(tokenizer, ())
         for token in self._ids:
             text.push(token)
-        told = zip(self._ids, self._logprobs, self._tops, strict=True)
+        scores = zip(self._ids, self._logprobs, self._tops, strict=True)
         return tuple(
-            TokenUpdate(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(told)
+            TokenUpdate(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(scores)
         )

@@ -1,4 +1,4 @@
-"""What a pair is served by: sent to whatever process is to load it."""
+"""The configuration of a served pair; Ray sends it to the processes that load the pair."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How to load a pair, run its engine and answer; it can be pickled if `load` can.
+    """How to load a pair, run its engine and answer requests; it can be pickled if `load` can.
 
     Attributes:
         lookahead: see `Shoal.engine`. rule: a name of `shoal.sampling.acceptance.RULES`.
-        kv_bytes: what keys and values may take; None = a part of what is free when an engine is made, see `shoal.models.available`.
+        kv_bytes: memory for keys and values; None = a fraction of the free memory, see `shoal.models.available`.
     """
 
     load: Callable[[], Shoal]
@@ -35,12 +35,12 @@ class ServeConfig:
     kv_bytes: int | None = None
 
     def app(self) -> FastAPI:
-        """The server's application, around a pair loaded now."""
+        """Loads the pair, and returns the server's application."""
         shoal = self.load()
         return make_app(shoal, self._engines(shoal), self.settings)
 
     def offline(self) -> Offline:
-        """The same without HTTP."""
+        """Loads the pair, and returns what answers batch files."""
         shoal = self.load()
         return Offline(shoal, self._engines(shoal), self.settings)
 

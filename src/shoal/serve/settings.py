@@ -1,4 +1,4 @@
-"""What a server allows: frozen, checked when made."""
+"""Limits and defaults of a server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from shoal.errors import RequestError
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits and defaults of a server.
+    """Limits and defaults of a server, validated on creation.
 
     Attributes:
-        model: the name by which clients ask for it.
-        queue: rows that may wait beyond those that run. max_n: most samples of a prompt, `best_of` included.
+        model: the name of the model in requests and answers.
+        queue: rows that may wait beyond those that are decoded. max_n: most samples of a prompt, `best_of` included.
         max_tokens: most new tokens of a sample. max_logprobs: most alternatives per token. max_body: bytes of a request.
-        max_grammar: characters of a grammar or schema; what it takes to read one may grow with their square.
+        max_grammar: characters of a grammar or schema; the time to compile one may grow with their square.
         timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
-        seeds: a seed's tokens come again, whoever else is served: the engine's rule is the coupled one.
-        keys: any of them is_valid_key /v1; none = open to all. origins: of pages that may call from a browser (CORS).
-        hosts: names to be asked under beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
-        chat_template: in place of the tokenizer's.
+        seeds: whether seeds are accepted: with the coupled rule the same seed gives the same tokens, whatever else is served.
+        keys: valid API keys of /v1; none = no key is needed. origins: of pages that may send requests from a browser (CORS).
+        hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
+        chat_template: replaces the tokenizer's.
     """
 
     model: str
@@ -32,7 +32,7 @@ class Settings:
     max_grammar: int = 2**14
     timeout: float = 600.0
     seeds: bool = True
-    keys: tuple[str, ...] = field(default=(), repr=False)  # a repr ends in logs and tracebacks
+    keys: tuple[str, ...] = field(default=(), repr=False)  # a repr may be logged
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None

@@ -1,4 +1,4 @@
-"""Tokens by themselves: their bytes, and a name for each."""
+"""Names and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 BROKEN = "\ufffd"
-"""What tokenizers show for a piece of a character."""
+"""What tokenizers decode a part of a character to."""
 
 
 @lru_cache(2**16)
 def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
-    r"""A token's name, and its bytes in a text; None where the tokenizer does not tell them.
+    r"""A token's name, and its bytes in a text; None if the tokenizer does not have them.
 
-    The name is its text, spaces and special tokens included; for a piece of a character, as OpenAI writes it, "bytes:\xe2\x82".
+    The name is its text, spaces and special tokens included; for a part of a character, as OpenAI writes it, "bytes:\xe2\x82".
     """
     text = _decoded(tokenizer, token)
     if BROKEN not in text:
@@ -25,13 +25,13 @@ def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
 
 
 def _decoded(tokenizer: Any, token: int) -> str:
-    """Text of a token after another: some tokenizers drop the space with which a text begins."""
+    """The text of a token after another one: some tokenizers remove the space at the beginning of a text."""
     once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
     return twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
 
 
 def _bytes(piece: str) -> bytes | None:
-    """Of a piece as byte-level BPE or byte fallback writes it."""
+    """The bytes of a token as byte-level BPE or byte fallback writes it."""
     if fallback := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return bytes.fromhex(fallback[1])
     known = _byte_letters()

@@ -28,9 +28,9 @@ const offered = (form) => named(form).filter((field) => !field.disabled);
 /** Whatever differs from what a fresh page has, as a URL's hash. `drawn`: the seed that stands for an empty one, if one does. */
 export function toHash(form, drawn) {
   const changed = named(form).filter((field) => value(field) !== preset(field));
-  const told = new URLSearchParams(changed.map((field) => [field.name, value(field)]));
-  if (drawn !== undefined && !told.has("seed")) told.set("seed", drawn);
-  return told.toString();
+  const parameters = new URLSearchParams(changed.map((field) => [field.name, value(field)]));
+  if (drawn !== undefined && !parameters.has("seed")) parameters.set("seed", drawn);
+  return parameters.toString();
 }
 
 /** The inverse: fields that the hash does not name get what a fresh page has. */

@@ -14,7 +14,7 @@ const NARROW = matchMedia("(width < 56rem)");
 let current = null; // the AbortController of what is running
 let shown = null; // the one whose samples are on the page
 let drawn; // the seed of these samples
-let known = false; // whether the server has told what it allows
+let known = false; // whether the limits of the server are known
 
 // ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,9 +14,10 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.acceptance import Acceptance
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
-from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import table_model
+from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
 from test_coupled import KnownCosts

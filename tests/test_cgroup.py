@@ -15,7 +15,8 @@ import pytest
 from sandboxes import strongest
 from shoal.errors import InternalError
 from shoal.evaluation import cgroup, sandbox
-from shoal.evaluation.sandbox import MIB, Bounds, ProcessResult, Sandbox, Step
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.steps import MIB, Bounds, Step, StepResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 
@@ -142,7 +143,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessResult]]:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StepResult]]:
     """Runs a shell script in a group of known name, folder / "shoal-0"."""
     with Sandbox(strongest()) as box:
         assert "(a cgroup for each program)" in box.isolation
@@ -154,7 +155,7 @@ def held(group: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in group.iterdir()}
 
 
-def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callable[..., ProcessResult]) -> None:
+def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callable[..., StepResult]) -> None:
     assert run("exit 0").succeeded
     assert held(folder / "shoal-0") == {
         "memory.max": str(130 * MIB + cgroup.SANDBOX_BYTES), "memory.swap.max": "0", "memory.oom.group": "1",
@@ -162,7 +163,7 @@ def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callab
     }  # fmt: skip
 
 
-def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., ProcessResult]) -> None:
+def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., StepResult]) -> None:
     assert run("exit 0", Step(["/bin/sh", "-c", "exit 0"], Bounds(processes=7))).succeeded
     assert held(folder / "shoal-0")["pids.max"] == str(7 + cgroup.SANDBOX_TASKS)
 
@@ -171,7 +172,7 @@ def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., ProcessRe
     ("kills", "script", "reason"), [(1, "exit 1", "memory"), (0, "exit 1", "exit"), (1, "exit 0", "exit")]
 )
 def test_programs_that_the_kernel_killed_for_memory_say_so(
-    folder: Path, run: Callable[..., ProcessResult], kills: int, script: str, reason: str
+    folder: Path, run: Callable[..., StepResult], kills: int, script: str, reason: str
 ) -> None:
     (folder / "shoal-0").mkdir()
     (folder / "shoal-0" / "memory.events").write_text(f"low 0\nmax 3\noom {kills}\noom_kill {kills}\n")
@@ -179,7 +180,7 @@ def test_programs_that_the_kernel_killed_for_memory_say_so(
 
 
 def test_the_group_of_a_killed_supervisor_is_removed(
-    folder: Path, run: Callable[..., ProcessResult], monkeypatch: pytest.MonkeyPatch
+    folder: Path, run: Callable[..., StepResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> subprocess.Popen[bytes]:
         made = start_supervisor()

@@ -34,9 +34,10 @@ from shoal.sampling.acceptance import Rejection
 from shoal.sampling.distributions import probabilities, race
 from shoal.sampling.uniforms import group_seed, race_luck, row_seed
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.distributions import chain_rule, chi_square, committed_distribution
+from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
+from shoal.testing.significance import chi_square
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions

@@ -17,9 +17,10 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.distributions import draw, race
 from shoal.sampling.uniforms import LANES, race_luck
 from shoal.testing import reference
-from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
+from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 from test_exact_law import ALPHA, P, Q, joint
 

@@ -19,9 +19,10 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Bass, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
+from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
+from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6

@@ -24,9 +24,10 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
-from shoal.testing.distributions import chain_rule, chi_square, committed_distribution, independence
+from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, runner, scripted, table_model
+from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions

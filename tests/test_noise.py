@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
-from shoal.testing.distributions import chi_square
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
+from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
 
 ALPHA = 1e-6

@@ -21,7 +21,8 @@ import pytest
 import shoal
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, seccomp, supervisor, toolchains
-from shoal.evaluation.sandbox import MIB, Bounds, ProcessResult, Sandbox, Step
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.steps import MIB, Bounds, Step, StepResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 
@@ -72,10 +73,10 @@ def running(word: str) -> list[str]:
 
 
 @pytest.fixture
-def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., ProcessResult]:
+def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., StepResult]:
     """Runs the source of a Python program."""
 
-    def run(source: str, **bounds: float) -> ProcessResult:
+    def run(source: str, **bounds: float) -> StepResult:
         step = toolchains.steps("python", box)[-1]
         step = replace(step, command=[step.command[0], "main.py", token], bounds=replace(BOUNDS, **bounds))  # type: ignore[arg-type]
         return box.run({"main.py": textwrap.dedent(source)}, step)
@@ -93,9 +94,7 @@ def kept_from(box: Sandbox, what: str) -> None:
 # What an honest program sees
 
 
-def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(
-    attack: Callable[..., ProcessResult], folder: Path
-) -> None:
+def test_a_program_runs_in_its_own_room_with_an_environment_of_ours(attack: Callable[..., StepResult], folder: Path) -> None:
     ended = attack(
         """
         import os, sys
@@ -120,7 +119,7 @@ def test_steps_follow_each_other_while_they_end_well(box: Sandbox, folder: Path)
     assert box.run({"a": "first\n"}, sh("cat a > b"), sh("cat a b")).stdout == "first\nfirst\n"
 
 
-def test_a_signal_is_told(attack: Callable[..., ProcessResult]) -> None:
+def test_a_signal_is_told(attack: Callable[..., StepResult]) -> None:
     ended = attack("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert (ended.reason, ended.returncode) == ("exit", -11)
 
@@ -135,7 +134,7 @@ def test_a_command_that_does_not_exist_is_no_program_that_failed(box: Sandbox, f
 # Too much of something
 
 
-def test_a_fork_bomb_is_killed(attack: Callable[..., ProcessResult]) -> None:
+def test_a_fork_bomb_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
         import os
@@ -148,7 +147,7 @@ def test_a_fork_bomb_is_killed(attack: Callable[..., ProcessResult]) -> None:
     assert ended.reason in ("time", "processes")
 
 
-def test_processes_are_counted(attack: Callable[..., ProcessResult]) -> None:
+def test_processes_are_counted(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
         import os, time
@@ -165,13 +164,13 @@ def test_processes_are_counted(attack: Callable[..., ProcessResult]) -> None:
         assert 0 < int(ended.stdout) < BOUNDS.processes
 
 
-def test_endless_output_is_cut(attack: Callable[..., ProcessResult]) -> None:
+def test_endless_output_is_cut(attack: Callable[..., StepResult]) -> None:
     ended = attack("while True: print('x' * 1000)")
     assert (ended.reason, ended.returncode) == ("output", None)
     assert ended.stdout == ("x" * 1000 + "\n") * 49 + "x" * 951
 
 
-def test_ten_gigabytes_are_refused(attack: Callable[..., ProcessResult]) -> None:
+def test_ten_gigabytes_are_refused(attack: Callable[..., StepResult]) -> None:
     ended = attack("bytearray(10 * 2**30)")
     assert ended.reason == "exit"
     assert ended.stderr.endswith("MemoryError\n")
@@ -194,7 +193,7 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["private", "shared"])
-def test_memory_is_summed_over_processes(attack: Callable[..., ProcessResult], kind: str) -> None:
+def test_memory_is_summed_over_processes(attack: Callable[..., StepResult], kind: str) -> None:
     ended = attack(
         f"""
         import mmap, os, time
@@ -210,7 +209,7 @@ def test_memory_is_summed_over_processes(attack: Callable[..., ProcessResult], k
 
 
 @pytest.mark.usefixtures("rights")
-def test_memory_that_forks_share_is_counted_once(attack: Callable[..., ProcessResult]) -> None:
+def test_memory_that_forks_share_is_counted_once(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
         import os, time
@@ -225,25 +224,25 @@ def test_memory_that_forks_share_is_counted_once(attack: Callable[..., ProcessRe
     assert ended.succeeded
 
 
-def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., ProcessResult]) -> None:
+def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack("import time; time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, ended.returncode) == ("time", None)
     assert ended.seconds >= 1
 
 
-def test_a_program_that_computes_forever_is_killed(attack: Callable[..., ProcessResult]) -> None:
+def test_a_program_that_computes_forever_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack("while True: pass", cpu_seconds=1)
     assert (ended.reason, ended.returncode) == ("time", -24)
 
 
-def test_a_large_file_is_refused(attack: Callable[..., ProcessResult]) -> None:
+def test_a_large_file_is_refused(attack: Callable[..., StepResult]) -> None:
     ended = attack("open('large', 'wb').write(bytes(4 * 2**20))", file_bytes=MIB)
     assert "File too large" in ended.stderr or ended.reason == "files"
     assert not ended.succeeded
 
 
 @pytest.mark.parametrize("kind", ["large", "many"])
-def test_a_full_room_is_cleared(attack: Callable[..., ProcessResult], kind: str) -> None:
+def test_a_full_room_is_cleared(attack: Callable[..., StepResult], kind: str) -> None:
     ended = attack(
         f"""
         import os
@@ -260,7 +259,7 @@ def test_a_full_room_is_cleared(attack: Callable[..., ProcessResult], kind: str)
 
 @pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["removed", "in memory"])
-def test_files_without_a_name_are_counted(attack: Callable[..., ProcessResult], kind: str) -> None:
+def test_files_without_a_name_are_counted(attack: Callable[..., StepResult], kind: str) -> None:
     ended = attack(
         f"""
         import os, time
@@ -283,7 +282,7 @@ def test_files_without_a_name_are_counted(attack: Callable[..., ProcessResult], 
 # Where it has no business
 
 
-def test_nothing_is_written_outside(attack: Callable[..., ProcessResult], box: Sandbox, folder: Path, token: str) -> None:
+def test_nothing_is_written_outside(attack: Callable[..., StepResult], box: Sandbox, folder: Path, token: str) -> None:
     kept_from(box, "writing outside its directory")
     places = [folder, "/tmp", "/var/tmp", "/dev/shm", "/", "/run", "/etc", "/usr/local", Path.home(), Path(__file__).parent]
     ended = attack(
@@ -302,7 +301,7 @@ def test_nothing_is_written_outside(attack: Callable[..., ProcessResult], box: S
     assert not [place for place in places if (Path(place) / token).exists()]
 
 
-def test_other_peoples_files_are_not_read(attack: Callable[..., ProcessResult], box: Sandbox, folder: Path) -> None:
+def test_other_peoples_files_are_not_read(attack: Callable[..., StepResult], box: Sandbox, folder: Path) -> None:
     kept_from(box, "reading files but the system's and its language's")
     secret = folder / "secret"
     secret.write_text("told")
@@ -313,7 +312,7 @@ def test_other_peoples_files_are_not_read(attack: Callable[..., ProcessResult], 
     assert ended.stderr.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
 
 
-def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[..., ProcessResult], folder: Path) -> None:
+def test_a_link_out_of_the_room_is_removed_and_not_followed(attack: Callable[..., StepResult], folder: Path) -> None:
     (folder / "kept").mkdir(mode=0o777)
     (folder / "kept" / "file").touch()
     assert attack(f"import os; os.symlink({str(folder / 'kept')!r}, 'link')").succeeded
@@ -329,7 +328,7 @@ def test_a_link_in_place_of_the_room_is_removed_and_not_followed(tmp_path: Path)
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o500
 
 
-def test_no_file_systems_are_mounted(attack: Callable[..., ProcessResult]) -> None:
+def test_no_file_systems_are_mounted(attack: Callable[..., StepResult]) -> None:
     """Not even by root of a user namespace, as which programs may still declare themselves."""
     if not sandbox_exec.landlock_version():
         pytest.skip("the kernel has no Landlock, which refuses mounts")
@@ -344,7 +343,7 @@ def test_no_file_systems_are_mounted(attack: Callable[..., ProcessResult]) -> No
     assert ended.stdout in ("0 -1 1\n", "-1 -1 1\n")  # EPERM
 
 
-def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., ProcessResult]) -> None:
+def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
         import os
@@ -359,7 +358,7 @@ def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., P
     assert ended.succeeded
 
 
-def test_nobody_else_is_killed(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
+def test_nobody_else_is_killed(attack: Callable[..., StepResult], box: Sandbox) -> None:
     kept_from(box, "signals to other processes")
     ended = attack(
         """
@@ -382,7 +381,7 @@ def test_nobody_else_is_killed(attack: Callable[..., ProcessResult], box: Sandbo
 
 
 def test_the_environment_is_not_told(
-    attack: Callable[..., ProcessResult], box: Sandbox, monkeypatch: pytest.MonkeyPatch, token: str
+    attack: Callable[..., StepResult], box: Sandbox, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     kept_from(box, "the environment of other processes")
     monkeypatch.setenv("SHOAL_SECRET", "told")
@@ -403,7 +402,7 @@ def test_the_environment_is_not_told(
     assert "told" not in ended.stdout
 
 
-def test_system_v_memory_is_not_left_behind(attack: Callable[..., ProcessResult], box: Sandbox, token: str) -> None:
+def test_system_v_memory_is_not_left_behind(attack: Callable[..., StepResult], box: Sandbox, token: str) -> None:
     kept_from(box, "System V memory, which outlives its processes")
     key = int(token[:7], 16)
     ended = attack(f"import ctypes; print(ctypes.CDLL(None).shmget({key}, 2**20, 0o1600) >= 0)")
@@ -412,7 +411,7 @@ def test_system_v_memory_is_not_left_behind(attack: Callable[..., ProcessResult]
 
 
 def test_only_the_system_and_the_language_are_readable(
-    attack: Callable[..., ProcessResult], box: Sandbox, folder: Path
+    attack: Callable[..., StepResult], box: Sandbox, folder: Path
 ) -> None:
     """Not the file of problems, wherever it lies, nor this repository, nor settings of the machine."""
     kept_from(box, "reading files but the system's and its language's")
@@ -453,7 +452,7 @@ def test_python_in_a_home_can_be_run(box: Sandbox, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not seccomp.program(), reason="no seccomp here, or its numbers are not known")
-def test_system_calls_are_refused(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
+def test_system_calls_are_refused(attack: Callable[..., StepResult], box: Sandbox) -> None:
     names = (
         "ptrace",
         "unshare",
@@ -481,11 +480,11 @@ def test_system_calls_are_refused(attack: Callable[..., ProcessResult], box: San
     assert (ended.stdout, ended.stderr) == ("[]\nEPERM ENOSYS\nthreads\n", "")
 
 
-def test_programs_are_the_first_to_end_when_memory_does(attack: Callable[..., ProcessResult]) -> None:
+def test_programs_are_the_first_to_end_when_memory_does(attack: Callable[..., StepResult]) -> None:
     assert attack("print(open('/proc/self/oom_score_adj').read())").stdout.strip() == "1000"
 
 
-def test_the_network_is_one_of_its_own(attack: Callable[..., ProcessResult], box: Sandbox) -> None:
+def test_the_network_is_one_of_its_own(attack: Callable[..., StepResult], box: Sandbox) -> None:
     kept_from(box, "the network by other protocols")
     ended = attack("import os, socket; print(os.readlink('/proc/self/ns/net'), [name for _, name in socket.if_nameindex()])")
     assert ended.succeeded
@@ -494,7 +493,7 @@ def test_the_network_is_one_of_its_own(attack: Callable[..., ProcessResult], box
 
 
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_the_network_is_not_reached(attack: Callable[..., ProcessResult], box: Sandbox, protocol: str) -> None:
+def test_the_network_is_not_reached(attack: Callable[..., StepResult], box: Sandbox, protocol: str) -> None:
     kept_from(box, "the network by TCP" if protocol == "TCP" else "the network by other protocols")
     kind = socket.SOCK_STREAM if protocol == "TCP" else socket.SOCK_DGRAM
     with socket.socket(type=kind) as server, socket.socket(type=kind) as client:
@@ -537,12 +536,12 @@ os.wait()
 """
 
 
-def test_a_daemon_ends_with_its_program(attack: Callable[..., ProcessResult], token: str) -> None:
+def test_a_daemon_ends_with_its_program(attack: Callable[..., StepResult], token: str) -> None:
     ended = attack(DAEMON + "print('left')")
     assert (ended.succeeded, ended.stdout, running(token)) == (True, "left\n", [])
 
 
-def test_a_daemon_is_killed_with_its_program(attack: Callable[..., ProcessResult], token: str) -> None:
+def test_a_daemon_is_killed_with_its_program(attack: Callable[..., StepResult], token: str) -> None:
     ended = attack(DAEMON + "time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, running(token)) == ("time", [])
 
@@ -554,7 +553,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 def test_closing_the_sandbox_stops_what_runs(box: Sandbox, folder: Path, token: str) -> None:
     with Sandbox(box.backend) as other:
-        ended: list[ProcessResult] = []
+        ended: list[StepResult] = []
         step = Step(["/bin/sh", "-c", "sleep 1000; : " + token])
         threads = [threading.Thread(target=lambda: ended.append(other.run({}, step))) for _ in range(3)]
         for thread in threads:
@@ -573,7 +572,8 @@ import sys, tempfile, types
 sys.modules["shoal"] = package = types.ModuleType("shoal")  # what follows does without torch: much sooner there
 package.__path__ = [{str(Path(shoal.__file__).parent)!r}]
 tempfile.tempdir = {str(folder)!r}
-from shoal.evaluation.sandbox import Sandbox, Step
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.steps import Step
 Sandbox({box.backend!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
 """
     evaluation = subprocess.Popen([sys.executable, "-c", code])

@@ -17,7 +17,8 @@ from shoal.errors import InternalError, RequestError
 from shoal.evaluation import subprocess_tests
 from shoal.evaluation.languages import LANGUAGES, Language
 from shoal.evaluation.problems import Problem, known_language, records, text_field
-from shoal.evaluation.sandbox import ProcessResult, Sandbox
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.steps import StepResult
 from shoal.evaluation.subprocess_tests import JOB, SHARED
 from shoal.evaluation.toolchains import require, steps
 
@@ -188,7 +189,7 @@ def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dic
     return {LANGUAGES["python"].file: Path(subprocess_tests.__file__).read_text(encoding="utf-8"), JOB: json.dumps(readable)}
 
 
-def _outcome(ended: ProcessResult, language: Language, compiled: bool) -> Outcome:
+def _outcome(ended: StepResult, language: Language, compiled: bool) -> Outcome:
     if ended.succeeded:
         return "passed"
     if ended.reason != "exit":
@@ -200,7 +201,7 @@ def _outcome(ended: ProcessResult, language: Language, compiled: bool) -> Outcom
     return "crash" if ended.returncode is None or ended.returncode < 0 else "failed"
 
 
-def _detail(ended: ProcessResult, outcome: Outcome) -> str:
+def _detail(ended: StepResult, outcome: Outcome) -> str:
     why = f"signal {-ended.returncode}" if ended.returncode and ended.returncode < 0 else f"ended by: {ended.reason}"
     said = (ended.stderr.strip() or ended.stdout.strip())[-DETAIL:]
     return said if outcome in ("failed", "syntax") else f"{why}\n{said}".strip()

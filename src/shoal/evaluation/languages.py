@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shoal.evaluation.sandbox import MIB, Bounds
+from shoal.evaluation.steps import MIB, Bounds
 
 
 @dataclass(frozen=True)

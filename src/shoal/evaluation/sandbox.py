@@ -19,88 +19,21 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import cgroup, isolation, sandbox_exec, seccomp, supervisor
+from shoal.evaluation.steps import Step, StepResult
 
 LAST_SIGNAL = 64  # Perl and PHP exit with 255, which means no signal
-MIB = 2**20
 PATH = "/usr/local/bin:/usr/bin:/bin"
 OWN_NETWORK = "/proc/self/ns/net"  # a link that names the network namespace
 SECRET = "a file of somebody else"
 PROBE = f"""true > "$HOME/here" || exit 1; cat "$0"; true > "$0"; readlink {OWN_NETWORK}; exit 0"""
 BOUND_OF_SIGNAL = {-signal.SIGXCPU: "time", -signal.SIGXFSZ: "files"}
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a program may use. Processor time and file size are bounded per process, everything else in total.
-
-    Attributes:
-        cpu_seconds: processor time of one process.
-        wall_seconds: from start to end.
-        memory_bytes: private memory, of one process and in total.
-        file_bytes: of one file.
-        workdir_bytes, workdir_files: total size and number of the files in its directory.
-        processes: processes and threads at the same time.
-        output_bytes: standard output and standard error together.
-    """
-
-    cpu_seconds: int = 10
-    wall_seconds: float = 120.0
-    memory_bytes: int = 1024 * MIB
-    file_bytes: int = 64 * MIB
-    workdir_bytes: int = 256 * MIB
-    workdir_files: int = 10_000
-    processes: int = 128
-    output_bytes: int = MIB
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command to run in the working directory; its program is an absolute path, or "./name" in that directory.
-
-    Attributes:
-        environment: variables besides PATH, HOME, TMPDIR and LANG.
-        readable: paths that it may read besides the system's and the installation of its program.
-    """
-
-    command: Sequence[str]
-    bounds: Bounds = field(default_factory=Bounds)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    readable: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ProcessResult:
-    """How the last step ended.
-
-    Attributes:
-        step: its number, from 0; a step is started only if the one before ended with exit code 0.
-        reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files"; "setup": the command could
-            not be started; "stopped": the sandbox was closed.
-        returncode: exit code, or minus the signal that ended it; None if it was killed.
-        stdout, stderr: what it wrote, up to the bound, without the path of the working directory.
-        seconds: wall time.
-    """
-
-    step: int
-    reason: str
-    returncode: int | None
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def succeeded(self) -> bool:
-        """True if it exited with code 0."""
-        return self.reason == "exit" and self.returncode == 0
-
-
-STOPPED = ProcessResult(0, "stopped", None, "", "", 0.0)
+STOPPED = StepResult(0, "stopped", None, "", "", 0.0)
 
 
 class Sandbox:
@@ -134,7 +67,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, files: Mapping[str, str], *steps: Step) -> ProcessResult:
+    def run(self, files: Mapping[str, str], *steps: Step) -> StepResult:
         """Writes `files` (name: text) into a new directory and runs the steps there, one after another while they succeed."""
         return self._run(self.backend, files, steps)
 
@@ -165,11 +98,11 @@ class Sandbox:
             "bubblewrap), or accept a weaker one by its name: --sandbox limits"
         )
 
-    def _probe(self, backend: str) -> tuple[ProcessResult, list[str]]:
+    def _probe(self, backend: str) -> tuple[StepResult, list[str]]:
         """How a probe program ended, and what it reached although it should not."""
         tool = isolation.TOOLS.get(backend)
         if tool and not shutil.which(tool):
-            return ProcessResult(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
+            return StepResult(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
         with tempfile.NamedTemporaryFile("w+", prefix="shoal-probe-") as other:
             os.fchmod(other.fileno(), 0o666)
             other.write(SECRET)
@@ -179,7 +112,7 @@ class Sandbox:
         network = os.readlink(OWN_NETWORK) in ended.stdout
         return ended, [name for name, reached in {"files": files, "the network": network}.items() if reached]
 
-    def _run(self, backend: str, files: Mapping[str, str], steps: Sequence[Step]) -> ProcessResult:
+    def _run(self, backend: str, files: Mapping[str, str], steps: Sequence[Step]) -> StepResult:
         workdir = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
         programs, more = [step.command[0] for step in steps], [path for step in steps for path in step.readable]
         visible = isolation.visible(programs, more)
@@ -218,7 +151,7 @@ class Sandbox:
         raise InternalError(f"the supervisor of a program ended without an answer: {errors.decode(errors='replace')}")
 
 
-def _failure(ended: ProcessResult) -> str:
+def _failure(ended: StepResult) -> str:
     return ended.stderr.strip() or f"a first program ended by: {ended.reason}"
 
 
@@ -257,10 +190,10 @@ def _as_job(step: Step, workdir: str) -> dict[str, Any]:
     return {"command": [*step.command], "bounds": asdict(step.bounds), "environment": {**own, **step.environment}}
 
 
-def _result(answer: dict[str, Any], backend: str, workdir: str) -> ProcessResult:
+def _result(answer: dict[str, Any], backend: str, workdir: str) -> StepResult:
     code = answer["returncode"]
     if backend != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
         code = 128 - code  # the first process of a namespace reports a signal like a shell
     reason = BOUND_OF_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
     texts = {name: answer[name].replace(f"{workdir}/", "") for name in ("stdout", "stderr")}
-    return ProcessResult(**{**answer, **texts, "returncode": code, "reason": reason})
+    return StepResult(**{**answer, **texts, "returncode": code, "reason": reason})

@@ -115,10 +115,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return bytes(content)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The completion
-
-
 def serve(descriptor: int) -> None:
     """Runs the program in the first message, then answers one call of its function per message."""
     connection = socket.socket(fileno=descriptor)
@@ -153,10 +149,6 @@ def _compiled(source: str, name: str) -> types.CodeType:
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     return code
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tests
 
 
 class RemoteTraceback(Exception):

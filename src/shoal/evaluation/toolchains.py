@@ -12,7 +12,8 @@ from pathlib import Path
 from shoal.errors import RequestError
 from shoal.evaluation.languages import COMPILING, LANGUAGES, Language
 from shoal.evaluation.problems import Problem
-from shoal.evaluation.sandbox import PATH, Bounds, Sandbox, Step
+from shoal.evaluation.sandbox import PATH, Sandbox
+from shoal.evaluation.steps import Bounds, Step
 
 Programs = Mapping[str, str]
 """Names of programs and their paths."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.config import Sampling, Speculation, plain
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
@@ -153,6 +154,7 @@ class Shoal:
         self.max_batch, self.prefix_sharing = max_batch, prefix_sharing
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.packs)
+        self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = weakref.WeakKeyDictionary()
         self.eos = loading.eos_ids(target.hf, tokenizer)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
@@ -201,6 +203,7 @@ class Shoal:
         prompts: Prompts,
         n: Integer = 1,
         *,
+        drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
         progress: bool = False,
         **options: Unpack[Options],
@@ -213,7 +216,9 @@ class Shoal:
         Args:
             prompts: one text, several texts, or several lists of token ids; also as NumPy arrays, tensors ([length], or
                 [rows, length] without padding), tuples or generators.
-            n: samples per prompt. top_logprobs: also report that many of the most probable tokens per position.
+            n: samples per prompt. drafter: proposes instead of the loaded draft model, any object of
+                `shoal.drafting.protocol.Drafter`; for one call at a time.
+            top_logprobs: also report that many of the most probable tokens per position.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
@@ -225,18 +230,22 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        return self._stream(prompts, n, top_logprobs, options, text=False).run(progress)
+        return self._stream(prompts, n, drafter, top_logprobs, options, text=False).run(progress)
 
-    def stream(self, prompts: Prompts, n: Integer = 1, *, top_logprobs: Integer = 0, **options: Unpack[Options]) -> Stream:
+    def stream(
+        self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
+        **options: Unpack[Options],
+    ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
-        return self._stream(prompts, n, top_logprobs, options, text=True)
+        return self._stream(prompts, n, drafter, top_logprobs, options, text=True)
 
     def _stream(
-        self, prompts: Prompts, n: Integer, top_logprobs: Integer, options: Mapping[str, Any], *, text: bool
-    ) -> Stream:
+        self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer, options: Mapping[str, Any], *,
+        text: bool,
+    ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
-        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
+        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling), drafter=drafter)
         now, found = time.perf_counter(), read_prompts(prompts, self.tokenizer)
         asked: dict[str, Any] = {"n": plain(n), "top_logprobs": plain(top_logprobs), "sampling": sampling, "limits": limits}
         requests = [
@@ -247,18 +256,29 @@ class Shoal:
         self._streams.add(stream)
         return stream
 
-    def engine(self, lookahead_name: object, rule: Rule, *, chunk: int = CHUNK, kv_bytes: int | None = None) -> Engine:
+    def engine(
+        self,
+        lookahead_name: object,
+        rule: Rule,
+        *,
+        drafter: Drafter | None = None,
+        chunk: int = CHUNK,
+        kv_bytes: int | None = None,
+    ) -> Engine:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
 
         Args:
-            chunk, kv_bytes: see `shoal.engine.engine.Engine`.
+            drafter: proposes instead of the loaded draft model. chunk, kv_bytes: see `shoal.engine.engine.Engine`.
 
         Raises:
             RequestError: for an unknown lookahead.
         """
-        controller = controllers.by_name(lookahead_name, self.pair_costs)
-        draft = self.draft_model
-        drafter = None if draft is None else ModelDrafter(draft.fork(), self.target.vocab_size)
+        costs = self.pair_costs
+        if drafter is not None:
+            costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.packs))
+        elif self.draft_model is not None:
+            drafter = ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+        controller = controllers.by_name(lookahead_name, costs)
         engine = Engine(
             self.target, drafter, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,

@@ -107,12 +107,14 @@ def exact_match(tree: DraftTree, said: Tensor) -> Verdict:
 
 
 def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
-    """The longest path whose every node is what was said after its parent; among equally long ones that of the lowest node."""
-    deepest: dict[int, list[int]] = {-1: []}
+    """The path from the root on whose every node is what was said after its parent. Of siblings with the same token the first is
+    taken, whatever was said after them: a choice by later draws would bend the distribution."""
+    path, last = [], -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent in deepest and token == said[parent + 1]:
-            deepest[node] = [*deepest[parent], node]
-    return max(deepest.values(), key=len)
+        if parent == last and token == said[last + 1]:
+            path.append(node)
+            last = node
+    return path
 
 
 class Rule(Protocol):

@@ -156,7 +156,7 @@ def _possible(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Pos
         padding = column not in positions.columns(b)
         if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
             continue
-        reason = _reason(logits[b, j], sampling, row, len(positions.path(b, column)))
+        reason = _reason(logits[b, j], sampling, row, column if padding else len(positions.path(b, column)))
         if faults is None:
             raise reason
         faults.setdefault(row, {}).setdefault(column, reason)

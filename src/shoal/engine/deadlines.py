@@ -1,4 +1,4 @@
-"""Which rows are due. Pure Python; asking costs nothing per row that is not."""
+"""Rows whose deadline has passed. Pure Python; asking for them costs nothing per row that has time left."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shoal.types.requests import Row
 
 
 class Deadlines:
-    """Rows with a deadline: a heap. A row that leaves early stays in it until it comes to the top, or until more than half of the
-    heap has left; then they are all dropped together, so that leaving costs O(1) on average."""
+    """A heap of the rows with a deadline. A row that leaves early stays in the heap until it comes to the top, or until more than
+    half of the heap has left. Then all of these are dropped together, so that leaving costs O(1) on average."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Row]] = []
@@ -21,22 +21,22 @@ class Deadlines:
         return len(self._rows)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Those of the rows that have a deadline are watched from now on."""
+        """Adds those of the rows that have a deadline."""
         for row in rows:
             if row.deadline is not None:
-                self._added += 1  # of equal deadlines the first come is told first
+                self._added += 1  # equal deadlines: in the order in which they were added
                 heappush(self._heap, (row.deadline, self._added, row))
                 self._rows.add(row)
 
     def discard(self, row: Row) -> None:
-        """The row, if it is watched, is watched no longer."""
+        """Removes the row, if it was added."""
         self._rows.discard(row)
         if len(self._heap) > 2 * len(self._rows):
             self._heap = [entry for entry in self._heap if entry[2] in self._rows]
             heapify(self._heap)
 
     def due(self, now: float) -> list[Row]:
-        """Rows whose deadline has passed, the earliest first; they are watched no longer."""
+        """Removes and returns the rows whose deadline has passed, the earliest first."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             row = heappop(self._heap)[2]

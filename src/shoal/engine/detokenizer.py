@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTEXT = 8
-"""Prompt tokens decoded along, so that the first new token gets the space its neighbours give it."""
+"""Prompt tokens that are decoded together with new ones, as tokenizers may write a token's space depending on its neighbours."""
 
 
 class Detokenizer:
     """Text of one row, grown token by token.
 
-    `text` is the new text so far, without a character still in pieces. With `stops`, `stopped` becomes true at the first token
-    whose text completes a stop string, and `text` is cut before it; `kept` is then the number of tokens that cover the cut text.
-    `ends`: how long the text was after each token pushed.
+    Text is decoded without special tokens. Stop strings that contain a special token are searched for in the *marked* text, which
+    spells special tokens out; cuts are counted in characters of the text without them.
 
-    Text is decoded without special tokens. Stop strings that contain one are looked for in the *marked* text, where special tokens
-    stand as they are written; what is cut, and what is held back, is counted in the text without them.
+    Attributes:
+        text: the new text so far, without characters that are not complete yet.
+        ends: length of the text after each token pushed.
+        stopped: true from the first token on whose text completes a stop string; `text` is cut before the stop string.
+        kept: the number of tokens that cover the cut text, once it is stopped.
+        shown: characters returned by `take` so far.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -28,7 +31,7 @@ class Detokenizer:
         self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
-        self._names: list[tuple[int, int]] = []  # where special tokens stand in it, and their lengths
+        self._names: list[tuple[int, int]] = []  # positions of special tokens in it, and their lengths
         self._ids = list(prompt[-CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
         self.ends: list[int] = []
@@ -50,10 +53,10 @@ class Detokenizer:
             self._look_for_stop(before, marked, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
-        """The row is over: its text, and how many of its `count` tokens cover it.
+        """The text of a row that has ended, and how many of its `count` tokens cover it.
 
         Args:
-            tokens: those not pushed one by one, decoded at once. A character still in pieces is shown as the tokenizer does.
+            tokens: those that were not pushed, decoded at once. An incomplete character is shown as the tokenizer shows it.
         """
         if not self.stopped:
             self._ids += tokens
@@ -61,7 +64,7 @@ class Detokenizer:
         return self.text, count if self.kept is None else self.kept
 
     def _extend(self, *, final: bool) -> str:
-        """Decodes the ids not yet read, in the context of those just before them; returns what must wait for its last character."""
+        """Decodes the new ids together with those before them; returns the text held back, as its last character is incomplete."""
         known = self._decode(self._ids[self._prefix : self._read])
         grown = self._decode(self._ids[self._prefix :])
         if not final and grown.endswith("\ufffd"):
@@ -82,9 +85,9 @@ class Detokenizer:
             self._names.append((len(self._marked), len(name)))
             self._marked += name
 
-    def _unmarked(self, place: int) -> int:
-        """Characters of the text before a place in the marked one."""
-        return place - sum(min(place - start, length) for start, length in self._names if start < place)
+    def _unmarked(self, position: int) -> int:
+        """Characters of the text before a position of the marked text."""
+        return position - sum(min(position - start, length) for start, length in self._names if start < position)
 
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
         """Cuts the text if the last token completed a stop string; before, marked: lengths of the two texts before it."""
@@ -111,7 +114,7 @@ class Detokenizer:
         return self.text[start:] if index == len(self.ends) - 1 else self.text[start : self.ends[index]]
 
     def take(self, *, final: bool) -> str:
-        """Text not taken before; what may yet become a stop string is held back until it cannot."""
+        """Text that was not taken before. An end that may become a stop string is held back until it cannot."""
         safe = len(self.text)
         if not final and self._stops:
             safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
@@ -130,7 +133,7 @@ _special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictio
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The ids that decoding leaves out, and how they are written; found once per tokenizer."""
+    """The ids that decoding leaves out, and their names; found once per tokenizer."""
     if tokenizer not in _special:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         always = set(getattr(tokenizer, "all_special_ids", ()))

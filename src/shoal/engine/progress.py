@@ -1,4 +1,4 @@
-"""A bar for `generate(progress=True)`."""
+"""The progress bar of `generate(progress=True)`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.types.samples import Increment
 
 
 def follow(increments: Iterable[Increment], rows: int, most: int) -> None:
-    """Exhausts the increments and shows on stderr how far they are, if that is a terminal or a notebook; else in silence.
+    """Exhausts the increments and shows a progress bar on stderr, if that is a terminal or a notebook.
 
     Args:
-        rows: how many there are. most: new tokens that each may have; a row that ends before has done its part.
+        rows: their number. most: new tokens that each may have; a row that ends earlier counts as complete.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()

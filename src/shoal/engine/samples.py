@@ -1,4 +1,4 @@
-"""Rows -> samples, and the text of rows that may be shown."""
+"""Rows that have ended -> samples, and the text of rows that may be shown while they run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shoal.types.samples import Sample
 
 
 def visible_text(row: Row) -> str:
-    """New text of a row that may be shown now; "" if nobody needs it (`Row.needs_text`)."""
+    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`)."""
     return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
 
 
 def finish(row: Row, now: float) -> Sample:
-    """The sample of a row that has ended, cut where its stop string begins.
+    """The sample of a row that has ended; its text and tokens are cut where the stop string begins.
 
     Args:
-        now: seconds at the end of the round, by the clock that its deadline is set by.
+        now: seconds at the end of the round, by the clock of the row's deadline.
     """
     row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens

@@ -1,4 +1,4 @@
-"""A run in progress: what `generate` and `stream` drive."""
+"""A run in progress: what `generate` exhausts and `stream` returns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from shoal.types.samples import Increment, Output, Result, Sample
 
 
 class Stream(Iterator[Increment], AsyncIterator[Increment]):
-    """A run in progress: iterate it to drive it, by `for` or by `async for`.
+    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds.
 
-    Under `async for` the rounds are computed in a thread; when the task that waits is cancelled, the round in progress is finished
-    and all rows are cancelled. Dropping a stream leaves nothing behind; `result()` is complete once it is exhausted or cancelled.
+    Under `async for` the rounds are computed in a thread. When the task that waits is cancelled, the round in progress is finished
+    and all rows are cancelled. A stream that is dropped frees its caches. `result()` is complete once the stream is exhausted or
+    cancelled.
 
     Attributes:
         rows: the rows of each prompt.
@@ -28,7 +29,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
     def __init__(
         self, engine: Engine, requests: Sequence[Request], *, text: bool = True, executor: Executor | None = None
     ) -> None:
-        """executor: of one thread, which computes the rounds of `async for`; None = the event loop's own."""
+        """executor: its one thread computes the rounds of `async for`; None = the event loop's own."""
         self._engine: Engine | None = engine
         self._requests, self._executor, self._stats = list(requests), executor, engine.stats
         self._started = time.perf_counter()
@@ -50,13 +51,13 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return self._queue.popleft()
 
     def _advance(self) -> bool:
-        """One round; False when all is done."""
+        """Computes one round; False if all rows have ended."""
         commits = [] if self._engine is None else self._engine.step()
         self._take(commits)
         return bool(commits)
 
     async def _advance_in_thread(self) -> bool:
-        """One round in the thread."""
+        """As `_advance`, in the thread."""
         if self._engine is None:
             return False
         round_ = asyncio.get_running_loop().run_in_executor(self._executor, self._advance)
@@ -64,18 +65,18 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             return await asyncio.shield(round_)
         except asyncio.CancelledError:
             await asyncio.wait([round_])  # a round cannot be interrupted, and its caches are in use until it ends
-            round_.exception()  # looked at, or asyncio would report it
+            round_.exception()  # otherwise asyncio reports it as never retrieved
             self.cancel()
             raise
 
     def run(self, progress: bool = False) -> Result:
-        """Everything at once.
+        """Computes all rounds.
 
         Args:
             progress: shows a bar in a terminal or a notebook.
 
         Raises:
-            ShoalError: that of the first row that failed, after all others are done; its `result` has them.
+            ShoalError: that of the first row that failed, after all others have ended; its `result` has them.
         """
         if progress:
             from shoal.engine.progress import follow
@@ -91,7 +92,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Ends all rows, one prompt's, or one row; what they have stays, marked "cancelled"."""
+        """Ends all rows, those of one prompt, or one row. Their tokens so far stay in the result, marked "cancelled"."""
         chosen = [
             row
             for i, rows in enumerate(self.rows) if prompt in (None, i)
@@ -100,12 +101,12 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         self._take([] if self._engine is None else self._engine.cancel(chosen))
 
     def close(self) -> None:
-        """Cancels what still runs and lets go of the caches; `result()` stays."""
+        """Cancels the rows that run and frees the caches; `result()` stays available."""
         self.cancel()
         self._engine = None
 
     def result(self) -> Result:
-        """All samples, prompt by prompt, and what the run took.
+        """All samples, prompt by prompt, and the counts and times of the run.
 
         Raises:
             RequestError: while rows are still running.

@@ -47,9 +47,8 @@ class Controller(Protocol):
             on `Outcome.seconds`. False = on `Outcome.accepted` and own decisions alone. With True, rejection sampling draws new
             uniforms in every round instead of one set per position: the tokens would otherwise not follow the target's
             distribution.
-        may_speculate: asked once, when an engine is made. False = its run does without the drafter altogether: not even the prompts
-        are
-            fed to it.
+        may_speculate: asked once, when an engine is made. False = its run does without the drafter altogether: not even the
+            prompts are fed to it.
         shorten: None, or (position, confidence) -> lengths, called for each draft position from 0 on, with the drafter's highest
             probability there, 0..1, for each row. Returns how long each row's draft may still become, without knowing the token:
             `position` or less ends it before this token. A draft never becomes longer than `lengths` said.

@@ -1,4 +1,4 @@
-"""How often tokens occur in a row so far, counted once each."""
+"""How often each token occurs in a row so far; every token is counted once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class TokenCounts:
     """Running counts over a list of tokens that only grows.
 
     Attributes:
-        ids: the tokens that occur, each once. counts: how often, in the same order. read: tokens counted so far, of the whole list.
+        ids: the tokens that occur, each once. counts: how often each occurs, in the same order. read: length of the list so far.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.ids, self.counts, self.read = array("q"), array("q"), start
-        self._places: dict[int, int] = {}
+        self._index: dict[int, int] = {}  # of each token in `ids`
 
     def upto(self, tokens: Sequence[int]) -> TokenCounts:
         """Counts those of `tokens` that were appended since the last call; returns itself."""
@@ -26,12 +26,12 @@ class TokenCounts:
 
     def of(self, token: int) -> int:
         """How often a token occurs."""
-        place = self._places.get(token)
-        return 0 if place is None else self.counts[place]
+        index = self._index.get(token)
+        return 0 if index is None else self.counts[index]
 
     def _count(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self.ids))
-        if place == len(self.ids):
+        index = self._index.setdefault(token, len(self.ids))
+        if index == len(self.ids):
             self.ids.append(token)
             self.counts.append(0)
-        self.counts[place] += 1
+        self.counts[index] += 1

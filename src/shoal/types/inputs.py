@@ -1,4 +1,4 @@
-"""What users give as prompts and bad words, as token ids."""
+"""Prompts and bad words, in all the forms that users give them -> token ids."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Prompts = str | Iterable[str | SupportsIndex | Iterable[SupportsIndex]] | Tensor
 
 
 def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tuple[int, ...]]]:
-    """The text, if it was given as text, and the ids of each prompt.
+    """The text, if it was given as text, and the token ids of each prompt.
 
     Raises:
-        RequestError: it is something else, or a text without a tokenizer.
+        RequestError: for anything else, and for a text without a tokenizer.
     """
     items: Sequence[Any] = [prompts] if isinstance(prompts, str) else plain(prompts)
     if isinstance(items, Sequence) and items and isinstance(items[0], int):
@@ -30,7 +30,7 @@ def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tup
 
 def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
     if not isinstance(item, str):
-        if isinstance(item, (bytes, bytearray)):  # a sequence of numbers, but none of tokens
+        if isinstance(item, (bytes, bytearray)):  # a sequence of integers that are not token ids
             raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r:.80}")
         try:
             return tuple(index(token) for token in item)
@@ -43,7 +43,7 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Options with `bad_words` that are texts as token ids."""
+    """The options, with those `bad_words` that are texts replaced by their token ids."""
     words = plain(options.get("bad_words"))
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):

@@ -1,4 +1,4 @@
-"""The keyword options of `generate` and `stream`: their types for editors and type checkers, and how they are sorted."""
+"""The keyword options of `generate` and `stream`: their types, and which setting each belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.config import Grammar, Limits, Sampling, Speculation
 from shoal.errors import RequestError
 
 Number = float | SupportsFloat
-"""NumPy's numbers and tensors of one element included."""
+"""Includes NumPy numbers and tensors of one element."""
 Integer = int | SupportsIndex
 
 SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
@@ -22,8 +22,8 @@ SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
 
 
 class Options(TypedDict, total=False):
-    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects whole. A field is left as it is by default
-    where it is not given; `tests/test_library.py` checks that none is missing here."""
+    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole. A field that is not given has its
+    default. `tests/test_library.py` checks that no field is missing here."""
 
     temperature: Number
     top_k: Integer
@@ -52,11 +52,11 @@ class Options(TypedDict, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Speculation]:
-    """Sorts keyword options into the three settings; one that is given whole (`sampling=Sampling(...)`) is taken as it is.
+    """The three settings that keyword options make. A setting given as a whole (`sampling=Sampling(...)`) is taken as it is.
 
     Raises:
         RequestError: for an unknown name (with the nearest known one), a value out of range, or a field of a setting that is
-            given whole.
+            given as a whole.
     """
     known = [*SETTINGS, *(f.name for cls in SETTINGS.values() for f in fields(cls))]
     for name in options:

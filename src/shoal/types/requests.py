@@ -27,8 +27,8 @@ class Request:
         prompt: the prompt's text, if it was given as text.
         top_logprobs: how many of the most probable tokens to report per committed token, before and after processing.
         keep_logits: keep the target's raw logits [vocab] of every committed token.
-        occurrence: how often the same prompt stands before it in the same call; with the prompt and the seed it keys the noise.
-        max_draft: longest draft of its rows, whatever the controller would like; 0 = they are decoded plainly; None = no limit.
+        occurrence: how often the same prompt occurs before it in the call; it keys the uniforms, with the prompt and the seed.
+        max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
     """
 
@@ -46,7 +46,7 @@ class Request:
 
 
 def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
-    """For each prompt of a call, how often the same one stands before it; see `Request.occurrence`."""
+    """For each prompt of a call, how often the same one occurs before it; see `Request.occurrence`."""
     seen: Counter[tuple[int, ...]] = Counter()
     found = []
     for prompt in prompts:
@@ -60,14 +60,15 @@ class Row:
     """One sequence being generated.
 
     Attributes:
-        tokens: prompt + committed; nothing in it is ever taken back.
-        seed: of this row's noise. eos: ids that end it. max_length: most tokens it may hold. deadline: perf_counter seconds.
-        slot: where its keys and values live while it runs. prefix: where those of its prompt do, if they are shared.
-        detokenizer: None without a tokenizer. needs_text: its text is needed token by token (stop strings, streaming).
-        constraint: where it is in its grammar (`shoal.constraints.grammar`), if it has one. error: why it failed, if it did.
-        serial: unlike any other row's of the process, also of rows that are gone; what may outlive the row knows it by this.
-        counts: of the tokens in prompt and output. output_counts: of those in the output. Brought up to date where penalties
-            ask for them.
+        group: number of its request; the rows of a group share a prompt. index: of the row in its group.
+        tokens: ids of the prompt and of committed tokens; only appended to.
+        seed: of its uniforms. eos: ids that end it. max_length: most tokens it may hold.
+        deadline: seconds of the engine's clock, or None.
+        slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
+        detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
+        constraint: the state of its grammar (`shoal.constraints.grammar`), if it has one. error: why it failed, if it did.
+        serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
+        counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
         draft_context: most tokens of the row that its drafter can read, and has memory for. A longer row is decoded plainly.
     """
 
@@ -119,8 +120,8 @@ class Row:
 
     @property
     def max_draft_length(self) -> int:
-        """The longest draft that it may be given: one token less than it may still commit, no more than was asked for, and no
-        token that the drafter would have to draw after more than it can read."""
+        """Longest draft of the coming round: one token less than the row may still commit, at most `Request.max_draft`, and only
+        tokens that the drafter can draw within `draft_context`."""
         limits = [self.remaining - 1, self.draft_context - len(self.tokens) + 1]
         if self.request.max_draft is not None:
             limits.append(self.request.max_draft)
@@ -128,5 +129,5 @@ class Row:
 
     @property
     def draft_reach(self) -> int:
-        """Most tokens of the row that its drafter reads: nothing of a prompt that it cannot hold."""
+        """Most tokens of the row that its drafter reads; 0 if the prompt is longer than that."""
         return self.draft_context if self.prompt_length <= self.draft_context else 0

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from shoal.types.stats import Stats
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
-"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar where there is no
-EOS); max_new_tokens or the target's context; the time budget; the time budget before the row had a round, so that it is empty; a
-cancellation; a fault of this row alone."""
+"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar if there is no EOS);
+max_new_tokens or the target's context; the time budget; the time budget before its first round, so that it is empty; a
+cancellation; an error of this row alone."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,10 @@ class Sample:
             (temperature 1, no penalties, no truncation).
         processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
         mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
-        finish_reason: one of `FINISH_REASONS`. error: what went wrong, if that is "error"; the tokens before it stand.
+        finish_reason: one of `FINISH_REASONS`. error: the message, if that is "error"; the tokens before it are valid.
         finished_at: seconds from submission to the end of the round that ended the row.
-        in_time: that was no later than its deadline. A row that comes to its end in the round in which its time is over keeps its
-            reason, as its text is whole; but it has not finished within its budget.
-        rounds, drafted, accepted, target_passes: what it took; the prompt's pass is not counted.
+        in_time: False if that was later than its deadline. Such a row keeps its `finish_reason`, as its text is complete.
+        rounds, drafted, accepted, target_passes: counts of the row; the prompt's pass is not counted.
         from_draft: per token, True for an accepted draft, False for a replacement or bonus.
         top_logprobs: per token, when asked for.
     """
@@ -62,8 +61,8 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """False when the time budget, a cancellation or a fault cut the row, or when it ended after its deadline: what ranks and
-        counts samples goes by this."""
+        """False if the time budget, a cancellation or an error cut the row, or if it ended after its deadline. Rankings and counts
+        of samples use this."""
         return self.in_time and self.finish_reason not in ("time", "not started", "cancelled", "error")
 
     def __repr__(self) -> str:
@@ -73,8 +72,8 @@ class Sample:
 
 
 def ranked(samples: Iterable[Sample]) -> list[Sample]:
-    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP); an empty
-    sample, whose mean is NaN, comes last of its kind. Ties keep row order."""
+    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP). An empty sample, whose mean
+    is NaN, comes last among the finished or the unfinished. Ties keep row order."""
 
     def key(sample: Sample) -> tuple[bool, float]:
         mean = sample.mean_logprob
@@ -103,7 +102,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Result(Sequence[Output]):
-    """One `Output` per prompt, in prompt order, and what it took."""
+    """One `Output` per prompt, in prompt order, and the statistics of the run."""
 
     outputs: tuple[Output, ...]
     stats: Stats
@@ -130,11 +129,11 @@ class Result(Sequence[Output]):
 
 @dataclass(frozen=True)
 class Increment:
-    """What one round added to one row, as `stream()` yields it; joined texts equal the sample's text exactly.
+    """What one round added to one row, as `stream()` yields it. The texts of a row's increments, joined, are the sample's text.
 
     Attributes:
         prompt: index of the prompt. sample: index of the row in its group.
-        text: new text; never ends inside a UTF-8 character or inside what may become a stop string. May be "".
+        text: new text, maybe "". It never ends inside a UTF-8 character or inside the beginning of a stop string.
         token_ids: tokens committed in this round. accepted: how many of them (the first ones) were drafted.
         finish_reason: set on the row's last increment, which also carries the `Sample`.
     """

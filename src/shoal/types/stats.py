@@ -1,4 +1,4 @@
-"""What a run did and what it took; one dataclass that adds up."""
+"""Counts and times of a run, in one dataclass with addition and subtraction."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ class Stats:
         target_passes, draft_passes: forward passes over the batch, prompts not counted.
         prefills: prompts computed by the target, one per group; more if a prompt lost its place to others while rows of its group
             waited (`shoal.engine.scheduler`). prefill_tokens: their tokens.
-        prefill_chunks: pieces they were computed in between rounds; as many as prompts where none was long.
-        row_rounds: rows times rounds: target passes as each row sees them.
+        prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt was long.
+        row_rounds: target passes, summed over rows.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
         seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
-        seconds_rounds: whole rounds without prefill; what is left after the two models is bookkeeping.
+        seconds_rounds: whole rounds without prefill; the time outside the two models is bookkeeping.
         seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
         seconds: wall clock of the run.
-        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`); it changes rounding or drafts,
-            and so may
-            change the tokens of a seed. Empty for an engine made by hand. A sum keeps the first one that is not empty.
+        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These choices may change the tokens
+            of a seed, as they change rounding or drafts. Empty for an engine made by hand. A sum keeps the first that is not empty.
     """
 
     rounds: int = 0

@@ -285,7 +285,7 @@ def test_the_law_stays_whatever_confidence_decides() -> None:
 
 class Spy:
     """Lets what was thrown away decide: after a rejected first draft, whether the next round drafts at all follows from the
-    confidence after the second, which that draft's own luck has shaped."""
+    confidence after the second, which that draft's own uniforms have shaped."""
 
     limit = 3
     may_speculate = True

@@ -1,4 +1,4 @@
-"""Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, nobody stalled."""
+"""Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, no running row stalled."""
 
 from __future__ import annotations
 

@@ -123,9 +123,9 @@ def test_any_schedule(prefix_sharing: str, chunk: int, capacity: int, schedule: 
         slots.carry_out(round_)
         entered.extend(admission.row for admission in round_.admissions)
         computed = sum(chunk.stop - chunk.start for chunk in round_.chunks)
-        if busy and computed >= chunk:  # nobody waits longer than that
+        if busy and computed >= chunk:  # running rows wait no longer than that
             assert computed == chunk
-        elif not (busy and chunk < CHUNK):  # nobody waits while there is room
+        elif not (busy and chunk < CHUNK):  # no row waits while a slot is free
             assert len(round_.rows) == min(capacity, len(rows) - len(gone))
         assert bool(round_.rows) == (len(rows) > len(gone))
         ended = [row for row in round_.rows if row.slot in ends]
@@ -320,7 +320,7 @@ def test_cancelling_waiting_and_running_rows() -> None:
 
 
 def test_expired_rows_run_or_wait() -> None:
-    """Each leaves once, the earliest deadline first; those that ended before are not told again."""
+    """Each leaves once, the earliest deadline first; those that ended before are not returned again."""
     scheduler = Scheduler(1)
     early, late, never = group(0, 2, deadline=1.0), group(1, 2, deadline=2.0), group(2, 1)
     scheduler.add(late + early + never)

@@ -23,9 +23,10 @@ from torch import Tensor
 from shoal import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
-from shoal.models import attention, loading
-from shoal.models.attention import AttentionInputs, kernels
+from shoal.models import loading
+from shoal.models.attention import kernels, methods
 from shoal.models.attention.fused import Tiling, attend, fused
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
@@ -265,7 +266,7 @@ def test_the_poison_is_there() -> None:
     """Negative control: a method that reads beyond a row's length, if only under a mask, meets NaN."""
     data = fill(Case((Row(9, 2), Row(3, 1))))
     assert run(data, SMALL).isfinite().all()
-    assert attention.METHODS["pad"](data.inputs).isnan().any()
+    assert methods.METHODS["pad"](data.inputs).isnan().any()
 
 
 # ── it does not look at lengths before it is launched ───────────────────────────────────────────────────────────────
@@ -420,13 +421,13 @@ def test_the_engine_says_the_same_with_it(
 ) -> None:
     """GQA; a sliding layer, soft-capped; sinks; shared prompts: ids as with `pad`, by the same rounds, one launch wherever it was
     called."""
-    pad, called = attention.METHODS["pad"], []
+    pad, called = methods.METHODS["pad"], []
 
     def noted(inputs: AttentionInputs) -> Tensor:
         called.append(inputs)
         return pad(inputs)
 
-    monkeypatch.setitem(attention.METHODS, "pad", noted)
+    monkeypatch.setitem(methods.METHODS, "pad", noted)
     spy = Launches(kernels.attend)
     monkeypatch.setattr(kernels, "attend", spy)
     padded, counts = decode(architecture, drafter_seed, "pad", prefix_sharing)

@@ -20,9 +20,12 @@ from shoal.engine import engine
 from shoal.engine.scheduler import Round
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
-from shoal.models import attention, loading
+from shoal.models import bridge, loading
+from shoal.models.attention import methods
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.bridge import TOLERANCE
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import TOLERANCE, self_check
+from shoal.models.selfcheck import self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of
 from shoal.testing.tiny import WINDOW
@@ -235,10 +238,10 @@ def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monk
     real = hf.model.embed_tokens.forward
 
     def forward(ids: Tensor) -> Tensor:
-        if fails and hf.config._attn_implementation == attention.NAME and len(ids) == 1:
+        if fails and hf.config._attn_implementation == bridge.NAME and len(ids) == 1:
             raise RuntimeError("expected two rows")
         embedded = real(ids)
-        if hf.config._attn_implementation == attention.NAME and len(ids) == 1:
+        if hf.config._attn_implementation == bridge.NAME and len(ids) == 1:
             embedded[:, 1:] += embedded[:, :-1]
         return embedded
 
@@ -251,7 +254,7 @@ def test_a_model_that_mixes_tokens_of_a_sequence_is_not_packed(fails: bool, monk
 
 @pytest.mark.parametrize("name", sorted(MASK_PATH))
 @pytest.mark.parametrize("method", ["split", "reference"])
-def test_the_mask_door_has_one_method(name: str, method: str) -> None:
+def test_the_mask_path_has_one_method(name: str, method: str) -> None:
     with pytest.raises(RequestError, match=f"attention must be 'auto' or 'pad', got '{method}'"):
         loading.wrap(tiny_model(name), name, method)
 
@@ -261,7 +264,7 @@ def test_the_model_is_its_owners_again_after_a_pass() -> None:
     before = hf.config._attn_implementation
     runner = loading.wrap(hf, "llama")
     ragged_logits(runner)
-    assert hf.config._attn_implementation == before != attention.NAME
+    assert hf.config._attn_implementation == before != bridge.NAME
     with pytest.raises(RuntimeError):
         runner.feed([0], torch.zeros(1, 2, 3, dtype=torch.long), [1])  # fails inside the model
     assert hf.config._attn_implementation == before
@@ -347,20 +350,20 @@ def test_refused_in_training_mode() -> None:
 # ── the self-check catches what nobody listed ───────────────────────────────────────────────────────────────────────
 
 
-def _all_keys(inputs: attention.AttentionInputs) -> Tensor:
+def _all_keys(inputs: AttentionInputs) -> Tensor:
     """What a method that forgets the mask would do."""
     keys, values = (t.repeat_interleave(inputs.group, dim=1) for t in (inputs.key, inputs.value))
     return torch.nn.functional.scaled_dot_product_attention(inputs.query, keys, values, scale=inputs.scale).transpose(1, 2)
 
 
-def _same_window_for_all(inputs: attention.AttentionInputs) -> Tensor:
+def _same_window_for_all(inputs: AttentionInputs) -> Tensor:
     """What a method that forgets which slot is whose would do."""
-    return attention.METHODS["reference"](inputs).flip(0)
+    return methods.METHODS["reference"](inputs).flip(0)
 
 
 @pytest.mark.parametrize("sabotage", [_all_keys, _same_window_for_all])
-def test_a_broken_attention_is_refused(sabotage: attention.Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(attention.METHODS, "pad", sabotage)
+def test_a_broken_attention_is_refused(sabotage: methods.Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(methods.METHODS, "pad", sabotage)
     with pytest.raises(UnsupportedModel, match=r"differs from a plain forward by [\d.]+ standard deviations"):
         loading.wrap(tiny_model("llama"), "llama", "pad")
 

@@ -17,9 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ragged
 from shoal.errors import InternalError, RequestError
-from shoal.models import attention
-from shoal.models.attention import METHODS, AttentionInputs
+from shoal.models import bridge
+from shoal.models.attention import methods
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import METHODS
 from shoal.models.attention.mixed import CALL_BYTES, mixed, split_rows
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
@@ -267,20 +269,20 @@ def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[i
 
 def test_auto_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[AttentionInputs] = []
-    monkeypatch.setattr(attention, "mixed", asked.append)
+    monkeypatch.setattr(methods, "mixed", asked.append)
     inputs = build([5, 9], [1, 1], torch.float32)
-    attention.auto(inputs)
+    methods.auto(inputs)
     assert asked == [inputs]
 
 
 def test_unknown_method() -> None:
     with pytest.raises(RequestError, match=r"attention must be one of auto, pad, split, .*, got 'flash'"):
-        attention.method_named("flash")
+        methods.method_named("flash")
 
 
 def test_outside_of_a_pass_the_registered_name_explains_itself() -> None:
     hf = tiny_model("llama")
-    hf.set_attn_implementation(attention.NAME)
+    hf.set_attn_implementation(bridge.NAME)
     with pytest.raises(InternalError, match="outside of a planned forward pass"):
         hf(torch.tensor([[1, 2, 3]]))
 

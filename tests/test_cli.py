@@ -33,7 +33,7 @@ from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.streaming import follow
-from shoal.models.attention import METHODS
+from shoal.models.attention.methods import METHODS
 from shoal.testing import save_pair
 
 SAMPLE_KEYS = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal.errors import RequestError
-from shoal.models import attention
+from shoal.models.attention import methods
 from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, tiling
 from test_attention import build
 
@@ -69,10 +69,10 @@ def test_auto_takes_it_where_it_runs(
     """A CUDA tensor is only pretended here: `auto` asks for nothing but its device and dtype."""
     asked = []
     for name in ("mixed", "fused"):
-        monkeypatch.setattr(attention, name, lambda inputs, name=name: asked.append(name))
+        monkeypatch.setattr(methods, name, lambda inputs, name=name: asked.append(name))
     monkeypatch.setattr(module, "_has_triton", lambda: triton)
     query = SimpleNamespace(is_cuda=cuda, dtype=dtype)
-    attention.auto(replace(build([50, 40], [1, 1], torch.float32), query=query))  # type: ignore[arg-type]
+    methods.auto(replace(build([50, 40], [1, 1], torch.float32), query=query))  # type: ignore[arg-type]
     assert asked == [chosen]
 
 

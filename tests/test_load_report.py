@@ -14,7 +14,7 @@ import torch
 import shoal
 from shoal.api import Shoal
 from shoal.cli import run
-from shoal.models import attention
+from shoal.models.attention import methods
 from shoal.models.load_report import described
 from shoal.models.loading import wrap
 from shoal.testing import save_pair, tiny_model
@@ -80,10 +80,10 @@ def test_attention_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     for there, expected in ((True, "fused"), (False, "mixed")):
-        monkeypatch.setattr(attention, "available", lambda query, there=there: there)
-        assert attention.resolved("auto", cuda, torch.bfloat16) == expected
-        assert attention.resolved("auto", torch.device("cpu"), torch.float32) == "mixed"
-        assert attention.resolved("pad", cuda, torch.bfloat16) == "pad"
+        monkeypatch.setattr(methods, "available", lambda query, there=there: there)
+        assert methods.resolved("auto", cuda, torch.bfloat16) == expected
+        assert methods.resolved("auto", torch.device("cpu"), torch.float32) == "mixed"
+        assert methods.resolved("pad", cuda, torch.bfloat16) == "pad"
 
 
 def test_results_and_their_sums_say_it(places: tuple[Path, Path]) -> None:

@@ -23,7 +23,8 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.attention import METHODS, AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
 from shoal.models.compiled import Passes, executor_for
 from shoal.models.compiled.block import Block
@@ -428,7 +429,7 @@ def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.Monkey
     monkeypatch.setitem(METHODS, "fused", by_bounds)
     made = [loading.wrap(model, "tiny", checked=False) for model in (hf(), hf(seed=1, layers=1))]
     for one in made:
-        one.static = Passes(one.hf, one.name, one._lock, one.context, "eager", "fused")
+        one.static = Passes(one._bridge, one.name, "eager", "fused")
     options: dict[str, Any] = {"temperature": temperature}
     results = []
     for models_ in (made, [runner(hf(), None), runner(hf(seed=1, layers=1), None)]):

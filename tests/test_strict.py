@@ -22,8 +22,9 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import strict
-from shoal.models.attention import METHODS, AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import METHODS
 from shoal.models.attention.strict import KV_BLOCK, TILE
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, bundled, load_runner, wrap

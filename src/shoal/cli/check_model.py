@@ -78,7 +78,7 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     name = f"{role} self-check"
     if error is None:
         return CheckResult(name, "skip", "not run")
-    from shoal.models.selfcheck import TOLERANCE
+    from shoal.models.bridge import TOLERANCE
 
     limit = TOLERANCE[runner.dtype]
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.models import attention
+from shoal.models.attention.methods import resolved
 from shoal.models.runner import Runner
 
 
@@ -32,7 +32,7 @@ def described(runner: Runner) -> dict[str, str]:
 def _attention(runner: Runner) -> str:
     if runner.attention_path == "mask":
         return "the model's own"
-    return attention.resolved(runner.attention, runner.device, runner.dtype)
+    return resolved(runner.attention, runner.device, runner.dtype)
 
 
 def one_line(report: dict[str, dict[str, str] | None]) -> str:

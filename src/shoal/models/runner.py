@@ -1,14 +1,8 @@
-"""One model with its ragged cache: tokens in, logits out. The engine sees models only through this.
-
-An unmodified Transformers model computes attention on one of two paths. Most models take it from the AttentionInterface
-("interface": shoal's own ragged attention, no mask). A few older ones do not ("mask": their own eager attention with a 4D mask).
-"""
+"""One model with its ragged cache: tokens in, logits out. The engine sees models only through this."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +12,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.models import attention, compiled
-from shoal.models.attention.masks import Masks
+from shoal.models import compiled
+from shoal.models.attention import methods
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.bridge import Bridge
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
@@ -32,7 +28,7 @@ class Runner:
 
     Attributes:
         hf: the Transformers model, never modified. name: as the user wrote it.
-        attention_path: "interface" or "mask". attention: name of the attention method.
+        attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds: forward calls and time spent in them, see `take_counters`.
         static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
@@ -45,7 +41,7 @@ class Runner:
 
     def __init__(self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto") -> None:
         self.hf, self.name, self.attention_path, self.context = hf, name, attention_path, context
-        self._method = attention.method_named(attention_name)
+        self._method = methods.method_named(attention_name)
         self.attention = attention_name
         if attention_path == "mask" and attention_name not in ("auto", "pad"):
             raise RequestError(
@@ -59,16 +55,14 @@ class Runner:
         self.passes = 0
         self.seconds = 0.0
         self.static: compiled.Passes | None = None
-        self._lock = threading.RLock()
         self.self_check_error: float | None = None
-        self._keeps_last = "logits_to_keep" in inspect.signature(hf.forward).parameters
-        self._positional = "position_ids" in inspect.signature(hf.forward).parameters
-        self.takes_trees = self._positional
-        self.packs = attention_path == "interface" and self._positional
-        self.shares = self.packs and attention_name in attention.SHARING
+        self._bridge = Bridge(hf, attention_path, context)
+        self.takes_trees = self._bridge.takes_positions
+        self.packs = attention_path == "interface" and self._bridge.takes_positions
+        self.shares = self.packs and attention_name in methods.SHARING
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.notes: dict[str, str] = {}
-        self._kv_block = attention.KV_BLOCKS.get(attention_name, 1)
+        self._kv_block = methods.KV_BLOCKS.get(attention_name, 1)
 
     @property
     def parameter_bytes(self) -> int:
@@ -110,7 +104,7 @@ class Runner:
         to stop."""
         self.static = None
         if executor is not None and self.attention_path == "interface" and self.attention in compiled.ATTENTION:
-            self.static = compiled.Passes(self.hf, self.name, self._lock, self.context, executor, self.attention)
+            self.static = compiled.Passes(self._bridge, self.name, executor, self.attention)
 
     @property
     def seconds_building(self) -> float:
@@ -136,7 +130,7 @@ class Runner:
         method = self._method
         seen: set[int | None] = set()
 
-        def noting(inputs: attention.AttentionInputs) -> Tensor:
+        def noting(inputs: AttentionInputs) -> Tensor:
             seen.add(inputs.window)
             return method(inputs)
 
@@ -145,20 +139,6 @@ class Runner:
             yield seen
         finally:
             self._method = method
-
-    @contextmanager
-    def _switched(self) -> Iterator[None]:
-        """The model attends through shoal for the length of one forward pass, and is its owner's again after it."""
-        config = self.hf.config
-        with self._lock:
-            before = config._attn_implementation
-            if self.attention_path == "interface":
-                config._attn_implementation = attention.NAME
-            try:
-                yield
-            finally:
-                if self.attention_path == "interface":
-                    config._attn_implementation = before
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
@@ -260,16 +240,7 @@ class Runner:
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         """The pass made to measure."""
-        options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
-        if self._positional:
-            # Unused columns near the end of the context would index past a learned position table.
-            positions = plan.pack(plan.positions)
-            beyond = max(plan.starts) + plan.q > self.context
-            options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
-        if self.attention_path == "mask":
-            options["attention_mask"] = Masks(plan).explicit_bias(self.dtype)
         self.cache.begin(plan)
-        with self._switched(), self.forward_context(), attention.planned(self.cache, self._method):
-            logits = self.hf(plan.pack(tokens), past_key_values=self.cache, use_cache=True, **options).logits
+        logits = self._bridge.ordinary(plan.pack(tokens), self.cache, self._method, self.forward_context(), want_logits)
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
+from shoal.models.bridge import TOLERANCE
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference a ragged forward may show against a plain one, in standard deviations of the logits."""
 
 
 @torch.inference_mode()

@@ -7,9 +7,7 @@ warning: a row never ends because a compiler failed.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import threading
 import time
 import warnings
 import weakref
@@ -22,19 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.attention import METHODS, Method
-from shoal.models.attention.fused import available
+from shoal.models.attention.methods import METHODS, resolved
+from shoal.models.bridge import TOLERANCE, Bridge
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket, bucket_for, step_up
 from shoal.models.compiled.executors import EXECUTORS, Run
-from shoal.models.compiled.view import NAME, Stores, View, looking_at
+from shoal.models.compiled.view import Stores, View
 
 log = logging.getLogger("shoal")
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference between a bucket's first pass and the dynamic one, in standard deviations of the logits."""
-
 
 ATTENTION = ("auto", "pad", "fused")
 """Attention methods that ask for masks and bounds only, never for a plan."""
@@ -64,8 +58,7 @@ class Passes:
     """The static passes of one model, shared by the runners forked from it.
 
     Args:
-        hf: the Transformers model. name: for messages. lock: held while the model is switched to shoal's attention.
-        context: most tokens a row may hold.
+        bridge: to the Transformers model. name: for messages.
         executor: a name in `EXECUTORS`. attention: a name in `ATTENTION`.
 
     Attributes:
@@ -74,15 +67,12 @@ class Passes:
         seconds_building: what that took. failure: why the dynamic path took over; None while it has not.
     """
 
-    def __init__(
-        self, hf: Any, name: str, lock: threading.RLock, context: int, executor: str, attention: str = "auto"
-    ) -> None:
-        self.hf, self.name, self.context = hf, name, context
+    def __init__(self, bridge: Bridge, name: str, executor: str, attention: str = "auto") -> None:
+        self._bridge, self.hf, self.name = bridge, bridge.hf, name
         self.executor, self._execute = executor, EXECUTORS[executor]()
-        self._method = _method(attention, hf)
+        # "auto" is the kernel where it runs on CUDA, else the padded call.
+        self._method = METHODS[resolved(attention, self.hf.device, self.hf.dtype, otherwise="pad")]
         self.knows_prefixes = self._method is METHODS["fused"]
-        self._positional = "position_ids" in inspect.signature(hf.forward).parameters
-        self._lock = lock
         self._of: weakref.WeakKeyDictionary[SlotCache, _Built] = weakref.WeakKeyDictionary()
         self._idle: list[SlotCache] = []
         self.built: Counter[Hashable] = Counter()
@@ -140,9 +130,7 @@ class Passes:
     def forward(self, view: View) -> Tensor:
         """The model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
         view.masks.clear()
-        # Drafts of rows that ride along may stand beyond a learned position table.
-        places = {"position_ids": view.block.positions.clamp(max=self.context - 1)} if self._positional else {}
-        logits: Tensor = self.hf(view.block.tokens, past_key_values=view, use_cache=True, **places).logits
+        logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)
         view.masks.clear()
         return logits
 
@@ -168,7 +156,7 @@ class Passes:
         def run() -> Any:
             return function(view)
 
-        with self._switched(view):
+        with self._bridge.static(view):
             executable = self._execute(run)
         self.seconds_building += time.perf_counter() - started
         return Pass(function, block, view, executable)
@@ -176,19 +164,8 @@ class Passes:
     def run(self, key: Hashable, prepared: Pass) -> Any:
         """What the pass returns for what its block holds."""
         self.ran[key] += 1
-        with self._switched(prepared.view):
+        with self._bridge.static(prepared.view):
             return prepared.run()
-
-    @contextmanager
-    def _switched(self, view: View) -> Iterator[None]:
-        """The model attends to this view, and is its owner's again after it."""
-        config = self.hf.config
-        with self._lock, looking_at(view):
-            before, config._attn_implementation = config._attn_implementation, NAME
-            try:
-                yield
-            finally:
-                config._attn_implementation = before
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -212,9 +189,3 @@ def _compare(logits: Tensor, right: Tensor, counts: list[int]) -> None:
     error = float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-9)) if theirs.numel() else 0.0
     if not error <= TOLERANCE[right.dtype]:
         raise ArithmeticError(f"logits differ by {error:.3g} standard deviations from those of an ordinary pass")
-
-
-def _method(attention: str, hf: Any) -> Method:
-    """What an attention setting means in a static pass: "auto" is the kernel where it runs on CUDA, else the padded call."""
-    kernel = hf.device.type == "cuda" and available(torch.empty(0, dtype=hf.dtype, device=hf.device))
-    return METHODS[attention if attention != "auto" else "fused" if kernel else "pad"]

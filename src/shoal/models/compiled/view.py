@@ -1,4 +1,4 @@
-"""What a model meets inside a static pass: a cache and an attention that are functions of static tensors alone.
+"""What a model meets inside a static pass: a cache and masks that are functions of static tensors alone.
 
 Plans, context variables and lists of lengths, as the dynamic path uses them, would be frozen into a captured graph. Here the same
 attention methods are called with masks made of a block's buffers.
@@ -6,22 +6,14 @@ attention methods are called with masks made of a block's buffers.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from shoal.errors import InternalError
-from shoal.models.attention import AttentionInputs, Method
 from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import Method
 from shoal.models.compiled.block import Block
-
-NAME = "shoal-static"
-"""The implementation name models are switched to for a static pass."""
 
 Stores = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """Of each layer: keys and values of the slots, [slots, capacity, kv heads, dim], and of shared prompts, [cells, kv heads, dim]."""
@@ -66,41 +58,3 @@ class View(Cache):
 
     def __len__(self) -> int:
         return len(self._stores)
-
-
-class _Current:
-    """The view of the pass under way. A plain global, because tracers follow those and not context variables; hence one static
-    pass at a time in a process."""
-
-    view: View | None = None
-
-
-_current = _Current()
-_lock = threading.RLock()
-
-
-@contextmanager
-def looking_at(view: View) -> Iterator[None]:
-    """Within it, models switched to "shoal-static" attend to this view."""
-    with _lock:
-        before, _current.view = _current.view, view
-        try:
-            yield
-        finally:
-            _current.view = before
-
-
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The registered function; shapes as in `shoal.models.attention`."""
-    view = _current.view
-    if view is None:
-        raise InternalError("a model switched to shoal's static attention ran outside of a static pass")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
-    return view.method(AttentionInputs(query, key, value, view.masks, scale, window, softcap, s_aux, *view.shared())), None
-
-
-AttentionInterface.register(NAME, _attend)

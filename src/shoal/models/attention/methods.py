@@ -1,0 +1,67 @@
+"""The attention methods by name.
+
+reference   explicit softmax, one row at a time, float32: the definition of correct
+pad         BASS-PAD: one padded batched call
+split       BASS-SPLIT: one call per row at its exact length
+fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
+strict      bits that depend on the query's own row only; CPU (`shoal.models.strict`)
+bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
+mixed       pad for most rows, split for the longest; how many those are is what costs least
+auto        fused where it runs on CUDA; else mixed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.models.attention.bifurcated import bifurcated
+from shoal.models.attention.fused import available, fused
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.mixed import mixed
+from shoal.models.attention.pad import pad
+from shoal.models.attention.reference import reference
+from shoal.models.attention.split import split
+from shoal.models.attention.strict import KV_BLOCK, strict
+
+Method = Callable[[AttentionInputs], Tensor]
+
+
+def auto(inputs: AttentionInputs) -> Tensor:
+    """The kernel where there is a GPU; else as much padding as is cheaper than calls."""
+    return fused(inputs) if inputs.query.is_cuda and available(inputs.query) else mixed(inputs)
+
+
+METHODS: dict[str, Method] = {
+    "auto": auto,
+    "pad": pad,
+    "split": split,
+    "mixed": mixed,
+    "bifurcated": bifurcated,
+    "fused": fused,
+    "reference": reference,
+    "strict": strict,
+}
+
+KV_BLOCKS: dict[str, int] = {"strict": KV_BLOCK}
+"""Methods that want whole blocks of that many keys."""
+
+SHARING = METHODS.keys() - KV_BLOCKS.keys()
+"""Methods that know prefixes."""
+
+
+def method_named(name: str) -> Method:
+    """Raises RequestError for a name that is not in `METHODS`."""
+    if name not in METHODS:
+        raise RequestError(f"attention must be one of {', '.join(METHODS)}, got {name!r}")
+    return METHODS[name]
+
+
+def resolved(name: str, device: torch.device, dtype: torch.dtype, otherwise: str = "mixed") -> str:
+    """The method that "auto" comes to there, `otherwise` where the kernel does not run on CUDA; any other name as it is."""
+    if name != "auto":
+        return name
+    return "fused" if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)) else otherwise

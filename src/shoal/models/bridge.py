@@ -1,0 +1,189 @@
+"""The bridge to Transformers: an unmodified model computes one pass with shoal's attention, positions and masks.
+
+A model takes one of two attention paths. On the path "interface" it looks its attention up in the AttentionInterface by the name
+in its config. For the length of a pass that is a name registered here, whose function calls the attention method of the pass under
+way. Transformers' mask interface does not know these names, so that such a model passes no mask: `Masks` has them all. A few older
+models take the path "mask": they compute attention in their own eager code and are given a 4D mask.
+
+Ordinary passes and static ones (`shoal.models.compiled`) have a name each, because they find the pass under way differently: by a
+context variable, or by a global, which tracers can follow. Hence one static pass at a time in a process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from shoal.errors import InternalError
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import Method
+from shoal.models.cache import SlotCache
+
+NAME, STATIC_NAME = "shoal", "shoal-static"
+"""The attention implementations that models are switched to."""
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest difference between two ways to compute the same logits, in standard deviations of the logits."""
+
+
+class AttentionState(Protocol):
+    """What the layers of a pass under way ask for."""
+
+    @property
+    def method(self) -> Method:
+        """Computes the attention of a layer."""
+
+    @property
+    def masks(self) -> Masks:
+        """Of the pass."""
+
+    def shared(self) -> tuple[Tensor | None, Tensor | None]:
+        """The shared store of the layer whose keys were written last, [cells, heads, dim] each; (None, None) without prefixes."""
+
+
+@dataclass(frozen=True)
+class _Ordinary:
+    """The state of an ordinary pass over a cache."""
+
+    method: Method
+    masks: Masks
+    cache: SlotCache
+
+    def shared(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.cache.shared()
+
+
+class _Static:
+    """The state of the static pass under way, and the lock of whoever sets it."""
+
+    state: AttentionState | None = None
+    lock = threading.RLock()
+
+
+_ordinary: ContextVar[_Ordinary | None] = ContextVar("shoal_attention", default=None)
+_static = _Static()
+
+
+class Bridge:
+    """One Transformers model, as passes call it.
+
+    Attributes:
+        hf: the model, as its owner left it except during a pass. attention_path: "interface" or "mask".
+        context: positions that the model has. takes_positions: whether it is told the positions of its tokens.
+        lock: held during a pass.
+    """
+
+    def __init__(self, hf: Any, attention_path: str, context: int) -> None:
+        self.hf, self.attention_path, self.context = hf, attention_path, context
+        parameters = inspect.signature(hf.forward).parameters
+        self.takes_positions = "position_ids" in parameters
+        self._keeps_last = "logits_to_keep" in parameters
+        self.lock = threading.RLock()
+
+    def ordinary(
+        self, tokens: Tensor, cache: SlotCache, method: Method, around: AbstractContextManager[None], want_logits: bool
+    ) -> Tensor:
+        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says.
+
+        Args:
+            around: entered while the model computes. want_logits: False allows those of the last column only.
+        """
+        plan = cache.plan
+        assert plan is not None
+        masks = Masks(plan)
+        options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
+        if self.takes_positions:
+            # Unused columns near the end of the context would index past a learned position table.
+            positions = plan.pack(plan.positions)
+            beyond = max(plan.starts) + plan.q > self.context
+            options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
+        if self.attention_path == "mask":
+            options["attention_mask"] = masks.explicit_bias(self.hf.dtype)
+        with self._switched(NAME), around:
+            before = _ordinary.set(_Ordinary(method, masks, cache))
+            try:
+                logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
+            finally:
+                _ordinary.reset(before)
+        return logits
+
+    @contextmanager
+    def static(self, state: AttentionState) -> Iterator[None]:
+        """Within it, `static_logits` may be called, traced or captured."""
+        with self._switched(STATIC_NAME), _static.lock:
+            before, _static.state = _static.state, state
+            try:
+                yield
+            finally:
+                _static.state = before
+
+    def static_logits(self, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong to columns nobody reads."""
+        options = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
+        logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
+        return logits
+
+    @contextmanager
+    def _switched(self, name: str) -> Iterator[None]:
+        """The model computes attention by that name; afterwards by its own again."""
+        config = self.hf.config
+        with self.lock:
+            before = config._attn_implementation
+            if self.attention_path == "interface":
+                config._attn_implementation = name
+            try:
+                yield
+            finally:
+                if self.attention_path == "interface":
+                    config._attn_implementation = before
+
+
+def _inputs(
+    state: AttentionState, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None, other: dict[str, Any],
+) -> AttentionInputs:  # fmt: skip
+    """OPT passes a scaling of 1, MLA its own: use what is given. A window that is passed counts, None included; Qwen2-MoE passes
+    nothing and notes it on the module."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
+    return AttentionInputs(query, key, value, state.masks, scale, window, softcap, sinks, *state.shared())
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function of ordinary passes. query [rows, heads, q, dim] or packed, [1, heads, tokens, dim]; key and value
+    [rows, kv heads, kv, dim] as stored (not repeated); returns ([rows, q, heads, value dim] or packed, None)."""
+    state = _ordinary.get()
+    if state is None:
+        raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
+    plan = state.cache.plan
+    assert plan is not None
+    query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
+    return plan.pack(state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other))), None
+
+
+def _attend_static(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function of static passes, which are never packed."""
+    state = _static.state
+    if state is None:
+        raise InternalError("a model switched to shoal's static attention ran outside of a static pass")
+    return state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other)), None
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(STATIC_NAME, _attend_static)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -48,7 +48,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        worker.start(asyncio.get_running_loop())
+        worker.thread.start(asyncio.get_running_loop())
         try:
             yield
         finally:
@@ -66,10 +66,8 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(RequestMetrics, metrics=metrics)
     if settings.origins:
-        headers = [*openapi.HEADERS]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=headers
-        )
+        anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     openapi.install(app)
     return app
 

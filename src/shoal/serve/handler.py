@@ -26,7 +26,7 @@ class ApiHandler:
         make_engine: engines of `shoal`, see `EngineThread`.
 
     Attributes:
-        worker: to be started by the caller, on its event loop.
+        worker: the caller starts its thread, on its event loop.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:

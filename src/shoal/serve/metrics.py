@@ -19,9 +19,10 @@ from shoal.types.samples import Sample
 if TYPE_CHECKING:
     from shoal.serve.worker import Worker
 
-SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-LENGTH_BUCKETS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
-TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096)
+# Buckets of the histograms.
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 
 COUNTED = {
     "rounds": "Draft, verify, accept, commit cycles of the batch",
@@ -45,15 +46,15 @@ class Metrics:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry, "namespace": "shoal"}
         self._first = Histogram(
-            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS_BUCKETS, **own
+            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
         )
-        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS_BUCKETS, **own)
-        self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKEN_BUCKETS, **own)
-        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTH_BUCKETS, **own)
+        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS, **own)
+        self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKENS, **own)
+        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTHS, **own)
         self._rows = Counter("rows", "Rows ended", ["reason"], **own)
         self._answers = Counter("requests", "Requests answered", ["path", "status"], **own)
         self._duration = Histogram(
-            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS_BUCKETS, **own
+            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS, **own
         )
 
     def collect_from(self, worker: Worker) -> None:

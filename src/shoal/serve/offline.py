@@ -53,7 +53,7 @@ class Offline:
                 done(await self._answer(line, handler))
 
         slots = worker.thread.engine.scheduler.capacity
-        worker.start(asyncio.get_running_loop())
+        worker.thread.start(asyncio.get_running_loop())
         try:
             await asyncio.gather(*(work() for _ in range(slots)))
         finally:

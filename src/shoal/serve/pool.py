@@ -35,11 +35,7 @@ def answer(
     """
     with connected():
         warn_if_too_small(share)
-        pool = _Pool(Blocks(lines, workers), config, share, done)
-        try:
-            pool.run(workers)
-        finally:
-            pool.close()
+        _Pool(Blocks(lines, workers), config, share, done).run(workers)
 
 
 class _Pool:
@@ -53,28 +49,31 @@ class _Pool:
         """Consecutive workers that died while they loaded."""
 
     def run(self, workers: int) -> None:
-        """Runs until all blocks are answered."""
-        for _ in range(min(workers, len(self._blocks))):
-            self._start()
-        while self._busy:
-            (ready,), _ = ray.wait(list(self._busy), num_returns=1)
-            worker, block = self._busy.pop(ready)
-            try:
-                got = pickle.loads(ray.get(ready))
-            except RayTaskError:
-                raise  # an error of the worker's code, not its death
-            except RayError as error:
+        """Runs until all blocks are answered, and ends the workers."""
+        try:
+            for _ in range(min(workers, len(self._blocks))):
+                self._start()
+            while self._busy:
+                self._wait()
+        finally:
+            for worker, _ in self._busy.values():
                 ray.kill(worker)
-                self._died(block, error)
-            else:
-                self._collect(got)
-                self._failed_loads = 0
-                self._give_block(worker)
 
-    def close(self) -> None:
-        """Kills the workers."""
-        for worker, _ in self._busy.values():
+    def _wait(self) -> None:
+        """Waits for one worker, and gives it the next block."""
+        (ready,), _ = ray.wait(list(self._busy), num_returns=1)
+        worker, block = self._busy.pop(ready)
+        try:
+            got = pickle.loads(ray.get(ready))
+        except RayTaskError:
+            raise  # an error of the worker's code, not its death
+        except RayError as error:
             ray.kill(worker)
+            self._died(block, error)
+        else:
+            self._collect(got)
+            self._failed_loads = 0
+            self._give_block(worker)
 
     def _start(self) -> None:
         worker = self._make.remote(self._config)

@@ -32,6 +32,11 @@ def _prompt_type(value: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+def optional(description: str) -> Any:
+    """A field whose default is None."""
+    return Field(None, description=description)
+
+
 def text_or_list(value: Any) -> str:
     """The tag of the member of a union of texts and lists."""
     return "list" if isinstance(value, list) else "text"

@@ -20,22 +20,23 @@ from shoal.serve.request_fields import (
     Stops,
     StrictModel,
     Text,
+    optional,
     text_or_list,
-)  # fmt: skip
+)
 
 
 class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = Field(None, description="End with a chunk that has no choices but the usage.")
+    include_usage: bool | None = optional("End with a chunk that has no choices but the usage.")
     include_obfuscation: Ignored = None
 
 
 class Extension(StrictModel):
     """What only shoal has."""
 
-    details: bool | None = Field(
-        None, description="Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
+    details: bool | None = optional(
+        "Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
     )
 
 
@@ -64,8 +65,8 @@ class TextFormat(StrictModel):
 class JsonText(StrictModel):
     """What every kind of JSON may say."""
 
-    whitespace: Literal["bounded", "compact", "any"] | None = Field(
-        None, description="Between the symbols of the JSON: a space or a line break with its indent at most, nothing, any."
+    whitespace: Literal["bounded", "compact", "any"] | None = optional(
+        "Between the symbols of the JSON: a space or a line break with its indent at most, nothing, any."
     )
 
 
@@ -88,43 +89,39 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 class BaseRequest(StrictModel):
     """Fields of both APIs."""
 
-    model: str | None = Field(None, description="The served model's name, as /v1/models tells it.")
-    n: Positive | None = Field(None, description="Samples per prompt; 1.")
-    max_tokens: NonNegative | None = Field(
-        None, description="Most new tokens of a sample; clamped to what the server allows."
+    model: str | None = optional("The served model's name, as /v1/models tells it.")
+    n: Positive | None = optional("Samples per prompt; 1.")
+    max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
+    min_tokens: NonNegative | None = optional("No end-of-text token before that many tokens; 0.")
+    temperature: Annotated[float, Field(ge=0)] | None = optional("0 = greedy; 1.")
+    top_p: Fraction | None = optional("Smallest set of tokens with this mass; 1 = off.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = optional("The k most probable tokens; 0 or -1 = off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = optional(
+        "Tokens at least so probable as the best one times this; 0 = off."
     )
-    min_tokens: NonNegative | None = Field(None, description="No end-of-text token before that many tokens; 0.")
-    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 = greedy; 1.")
-    top_p: Fraction | None = Field(None, description="Smallest set of tokens with this mass; 1 = off.")
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
-        None, description="The k most probable tokens; 0 or -1 = off."
+    typical_p: Fraction | None = optional("Locally typical sampling with this mass; 1 = off.")
+    presence_penalty: float | None = optional("Subtracted once from every token in the output so far; 0.")
+    frequency_penalty: float | None = optional("Subtracted once per occurrence in the output so far; 0.")
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = optional(
+        "Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
     )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Tokens at least so probable as the best one times this; 0 = off."
+    logit_bias: Bias | None = optional("Token id, as a string -> value added to its score.")
+    stop: Stops | None = optional("Strings that end a sample; the text is cut before them.")
+    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = optional(
+        "Token ids that end a sample, beside the model's own."
     )
-    typical_p: Fraction | None = Field(None, description="Locally typical sampling with this mass; 1 = off.")
-    presence_penalty: float | None = Field(None, description="Subtracted once from every token in the output so far; 0.")
-    frequency_penalty: float | None = Field(None, description="Subtracted once per occurrence in the output so far; 0.")
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = optional(
+        "The same seed and prompt give the same tokens, whoever else is served."
     )
-    logit_bias: Bias | None = Field(None, description="Token id, as a string -> value added to its score.")
-    stop: Stops | None = Field(None, description="Strings that end a sample; the text is cut before them.")
-    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = Field(
-        None, description="Token ids that end a sample, beside the model's own."
-    )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="The same seed and prompt give the same tokens, whoever else is served."
-    )
-    stream: bool | None = Field(None, description="Send what there is as it comes, as server-sent events.")
+    stream: bool | None = optional("Send what there is as it comes, as server-sent events.")
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(None, description="Text, some JSON object, or JSON that fits a schema.")
-    grammar: Grammar | None = Field(None, description="What a sample must match as a whole.")
-    time_budget: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds; samples unfinished then are returned as they are."
+    response_format: ResponseFormat | None = optional("Text, some JSON object, or JSON that fits a schema.")
+    grammar: Grammar | None = optional("What a sample must match as a whole.")
+    time_budget: Annotated[float, Field(gt=0)] | None = optional(
+        "Seconds; samples unfinished then are returned as they are."
     )
-    speculation: Literal["auto", "off"] | NonNegative | None = Field(
-        None, description="Drafts per round: as the server decides (auto), none (off), or at most so many."
+    speculation: Literal["auto", "off"] | NonNegative | None = optional(
+        "Drafts per round: as the server decides (auto), none (off), or at most so many."
     )
     shoal: Extension | None = None
     user: Ignored = None
@@ -150,13 +147,12 @@ class CompletionRequest(BaseRequest):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
-    suffix: Text | None = Field(None, description="Fill in between prompt and suffix, with a model that was trained to.")
-    echo: bool | None = Field(None, description="The prompt comes back before each sample's text.")
-    best_of: Positive | None = Field(
-        None,
-        description="Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
+    suffix: Text | None = optional("Fill in between prompt and suffix, with a model that was trained to.")
+    echo: bool | None = optional("The prompt comes back before each sample's text.")
+    best_of: Positive | None = optional(
+        "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
     )
-    logprobs: NonNegative | None = Field(None, description="Log-probabilities, and of that many most probable tokens.")
+    logprobs: NonNegative | None = optional("Log-probabilities, and of that many most probable tokens.")
 
 
 class TextPart(StrictModel):
@@ -188,10 +184,8 @@ class ChatRequest(BaseRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
-        None, description="Text is all there is."
-    )
-    max_completion_tokens: NonNegative | None = Field(None, description="Another name of max_tokens.")
-    logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
-    top_logprobs: NonNegative | None = Field(None, description="And of that many most probable tokens; with logprobs.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = optional("Text is all there is.")
+    max_completion_tokens: NonNegative | None = optional("Another name of max_tokens.")
+    logprobs: bool | None = optional("Log-probabilities of the tokens.")
+    top_logprobs: NonNegative | None = optional("And of that many most probable tokens; with logprobs.")
+    chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")

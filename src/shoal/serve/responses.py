@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.serve.api_errors import ApiError, api_error_of, public
+from shoal.serve.api_errors import ApiError, api_error_of, naming, public
 from shoal.serve.api_formats import ApiFormat, Json, finite
 from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.scoring import scored
@@ -95,11 +95,9 @@ class ApiResponse:
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
         """`Worker.serving`, whose errors name the prompt's field: all other fields have been validated."""
-        try:
+        with naming(self.api.prompt_field):
             async with self.worker.serving(submission):
                 yield
-        except RequestError as error:
-            raise ApiError(400, str(error), param=self.api.prompt_field, code="invalid_value") from error
 
     async def _updates(self, submission: Submission) -> AsyncIterator[RowUpdate]:
         """Of the submission; if nothing is to be generated, of rows without tokens."""

@@ -11,8 +11,7 @@ from functools import partial
 
 from shoal.constraints.grammar import Constraint
 from shoal.engine.engine import Engine
-from shoal.errors import RequestError
-from shoal.serve.api_errors import ApiError
+from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.engine_thread import EngineThread, engine_stopped
 from shoal.serve.grammars import GrammarReader
 from shoal.serve.metrics import Metrics
@@ -48,10 +47,6 @@ class Worker:
         self._grammars = GrammarReader(engine.intake.tokenizer, engine.intake.vocab_size)
 
     # ── called on the event loop ────────────────────────────────────────────────────────────────────────────────────
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the engine's thread; `loop` receives its updates."""
-        self.thread.start(loop)
 
     def stop(self) -> None:
         """Ends the thread after the current round; unfinished rows fail."""
@@ -91,11 +86,8 @@ class Worker:
             grammar = request.sampling.grammar
             if grammar is None:
                 continue
-            try:
+            with naming("grammar" if grammar.kind in ("regex", "lark") else "response_format"):
                 constraints.append(await self._grammars.read(grammar, request.limits.time_budget))
-            except RequestError as error:
-                param = "grammar" if grammar.kind in ("regex", "lark") else "response_format"
-                raise ApiError(400, str(error), param=param, code="invalid_value") from error
         return constraints
 
     def _admit(self, submission: Submission) -> None:

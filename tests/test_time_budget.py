@@ -33,9 +33,9 @@ class Timed:
         self.samples: dict[Row, Sample] = {}
         feed, feed_prefix = self.engine.target.feed, self.engine.target.feed_prefix
 
-        def slow_feed(slots: Any, tokens: Any, counts: Sequence[int], *, want_logits: bool = True) -> Any:
+        def slow_feed(slots: Any, tokens: Any, counts: Sequence[int], *, want_logits: bool = True, **tree: Any) -> Any:
             self.now += 1 if want_logits else sum(counts)
-            return feed(slots, tokens, counts, want_logits=want_logits)
+            return feed(slots, tokens, counts, want_logits=want_logits, **tree)
 
         def slow_feed_prefix(prefix: Any, start: int, tokens: Any) -> None:
             self.now += tokens.numel()

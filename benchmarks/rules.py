@@ -46,7 +46,7 @@ def agreement(p: Tensor, q: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     rule, generator = Coupled(), torch.Generator().manual_seed(0)
     coupled, raced = torch.zeros(len(p), dtype=torch.float64), torch.zeros(len(p), dtype=torch.float64)
     for key in range(draws):
-        numbers = rule.luck([key] * len(p), list(range(len(p))), 1, None)[:, 0]
+        numbers = rule.uniforms([key] * len(p), list(range(len(p))), 1, None)[:, 0]
         coupled += rule.draw(p, numbers) == rule.draw(q, numbers)
         clocks = torch.empty_like(p).exponential_(generator=generator)
         raced += (p / clocks).argmax(-1) == (q / clocks).argmax(-1)

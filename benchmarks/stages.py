@@ -33,7 +33,7 @@ from shoal.types.stats import Stats
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: distributions": (draft_model, "probabilities"),
     "drafter: draws": (acceptance.Rejection, "draw"),
-    "noise": (acceptance.Rejection, "luck"),
+    "noise": (acceptance.Rejection, "uniforms"),
     "target: distributions": (verify, "probabilities"),
     "target: normalisers": (verify, "_normaliser"),
     "acceptance": (acceptance.Rejection, "decide"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.sampling.acceptance import acceptance_mask, accepted_lengths, reject_and_replace, residual
-from shoal.sampling.distributions import draw
+from shoal.sampling.drawing import draw
 from shoal.testing.distributions import acceptance_measure, draw_measure
 
 LAST = 1 - 2**-53

@@ -250,9 +250,9 @@ def test_an_imposed_rate_is_kept(pair: Shoal, rate: float) -> None:
     trials = 0
 
     class Counting(Imposed):
-        def decide(self, tree: DraftTree, p: torch.Tensor, luck: torch.Tensor) -> Verdict:
+        def decide(self, tree: DraftTree, p: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
             nonlocal trials
-            verdict = super().decide(tree, p, luck)
+            verdict = super().decide(tree, p, uniforms)
             trials += int((verdict.accepted + (verdict.accepted < tree.lengths)).sum())
             return verdict
 

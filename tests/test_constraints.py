@@ -31,8 +31,9 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Rejection
-from shoal.sampling.distributions import probabilities, race
-from shoal.sampling.uniforms import group_seed, race_luck, row_seed
+from shoal.sampling.distributions import probabilities
+from shoal.sampling.drawing import exponential_race
+from shoal.sampling.uniforms import group_seed, race_uniforms, row_seed
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of, runners_of
@@ -74,15 +75,15 @@ def possible(grammar: Grammar, new: Sequence[int]) -> Tensor:
 def masked_decoding(
     script: History, grammar: Grammar, seed: int, temperature: float, most: int, index: int = 0
 ) -> list[int]:
-    """Plain decoding of the masked target, from the definition; the luck is that of the coupled rule."""
+    """Plain decoding of the masked target, from the definition; the uniforms are those of the coupled rule."""
     tokens: list[int] = []
     row = row_seed(group_seed(seed, PROMPT, 0), index)
     while len(tokens) < most and tokens[-1:] != [END]:
         history = (*PROMPT, *tokens)
         logits = script(history).masked_fill(~possible(grammar, tokens), -torch.inf)
-        luck = torch.from_numpy(race_luck([row], [len(history)], 1))[0, 0]
+        uniforms = torch.from_numpy(race_uniforms([row], [len(history)], 1))[0, 0]
         p = one_hot(int(logits.argmax()), VOCABULARY).exp() if temperature == 0 else (logits / temperature).softmax(-1)
-        tokens.append(int(race(p[None], luck[None])))
+        tokens.append(int(exponential_race(p[None], uniforms[None])))
     return tokens
 
 

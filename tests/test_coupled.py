@@ -1,4 +1,4 @@
-"""The coupled rule: what plain decoding would draw by the same luck, whatever drafter, draft lengths or batch."""
+"""The coupled rule: what plain decoding would draw by the same uniforms, whatever drafter, draft lengths or batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.lookahead.controller import Auto, Bass, Controller, Fixed, Lookahead,
 from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.distributions import draw, race
-from shoal.sampling.uniforms import LANES, race_luck
+from shoal.sampling.drawing import draw, exponential_race
+from shoal.sampling.uniforms import BUCKETS, race_uniforms
 from shoal.testing import reference
 from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of
@@ -103,10 +103,12 @@ def test_the_law_through_the_engine() -> None:
 
 
 def test_the_law_of_a_race() -> None:
-    """Also for weights that need not sum to one, a vocabulary that is no multiple of the lanes, and impossible tokens."""
+    """Also for weights that need not sum to one, a vocabulary that is no multiple of the buckets, and impossible tokens."""
     weights = torch.rand(150, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 4
     weights[::7] = 0
-    tokens = race(weights.expand(40_000, -1), torch.from_numpy(race_luck(np.arange(40_000), np.zeros(40_000), 1))[:, 0])
+    tokens = exponential_race(
+        weights.expand(40_000, -1), torch.from_numpy(race_uniforms(np.arange(40_000), np.zeros(40_000), 1))[:, 0]
+    )
     assert chi_square(torch.bincount(tokens, minlength=150).double(), weights / weights.sum()) > ALPHA
     assert int(torch.bincount(tokens, minlength=150)[::7].sum()) == 0
 
@@ -118,9 +120,9 @@ def test_a_race_sends_the_same_token_through_more_often_than_inverse_transform()
         logits.softmax(-1),
         (logits + 0.5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).softmax(-1),
     )
-    luck = torch.from_numpy(race_luck(np.arange(3000), np.zeros(3000), 1))[:, 0]
-    raced = float((race(p, luck) == race(q, luck)).double().mean())
-    inverted = float((draw(p, luck[:, 0]) == draw(q, luck[:, 0])).double().mean())
+    uniforms = torch.from_numpy(race_uniforms(np.arange(3000), np.zeros(3000), 1))[:, 0]
+    raced = float((exponential_race(p, uniforms) == exponential_race(q, uniforms)).double().mean())
+    inverted = float((draw(p, uniforms[:, 0]) == draw(q, uniforms[:, 0])).double().mean())
     distance = (p - q).clamp(min=0).sum(-1)
     bound = float(((1 - distance) / (1 + distance)).mean())
     assert raced > bound - 0.03  # the bound of a race over single tokens, which buckets may miss
@@ -131,9 +133,9 @@ def test_the_race_of_buckets_has_no_bound() -> None:
     """What the rule does not promise: half of the mass is common, and the tokens are never the same, as all share a bucket.
 
     Tokens of buckets of their own agree as a race over single tokens does: (1 - d) / (1 + d) = 1/3 here."""
-    p, q = torch.zeros(2, 3 * LANES, dtype=torch.float64)
-    numbers = Coupled().luck([1] * 20_000, list(range(20_000)), 1, None)[:, 0]
-    for places, expected in (((0, LANES, 2 * LANES), 0.0), ((0, 1, 2), 1 / 3)):
+    p, q = torch.zeros(2, 3 * BUCKETS, dtype=torch.float64)
+    numbers = Coupled().uniforms([1] * 20_000, list(range(20_000)), 1, None)[:, 0]
+    for places, expected in (((0, BUCKETS, 2 * BUCKETS), 0.0), ((0, 1, 2), 1 / 3)):
         p.zero_()[list(places[:2])] = 0.5
         q.zero_()[list(places[1:])] = 0.5
         same = [Coupled.draw(weights.expand(20_000, -1), numbers) for weights in (p, q)]
@@ -141,11 +143,11 @@ def test_the_race_of_buckets_has_no_bound() -> None:
 
 
 def test_clocks_are_positive_and_finite() -> None:
-    luck = race_luck(np.arange(500), np.arange(500), 3)
-    assert luck.shape == (500, 3, 1 + LANES)
-    assert (luck[..., 1:] > 0).all()
-    assert np.isfinite(luck).all()
-    assert abs(luck[..., 1:].mean() - 1) < 0.02
+    uniforms = race_uniforms(np.arange(500), np.arange(500), 3)
+    assert uniforms.shape == (500, 3, 1 + BUCKETS)
+    assert (uniforms[..., 1:] > 0).all()
+    assert np.isfinite(uniforms).all()
+    assert abs(uniforms[..., 1:].mean() - 1) < 0.02
 
 
 def test_a_seed_asks_for_the_coupled_rule() -> None:

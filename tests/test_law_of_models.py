@@ -143,8 +143,8 @@ def test_auto_under_rejection() -> None:
 def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     engine = engine_of(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(PairCosts(packed=True)), max_batch=4)
-    luck = engine.rule.luck
-    monkeypatch.setattr(engine.rule, "luck", lambda *args: (seen.append(args[3]), luck(*args))[1])
+    uniforms = engine.rule.uniforms
+    monkeypatch.setattr(engine.rule, "uniforms", lambda *args: (seen.append(args[3]), uniforms(*args))[1])
     engine.submit(Request(PROMPT, 4, Sampling(seed=1), Limits(max_new_tokens=6)))
     while engine.step():
         pass

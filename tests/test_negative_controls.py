@@ -108,7 +108,7 @@ def test_a_wrong_rule_shows_in_counted_samples(name: str, monkeypatch: pytest.Mo
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
-# ── luck ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── uniforms ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_uniform_used_for_drafting_and_again_for_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_greedy_draft_with_a_soft_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, luck: q.argmax(dim=-1))
+    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, uniforms: q.argmax(dim=-1))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
 def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn at one temperature, reported at another."""
     real = shoal.sampling.acceptance.Rejection.draw
-    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, luck: real(q**2, luck))
+    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, uniforms: real(q**2, uniforms))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -164,8 +164,8 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
-        verdict = real_decide(self, tree, p, luck)
+    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+        verdict = real_decide(self, tree, p, uniforms)
         if tree.m == 0:
             return verdict
         full = (verdict.accepted == tree.lengths) & (tree.lengths > 0)

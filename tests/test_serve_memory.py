@@ -118,7 +118,7 @@ STAGES = [
     "shoal.drafting.model.probabilities",
     "shoal.engine.verify.probabilities",
     "shoal.engine.engine.verify",
-    "shoal.sampling.acceptance.Coupled.luck",
+    "shoal.sampling.acceptance.Coupled.uniforms",
     "shoal.sampling.acceptance.Coupled.decide",
     "shoal.engine.engine.commit",
     "shoal.models.cache.SlotCache.keep",

@@ -261,7 +261,7 @@ class Engine:
         longest = max(lengths)
         rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
         seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        uniforms = self.rule.luck(seeds, firsts, longest + 1, rounds).to(self.target.device)
+        uniforms = self.rule.uniforms(seeds, firsts, longest + 1, rounds).to(self.target.device)
         if self.drafter is None or longest == 0:
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
         inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, self.lookahead.shorten)

@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.sampling.distributions import draw, race
-from shoal.sampling.uniforms import race_luck, round_luck
+from shoal.sampling.drawing import draw, exponential_race
+from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
@@ -118,19 +118,19 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 
 
 class Rule(Protocol):
-    """How drafts are drawn and judged. `luck` is the row's own: [rows, width, ...] float64, one slice per position."""
+    """How drafts are drawn and judged. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position."""
 
-    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         """Noise of a round for `width` positions from each row's first open one; `rounds`: see
-        `shoal.sampling.uniforms.round_luck`."""
+        `shoal.sampling.uniforms.round_uniforms`."""
         ...
 
-    def draw(self, weights: Tensor, luck: Tensor) -> Tensor:
-        """One token per row from weights [rows, vocab] by one position's luck [rows, ...]; [rows] int64."""
+    def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """One token per row from weights [rows, vocab] by one position's uniforms [rows, ...]; [rows] int64."""
         ...
 
-    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
-        """What is accepted of a draft tree; p: target distributions by column, [rows, m + 1, vocab]; luck: by position,
+    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+        """What is accepted of a draft tree; p: target distributions by column, [rows, m + 1, vocab]; uniforms: by position,
         [rows, depth of the tree + 1, ...]."""
         ...
 
@@ -139,23 +139,23 @@ class Rejection:
     """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2). Drafts without a
     distribution are verified by exact match."""
 
-    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
-        return torch.from_numpy(round_luck(seeds, firsts, width, rounds))
+    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
 
     @staticmethod
-    def draw(weights: Tensor, luck: Tensor) -> Tensor:
-        return draw(weights, luck[:, 0])
+    def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+        return draw(weights, uniforms[:, 0])
 
-    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
-        luck = tree.by_column(luck)
+    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+        uniforms = tree.by_column(uniforms)
         if tree.q is None and tree.m:
-            said = draw(p.flatten(0, 1), luck[..., 0].flatten()).view(p.shape[:2])
+            said = draw(p.flatten(0, 1), uniforms[..., 0].flatten()).view(p.shape[:2])
             return exact_match(tree, said)
-        return reject_and_replace(tree.tokens, tree.lengths, tree.q, p, luck[:, : tree.m, 1], luck[..., [2, 0]])
+        return reject_and_replace(tree.tokens, tree.lengths, tree.q, p, uniforms[:, : tree.m, 1], uniforms[..., [2, 0]])
 
 
 class Coupled:
-    """Draws what plain decoding would draw by the same luck, and accepts the drafts that are just that.
+    """Draws what plain decoding would draw by the same uniforms, and accepts the drafts that are just that.
 
     Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
     price is a lower acceptance than the 1 - d of rejection sampling, d being the total variation of p and q.
@@ -166,15 +166,15 @@ class Coupled:
     agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
     """
 
-    def luck(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
-        return torch.from_numpy(race_luck(seeds, firsts, width))
+    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+        return torch.from_numpy(race_uniforms(seeds, firsts, width))
 
     @staticmethod
-    def draw(weights: Tensor, luck: Tensor) -> Tensor:
-        return race(weights, luck)
+    def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+        return exponential_race(weights, uniforms)
 
-    def decide(self, tree: DraftTree, p: Tensor, luck: Tensor) -> Verdict:
-        return exact_match(tree, race(p, tree.by_column(luck)))
+    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+        return exact_match(tree, exponential_race(p, tree.by_column(uniforms)))
 
 
 RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

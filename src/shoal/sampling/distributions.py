@@ -176,38 +176,3 @@ def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> Shoa
     if row.constraint is not None and row.constraint.error:
         return RequestError(f"{where}: the grammar could not be followed any further: {row.constraint.error}")
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
-
-    Args:
-        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
-        uniforms: in [0, 1), [rows] float64.
-
-    Returns:
-        The first index whose cumulative weight exceeds u times the total; its weight is never zero.
-    """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # Two units below 1 the product cannot round up to the total, so the answer stays on a token that has weight.
-    threshold = uniforms.clamp(max=1 - 2.0**-52)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-
-
-def race(weights: Tensor, luck: Tensor) -> Tensor:
-    """One token per row such that distributions that differ little mostly give the same token for the same luck; [...] int64.
-
-    Tokens are dealt to lanes; the lane of the earliest clock, each running as fast as its lane is heavy, wins (the exponential
-    race, that is the Gumbel-max trick), and inverse transform picks a token of it. The law is that of the weights.
-
-    Args:
-        weights: non-negative, not all zero, need not sum to one; [..., vocab].
-        luck: [..., 1 + lanes] float64 of `shoal.sampling.uniforms.race_luck`.
-    """
-    lanes = luck.shape[-1] - 1
-    dealt = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % lanes)).unflatten(-1, (-1, lanes))
-    speed = dealt.sum(dim=-2, dtype=torch.float64)
-    lane = (speed / luck[..., 1:]).argmax(dim=-1)
-    index = lane[..., None, None].expand(*dealt.shape[:-1], 1)
-    within = draw(dealt.gather(-1, index).flatten(0, -3).squeeze(-1), luck[..., 0].flatten())
-    return within.view(lane.shape) * lanes + lane

@@ -1,6 +1,6 @@
 """Counter-based uniforms keyed by (row seed, position, purpose).
 
-A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its luck is a pure function of that seed and of where the
+A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its uniforms are a pure function of that seed and of where the
 token stands in the row, so it cannot depend on its neighbours, on the order of the batch, on compaction or on when the row joined.
 Nothing here keeps state.
 
@@ -30,15 +30,15 @@ class Purpose(IntEnum):
     """Accepting or rejecting the draft at this position."""
     REPLACE = 3
     """Drawing the replacement from norm(max(p - q, 0))."""
-    LANE = 16
-    """The first of `LANES`: clocks of the race by which the coupled rule draws a token, see `shoal.sampling.distributions.race`."""
+    BUCKET = 16
+    """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`, for the coupled rule."""
 
 
-LANES = 64
-"""Lanes of a race. Two distributions that differ little nearly always send the same token through; more lanes, more often."""
+BUCKETS = 64
+"""Buckets of the exponential race. The more there are, the more often two similar distributions give the same token."""
 
 
-_RACE = np.array([Purpose.TOKEN, *range(Purpose.LANE, Purpose.LANE + LANES)])
+_RACE = np.array([Purpose.TOKEN, *range(Purpose.BUCKET, Purpose.BUCKET + BUCKETS)])
 _PURPOSES = np.array([Purpose.TOKEN, Purpose.ACCEPT, Purpose.REPLACE])
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUND = np.uint64(0xD1B54A32D192ED03)
@@ -62,7 +62,7 @@ def uniforms(
     return (state >> np.uint64(11)) * 2.0**-53
 
 
-def round_luck(
+def round_uniforms(
     seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int, rounds: npt.ArrayLike | None = None
 ) -> npt.NDArray[np.float64]:
     """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by purpose (TOKEN, ACCEPT, REPLACE).
@@ -81,17 +81,17 @@ def round_luck(
     return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
 
 
-def race_luck(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.NDArray[np.float64]:
-    """What `shoal.sampling.distributions.race` draws by, [rows, width, 1 + LANES]: a uniform in [0, 1), then exponential
-    clocks > 0.
+def race_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.NDArray[np.float64]:
+    """What `shoal.sampling.drawing.exponential_race` draws by, [rows, width, 1 + BUCKETS]: a uniform in [0, 1), then exponential
+    variates > 0.
 
     Args:
         seeds, firsts: of the rows, [rows]: seed, first open position. width: positions.
     """
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
-    luck = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
-    luck[..., 1:] = -np.log1p(-np.maximum(luck[..., 1:], 2.0**-54))
-    return luck
+    drawn = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
+    drawn[..., 1:] = -np.log1p(-np.maximum(drawn[..., 1:], 2.0**-54))
+    return drawn
 
 
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:

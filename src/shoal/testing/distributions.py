@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.sampling import acceptance, distributions
+from shoal.sampling import acceptance, drawing
 
 EDGE = 1e-6
 """Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is noticed."""
 
 
 def draw_measure(weights: Tensor) -> Tensor:
-    """The distribution of `distributions.draw` for weights [n, vocab] float64; [n, vocab]."""
+    """The distribution of `drawing.draw` for weights [n, vocab] float64; [n, vocab]."""
     rows, vocab = weights.shape
     steps = _steps(weights / weights.sum(dim=-1, keepdim=True))
     measure = torch.zeros_like(weights)
     for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
         left, width = steps[:, :-1], steps.diff(dim=-1)
         u = (left + at * width).clamp(max=1 - 2**-53)
-        token = distributions.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(rows, vocab)
+        token = drawing.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(rows, vocab)
         measure.scatter_add_(1, token, share * width)
     return measure
 

@@ -27,6 +27,6 @@ def decode(hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), r
     while row.remaining > 0 and not (row.new_tokens and row.tokens[-1] in row.eos):
         logits = hf(torch.tensor([row.tokens], device=hf.device), use_cache=False).logits[:, -1:]
         p = probabilities(logits, Positions([row], [[]]))[:, 0]
-        luck = rule.luck([row.seed], [len(row.tokens)], 1, None)[:, 0].to(p.device)
-        row.tokens.append(int(rule.draw(p, luck)))
+        uniforms = rule.uniforms([row.seed], [len(row.tokens)], 1, None)[:, 0].to(p.device)
+        row.tokens.append(int(rule.draw(p, uniforms)))
     return row.tokens[row.prompt_length :]

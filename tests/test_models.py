@@ -14,7 +14,7 @@ import transformers
 import shoal
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
-from shoal.models import loading, sources
+from shoal.models import loading, pairing, sources
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import END
@@ -295,9 +295,9 @@ def test_tokenizers_that_split_differently_are_noticed(pair: tuple[Path, Path]) 
 
 def test_without_tokenizers_widths_decide() -> None:
     target, near, far = (runner(tiny_model("llama", vocab_size=v)) for v in (260, 700, 900))
-    loading.check_pair(target, near)
+    pairing.check_pair(target, near)
     with pytest.raises(PairMismatch, match="vocabulary of 260 v 900 and no tokenizers to compare"):
-        loading.check_pair(target, far)
+        pairing.check_pair(target, far)
 
 
 @pytest.mark.parametrize(("target_width", "draft_width"), [(260, 264), (264, 260), (260, 320), (320, 260)])

@@ -23,7 +23,7 @@ from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
-from shoal.models import loading
+from shoal.models import loading, pairing
 from shoal.models.compiled import executor_for
 from shoal.models.load_report import load_report, one_line
 from shoal.models.quantize import parse as parse_formats
@@ -99,7 +99,7 @@ def load(
     if draft is not None:
         draft_tokenizer = _tokenizer(draft, draft_revision, common)
         draft_runner = _runner(draft, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
-        loading.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
+        pairing.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
     for model in (runner, draft_runner):
         if model is not None:
             model.use_static_passes(executor_for(compile, model.device))

@@ -25,7 +25,7 @@ from shoal.errors import RequestError
 from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
-from shoal.models import loading
+from shoal.models import loading, pairing
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
@@ -109,7 +109,7 @@ def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_ba
     target = _runner(model, attention)
     draft = _runner(draft_model, attention) if draft_model is not None else None
     if draft is not None:
-        loading.check_pair(target, draft)
+        pairing.check_pair(target, draft)
     drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
     pair_costs = _pair_costs.setdefault(model, PairCosts(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)

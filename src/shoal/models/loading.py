@@ -1,11 +1,8 @@
-"""Loading models and tokenizers, and what can be known of them before the first token.
-
-It imports `transformers`, as only the cache, the attention registration and `shoal.integrations` do beside it.
-"""
+"""Models and tokenizers by `from_pretrained`, and what wraps a model object as a checked runner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,9 @@ from torch import nn
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
-from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
+from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, linears
+from shoal.models.capabilities import capabilities
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
@@ -28,74 +26,15 @@ from shoal.models.tensor_parallel import lead, require_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-REFUSED = {
-    "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal lengths get wrong positions",
-    "gpt_neo": "its local layers slice keys at an offset common to all rows",
-}
-RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
 ROWWISE = {nn.Linear, Conv1D, Int8Linear, *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values())}
 """Layers that work on one token at a time: linear ones and activations."""
-VOCABULARY_PADDING = 512
-"""Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
-
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
 """What tokenizers are read from, by any of their classes."""
-
-PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\t<b>"ok"</b>'
 
 
 def bundled(part: str) -> Path:
     """Directory of the bundled "target" or "drafter"."""
     return Path(str(resources.files("shoal"))) / "data" / "pair" / part
-
-
-def capabilities(hf: Any, name: str) -> tuple[str, int]:
-    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it may hold.
-
-    Raises:
-        UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
-    """
-    config = hf.config.get_text_config()
-    reason = _refusal(hf, config)
-    if reason:
-        raise UnsupportedModel(f"{name} ({config.model_type}) is not supported: {reason}")
-    attention_path = "interface" if type(hf)._can_set_attn_implementation() else "mask"
-    return attention_path, _context(config)
-
-
-def _refusal(hf: Any, config: Any) -> str | None:
-    if getattr(hf.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder; shoal decodes causal language models"
-    if config.model_type in REFUSED:
-        return REFUSED[config.model_type]
-    layers = set(getattr(config, "layer_types", None) or ())
-    recurrent = sorted(layer for layer in layers if any(word in layer for word in RECURRENT))
-    if recurrent:
-        return f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled back to an earlier length"
-    if getattr(hf, "_is_stateful", False):
-        return "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length"
-    if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
-        return "its chunked attention is not implemented for ragged rows"
-    if getattr(config, "alibi", False):
-        return "ALiBi: its position biases are built from a 2D mask shared by all rows"
-    if hf.get_output_embeddings() is None:
-        return "it has no language-model head"
-    return None
-
-
-def _context(config: Any) -> int:
-    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows would change their
-    neighbours beyond the original length: they are held to it."""
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for parameters in rope.values() if rope and all(isinstance(v, Mapping) for v in rope.values()) else [rope]:
-        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
-            original = parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            context = min(context, int(original or context))
-    return context
 
 
 def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False) -> Runner:
@@ -106,7 +45,7 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
 
     Raises:
         RequestError: if the model is in training mode, or strict on an accelerator or with another attention.
-        UnsupportedModel: see `capabilities`, `selfcheck` and `strict`.
+        UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `strict`.
     """
     require_eval(hf, name)
     attention_path, context = capabilities(hf, name)
@@ -159,7 +98,7 @@ def load_runner(
 
     Raises:
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
-        UnsupportedModel: see `capabilities` and `selfcheck`.
+        UnsupportedModel: see `shoal.models.capabilities` and `selfcheck`.
     """
     place = resolve_device(device)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
@@ -228,7 +167,7 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
 
 
 def _from(source: str | Path, auto: Any, **options: Any) -> Any:
-    """`auto.from_pretrained` with every failure told as one of our errors."""
+    """`auto.from_pretrained` with every failure raised as one of our errors."""
     what = auto.__name__.removeprefix("Auto")
     try:
         return auto.from_pretrained(str(directory_of(source) or source), **options)
@@ -248,8 +187,8 @@ def _first_sentence(error: Exception) -> str:
     text = str(error).strip()
     line = text.splitlines()[0].rstrip() if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
-    told = whole and isinstance(error, (OSError, ValueError, ImportError))  # others say little without their kind
-    return whole if told else f"{type(error).__name__} {whole}".strip()
+    complete = whole and isinstance(error, (OSError, ValueError, ImportError))  # others say little without their kind
+    return whole if complete else f"{type(error).__name__} {whole}".strip()
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -281,39 +220,3 @@ def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
         if value is not None:
             return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
     return ()
-
-
-def pair_report(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> list[str]:
-    """What keeps this drafter from proposing for this target; empty if nothing does.
-
-    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both tokenizers the widths
-    must agree up to `VOCABULARY_PADDING`.
-    """
-    problems = []
-    if target.device != draft.device:
-        problems.append(f"target is on {target.device}, drafter on {draft.device}")
-    if tokenizer is None or draft_tokenizer is None:
-        if abs(target.vocab_size - draft.vocab_size) > VOCABULARY_PADDING:
-            problems.append(f"vocabulary of {target.vocab_size} v {draft.vocab_size} and no tokenizers to compare")
-        return problems
-    ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, draft_tokenizer))
-    differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
-    if differing:
-        i = min(differing)
-        problems.append(
-            f"tokenizers differ: {len(differing)} of {len(ours)} ids mean different tokens, for example {i} is {ours[i]!r} for the "
-            f"target and {theirs[i]!r} for the drafter"
-        )
-    elif tokenizer.encode(PROBE) != draft_tokenizer.encode(PROBE):
-        problems.append("tokenizers differ: the same vocabulary, but they split the same text differently")
-    return problems
-
-
-def check_pair(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
-    """Raises PairMismatch naming what `pair_report` found."""
-    problems = pair_report(target, draft, tokenizer, draft_tokenizer)
-    if problems:
-        raise PairMismatch(
-            f"{draft.name} cannot draft for {target.name}: {'; '.join(problems)}. A drafter must share the target's tokenizer; "
-            "drafters with another tokenizer are not supported yet"
-        )

@@ -1,0 +1,63 @@
+"""What can be known of a model before its first token: whether its rows can be ragged, its attention path, its context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import UnsupportedModel
+
+REFUSED = {
+    "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal lengths get wrong positions",
+    "gpt_neo": "its local layers slice keys at an offset common to all rows",
+}
+RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
+
+
+def capabilities(hf: Any, name: str) -> tuple[str, int]:
+    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it may hold.
+
+    Raises:
+        UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
+    """
+    config = hf.config.get_text_config()
+    reason = _refusal(hf, config)
+    if reason:
+        raise UnsupportedModel(f"{name} ({config.model_type}) is not supported: {reason}")
+    attention_path = "interface" if type(hf)._can_set_attn_implementation() else "mask"
+    return attention_path, _context(config)
+
+
+def _refusal(hf: Any, config: Any) -> str | None:
+    if getattr(hf.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; shoal decodes causal language models"
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
+    layers = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(layer for layer in layers if any(word in layer for word in RECURRENT))
+    if recurrent:
+        return f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled back to an earlier length"
+    if getattr(hf, "_is_stateful", False):
+        return "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length"
+    if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
+        return "its chunked attention is not implemented for ragged rows"
+    if getattr(config, "alibi", False):
+        return "ALiBi: its position biases are built from a 2D mask shared by all rows"
+    if hf.get_output_embeddings() is None:
+        return "it has no language-model head"
+    return None
+
+
+def _context(config: Any) -> int:
+    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows would change their
+    neighbours beyond the original length: they are held to it."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in rope.values() if rope and all(isinstance(v, Mapping) for v in rope.values()) else [rope]:
+        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            context = min(context, int(original or context))
+    return context

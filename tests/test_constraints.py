@@ -24,6 +24,7 @@ import shoal
 import shoal.sampling.acceptance
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints import compiler, masks
 from shoal.constraints import grammar as grammars
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
@@ -132,8 +133,16 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
 
 def row_of(grammar: Grammar, tokens: Sequence[int] = (), **options: Any) -> Row:
     request = Request((LETTERS[0],), 1, Sampling(grammar=grammar, **options))
-    constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
-    return Row(request, 0, 0, 0, [LETTERS[0], *tokens], frozenset([END]), 99, constraint=constraint)
+    row = Row(request, 0, 0, 0, [LETTERS[0]], frozenset([END]), 99)
+    masks.begin(row, [compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar)])
+    commit(row, tokens)
+    return row
+
+
+def commit(row: Row, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        row.tokens.append(token)
+        masks.advance(row, token)
 
 
 def test_the_law_is_that_of_the_masked_target_exactly() -> None:
@@ -241,12 +250,12 @@ class Unmasked(Watched):
     """Drafts as if there were no grammar, and says so in its q."""
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        held = [row.constraint for row in inputs.rows]
+        held = [row.constraints for row in inputs.rows]
         for row in inputs.rows:
-            row.constraint = None
+            row.constraints = []
         tree = super().propose(inputs)
-        for row, constraint in zip(inputs.rows, held, strict=True):
-            row.constraint = constraint
+        for row, constraints in zip(inputs.rows, held, strict=True):
+            row.constraints = constraints
         return tree
 
 
@@ -308,11 +317,11 @@ def test_a_constraint_follows_any_history(asked: list[tuple[int, str]]) -> None:
     """Drafts come and go, some out of the grammar; the mask is always that of a fresh matcher."""
     row, text = row_of(WORDS), encode("ab,12,3;")
     for commits, draft in asked:
-        row.tokens += text[row.new_tokens : row.new_tokens + commits]
+        commit(row, text[row.new_tokens : row.new_tokens + commits])
         new, drafted = row.tokens[1:], encode(draft)
         matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
         valid = matcher.validate_tokens([*new, *drafted]) == len(new) + len(drafted)
-        mask = grammars.allowed(Positions([row], [drafted], first=len(drafted)), torch.empty(1, 1, VOCABULARY))
+        mask = masks.allowed(Positions([row], [drafted], first=len(drafted)), torch.empty(1, 1, VOCABULARY))
         assert mask is not None
         expected = possible(WORDS, [*new, *drafted]) if valid else torch.zeros(VOCABULARY, dtype=torch.bool)
         assert torch.equal(mask[0, 0], expected)
@@ -502,18 +511,23 @@ def test_byte_level_bpe_of_the_bundled_pair() -> None:
 @pytest.fixture
 def without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(grammars, "_known", {})
+    monkeypatch.setattr(compiler, "_known", {})
 
 
 def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, without_llguidance: None) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("called without a grammar")
 
-    for name in ("_bits", "_symbols", "_before_eos", "grammars_of", "Grammars"):
-        monkeypatch.setattr(grammars, name, never)
+    never_called = {
+        grammars: ("_filled", "_symbols", "Track", "TextState"), masks: ("_conjunction", "_states", "advance", "is_complete"),
+        compiler: ("grammars_of", "Grammars"),
+    }  # fmt: skip
+    for module, names in never_called.items():
+        for name in names:
+            monkeypatch.setattr(module, name, never)
     result = made().generate([PROMPT], n=2, seed=0, lookahead=3, max_new_tokens=9)
     assert result.stats.drafted > 0
-    assert grammars.allowed(Positions([row_without()], [()]), torch.empty(1, 1, VOCABULARY)) is None
+    assert masks.allowed(Positions([row_without()], [()]), torch.empty(1, 1, VOCABULARY)) is None
 
 
 def row_without() -> Row:
@@ -550,14 +564,14 @@ def test_what_a_grammar_needs() -> None:
     with pytest.raises(RequestError, match="grammar must be a Grammar or None, got 'a'"):
         made().generate([PROMPT], grammar="a")
     with pytest.raises(RequestError, match="a fast tokenizer that llguidance can read"):
-        grammars.Grammars(SimpleNamespace(), VOCABULARY)
+        compiler.Grammars(SimpleNamespace(), VOCABULARY)
 
 
 def with_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
     """Lets llguidance do less than it would."""
     real = llguidance.LLParserLimits
     monkeypatch.setattr(llguidance, "LLParserLimits", lambda **_: real(verbose_errors=False, **limits))
-    monkeypatch.setattr(grammars, "_known", {})
+    monkeypatch.setattr(compiler, "_known", {})
 
 
 WIDENING = Grammar("lark", 'start: "x"' + 40 * ' "a"?' + ' "."')
@@ -585,11 +599,12 @@ SLOW = Grammar("regex", "[a-d]{9}")
 def passes_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """On the clock all masks take long; of the processor's time only those of `SLOW` take any, from its third token on."""
     used, clock, real = [0.0], itertools.count(), grammars.Track.at
+    slow = compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(SLOW)
 
-    def at(self: grammars.Track, row: Row, drafted: Sequence[int]) -> Any:
-        if row.request.sampling.grammar is SLOW and len(row.tokens) + len(drafted) >= len(PROMPT) + 2:
+    def at(self: grammars.Track, state: grammars.TextState) -> Any:
+        if self._start in slow.starts and state.length >= 2:
             used[0] += seconds
-        return real(self, row, drafted)
+        return real(self, state)
 
     monkeypatch.setattr(grammars.Track, "at", at)
     monkeypatch.setattr(grammars, "_clock", lambda: float(next(clock)))
@@ -652,10 +667,10 @@ def test_a_long_chain_does_not_end_the_process(name: str) -> None:
 
 
 def test_a_grammar_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_known", {})
+    monkeypatch.setattr(compiler, "_known", {})
     read: list[Grammar] = []
-    real = grammars.Grammars._read
-    monkeypatch.setattr(grammars.Grammars, "_read", lambda self, grammar: read.append(grammar) or real(self, grammar))
+    real = compiler.Grammars._read
+    monkeypatch.setattr(compiler.Grammars, "_read", lambda self, grammar: read.append(grammar) or real(self, grammar))
     engine, others = made(), [Grammar("regex", f"a{{{i}}}") for i in (1, 2)]
     texts = [
         engine.generate([PROMPT], grammar=asked, seed=0)[0].samples[0].text for asked in (*others, *others, WORDS, WORDS)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import shoal
 from shoal.config import Grammar, Sampling
-from shoal.constraints import disjoint, json_schemas
+from shoal.constraints import compiler, disjoint, json_schemas
 from shoal.constraints import grammar as grammars
+from shoal.constraints import masks as row_masks
 from shoal.constraints.disjoint import Proofs
 from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
@@ -35,11 +36,15 @@ def encode(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
+def row_of(grammar: Grammar) -> Row:
+    row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999)
+    row_masks.begin(row, [compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar)])
+    return row
+
+
 def masks(grammar: Grammar, text: str) -> Tensor:
     """What may follow each beginning of a text, [characters + 1, vocabulary]."""
-    constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
-    row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
-    made = grammars.allowed(Positions([row], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY))
+    made = row_masks.allowed(Positions([row_of(grammar)], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY))
     assert made is not None
     return made[0]
 
@@ -151,13 +156,14 @@ def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
     }
     for grammar in (of(schema), Grammar("json_object")):
         whole, tokens = masks(grammar, text), encode(text)
-        constraint = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(grammar)
-        row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999, constraint=constraint)
+        row = row_of(grammar)
         for j, expected in enumerate(whole):
-            one = grammars.allowed(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
+            one = row_masks.allowed(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
             assert one is not None
             assert torch.equal(one[0, 0], expected)
-            row.tokens += tokens[j : j + 1]
+            for token in tokens[j : j + 1]:
+                row.tokens.append(token)
+                row_masks.advance(row, token)
 
 
 class Counting:
@@ -188,16 +194,17 @@ def test_the_bound_on_digits_costs_one_mask_more_per_position(
     grammar: Grammar, matchers: int, lookahead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     counting, by_matcher = Counting(), [0, 0]
-    followed = grammars._followed
+    filled = grammars._filled
 
-    def count(rows: Any, tracks: Any, *arguments: Any) -> Any:
-        before, which = counting.masks, rows[0].constraint.tracks.index(tracks[0])
-        found = followed(rows, tracks, *arguments)
+    def count(states: Any, which: int, *arguments: Any) -> Any:
+        before = counting.masks
+        found = filled(states, which, *arguments)
         by_matcher[which] += counting.masks - before
         return found
 
+    monkeypatch.setattr(grammars, "_clock", lambda: 0.0)  # on a busy machine masks that were late are filled again
     monkeypatch.setattr(grammars, "_filling", lambda: counting)
-    monkeypatch.setattr(grammars, "_followed", count)
+    monkeypatch.setattr(grammars, "_filled", count)
     model = shoal.load(*save_pair(tmp_path), dtype="float32", device="cpu")
     options: dict[str, Any] = {
         "grammar": grammar,
@@ -368,8 +375,8 @@ OVERLAPPING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", EXCLUSIVE)
 def test_alternatives_that_exclude_each_other_are_taken(name: str) -> None:
-    begun = grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(EXCLUSIVE[name]))
-    assert begun.width > 0
+    begun = compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(EXCLUSIVE[name]))
+    assert begun.starts
 
 
 def test_either_alternative_can_be_said() -> None:
@@ -383,7 +390,7 @@ def test_either_alternative_can_be_said() -> None:
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_alternatives_that_may_overlap_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match="the json_schema grammar cannot be used"):
-        grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(OVERLAPPING[name]))
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(OVERLAPPING[name]))
 
 
 def test_beside_anyof_a_oneof_stays() -> None:
@@ -474,7 +481,7 @@ def test_the_benchmark_s_schemas_are_taken() -> None:
     assert len(schemas) == 40
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-        grammars.grammars_of(TOKENIZER, VOCABULARY).begin(of(schema))
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(schema))
 
 
 def generated(model: shoal.Shoal, names: Sequence[str], **options: Any) -> list[tuple[str, bool]]:

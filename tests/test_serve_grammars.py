@@ -20,8 +20,8 @@ import pytest
 import serving
 from serving import TIMEOUT_SECONDS, Served, pair
 from shoal.config import Grammar
-from shoal.constraints import grammar as reading
-from shoal.constraints.grammar import grammars_of
+from shoal.constraints import compiler as reading
+from shoal.constraints.compiler import grammars_of
 from shoal.errors import RequestError
 from shoal.serve import grammar_probe, grammars
 from shoal.serve.grammars import GrammarReader, Probe
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_said_in_the_same_words(kind: str) -> None:
     wrong = Grammar(kind, {"regex": "(", "lark": "start: nothing", "json_schema": '{"type": "nothing"}'}[kind])
     known = grammars_of(TOKENIZER, VOCABULARY)
     with pytest.raises(RequestError) as here:
-        known.begin(wrong)
+        known.constraint(wrong)
     one = Probe(known)
     try:
         with pytest.raises(RequestError) as there:
@@ -271,14 +271,14 @@ def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, mo
     monkeypatch.setattr(reading.Grammars, "_read", read)
     with serving.served(pair(tokenizer=TOKENIZER)) as server:
         assert server.post(grammar=regex("w+"), max_tokens=4).status_code == 200
-    grammars_of(TOKENIZER, VOCABULARY).begin(Grammar("regex", "x+"))
+    grammars_of(TOKENIZER, VOCABULARY).constraint(Grammar("regex", "x+"))
     assert known == [grammars.LIMITS, {}]
 
 
 def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     read = counted(monkeypatch, reading.Grammars, "_read")
     known = grammars_of(TOKENIZER, VOCABULARY)
-    threads = [threading.Thread(target=known.begin, args=(Grammar("regex", "p{1,500}"),)) for _ in range(8)]
+    threads = [threading.Thread(target=known.constraint, args=(Grammar("regex", "p{1,500}"),)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -290,14 +290,14 @@ def test_a_grammar_that_is_kept_is_not_read_again(fresh: None, monkeypatch: pyte
     """However many others come between its reading and its use; after that, memory is bounded."""
     read = counted(monkeypatch, reading.Grammars, "_read")
     known = grammars_of(TOKENIZER, VOCABULARY)
-    kept = known.prototype(Grammar("regex", "q+"))
+    kept = known.constraint(Grammar("regex", "q+"))
     for number in range(reading.KEPT + 1):
-        known.begin(Grammar("regex", f"r{number}"))
+        known.constraint(Grammar("regex", f"r{number}"))
     before = len(read)
-    known.begin(Grammar("regex", "q+"))
+    known.constraint(Grammar("regex", "q+"))
     assert len(read) == before
     del kept
     gc.collect()
     assert len(known._alive) == reading.KEPT
-    known.begin(Grammar("regex", "q+"))
+    known.constraint(Grammar("regex", "q+"))
     assert len(read) == before + 1

@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
 
     def _static_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
-        if self.runner.static is None:
+        if self.runner.static is None or any(row.reads_history for row in inputs.rows):
             return None
         samplings = [row.request.sampling for row in inputs.rows]
         style = style_of(samplings, self.vocab_size, inputs.sampler)
@@ -183,7 +183,7 @@ class _OrdinarySteps:
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
         self._drafter, self._rows, self._inputs, self._faults = drafter, inputs.rows, inputs, faults
-        self._reads_history = any(row.request.sampling.reads_history for row in self._rows)
+        self._reads_history = any(row.reads_history for row in self._rows)
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self._drawn: list[Tensor] = []
 

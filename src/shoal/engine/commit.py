@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.constraints import masks
 from shoal.engine.samples import finish, visible_text
 from shoal.errors import ShoalError
 from shoal.types.requests import Row
@@ -36,7 +37,7 @@ def commit(
         row.rounds += 1
         row.target_passes += 1
         row.drafted += len(tree.drafts[b])
-        taken = _append(row, block)
+        taken = _append(row, block, scores.p.shape[-1])
         if b in failing and row.finish_reason is None:
             row.finish_reason, row.error = "error", failing[b][1]
         kept = min(len(paths[b]), taken)
@@ -69,17 +70,17 @@ def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
     return reached
 
 
-def _append(row: Row, block: Sequence[int]) -> int:
+def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
     """Commits tokens until the row ends; returns how many."""
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
-        row.finish_reason = _end(row, token)
+        row.finish_reason = _end(row, token, vocab_size)
         if row.finish_reason:
             return count
     return len(block)
 
 
-def _end(row: Row, token: int) -> str | None:
+def _end(row: Row, token: int, vocab_size: int) -> str | None:
     """Why the row ends with this token, if it does."""
     if row.needs_text:
         row.detokenizer.push(token)
@@ -87,7 +88,9 @@ def _end(row: Row, token: int) -> str | None:
         return "stop"  # even if the token is an EOS as well: it is cut off with its text
     if token in row.eos:
         return "eos"
-    if row.constraint is not None and not row.eos and row.constraint.complete(row):
+    if row.constraints:
+        masks.advance(row, token)
+    if row.constraints and not row.eos and masks.is_complete(row, vocab_size):
         return "stop"
     if row.request.criteria and _criteria_met(row):
         return "stop"

@@ -6,7 +6,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.constraints.grammar import Constraint, grammars_of
+from shoal.constraints import masks
+from shoal.constraints.compiler import grammars_of
+from shoal.constraints.protocol import Constraint
 from shoal.engine.detokenizer import Detokenizer
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError
@@ -41,22 +43,25 @@ class Intake:
             RequestError: the request cannot be served.
         """
         self._check(request)
-        constraint = self._constraint(request)
+        constraints = self._constraints(request)
         limits, prompt = request.limits, request.prompt_ids
         asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         seed = group_seed(asked, prompt, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
-        return [
+        rows = [
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
                 detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop) if self.tokenizer else None,
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
-                constraint=constraint and constraint.fork(), draft_context=draft_context,
+                draft_context=draft_context,
             )
             for i in range(request.n)
         ]  # fmt: skip
+        for row in rows:
+            masks.begin(row, constraints)
+        return rows
 
     def _ends(self, request: Request) -> frozenset[int]:
         return frozenset(self._eos if request.limits.eos is None else request.limits.eos)
@@ -85,11 +90,14 @@ class Intake:
             name, most = self._target.name, self._target.context
             raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
 
-    def _constraint(self, request: Request) -> Constraint | None:
-        """Raises RequestError: a grammar that cannot be compiled, or not here."""
-        grammar = request.sampling.grammar
+    def _constraints(self, request: Request) -> list[Constraint[Any]]:
+        """The grammar's, then the request's own. Raises RequestError: a grammar that cannot be compiled, or not here."""
+        own, grammar = list(request.constraints), request.sampling.grammar
+        for constraint in own:
+            if not isinstance(constraint, Constraint):
+                raise RequestError(f"constraints must be of shoal.constraints.protocol.Constraint, got {constraint!r:.80}")
         if grammar is None:
-            return None
+            return own
         if self.tokenizer is None:
             raise RequestError("a grammar needs a tokenizer, and this engine has none")
-        return grammars_of(self.tokenizer, self.vocab_size).begin(grammar)
+        return [grammars_of(self.tokenizer, self.vocab_size).constraint(grammar), *own]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.constraints import grammar as grammars
+from shoal.constraints import masks
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties, truncation
 from shoal.types.requests import Row
@@ -42,7 +42,7 @@ def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = 
         BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
     """
     groups = _groups(positions.rows)
-    allowed = grammars.allowed(positions, logits)
+    allowed = masks.allowed(positions, logits)
     if len(groups) == 1:
         return _of_group(logits, groups[0][0], positions, allowed, faults)
     probs = torch.empty(logits.shape, dtype=_dtype(logits), device=logits.device)
@@ -106,7 +106,7 @@ def _key(s: Sampling) -> tuple[Any, ...]:
 def _of_group(
     logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
 ) -> Tensor:
-    """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.grammar`."""
+    """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.masks`."""
     own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
     scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
     if own:
@@ -156,15 +156,16 @@ def _possible(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Pos
         padding = column not in positions.columns(b)
         if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
             continue
-        reason = _reason(logits[b, j], sampling, row, column if padding else len(positions.path(b, column)))
+        depth, failure = (column, "") if padding else (len(positions.path(b, column)), masks.why(positions, b, column))
+        reason = _reason(logits[b, j], sampling, row, depth, failure)
         if faults is None:
             raise reason
         faults.setdefault(row, {}).setdefault(column, reason)
     return scores.masked_fill(impossible[..., None], 0.0)
 
 
-def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> ShoalError:
-    """Why no token is possible at a position with these logits [vocab]."""
+def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int, failure: str) -> ShoalError:
+    """Why no token is possible at a position with these logits [vocab]; `failure`: of a constraint."""
     where = f"row {row.index} of request {row.group}, draft position {position}"
     if not bool(logits.amax().isfinite()):
         return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
@@ -173,6 +174,8 @@ def _reason(logits: Tensor, sampling: Sampling, row: Row, position: int) -> Shoa
         for f in fields(sampling)
         if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
     ]
-    if row.constraint is not None and row.constraint.error:
-        return RequestError(f"{where}: the grammar could not be followed any further: {row.constraint.error}")
+    if failure:
+        return RequestError(f"{where}: {failure}")
+    if row.request.constraints:
+        controls.append(f"constraints={[type(constraint).__name__ for constraint in row.request.constraints]}")
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Grammar
-from shoal.constraints.grammar import STACK, Constraint, Grammars, grammars_of, short
+from shoal.constraints.compiler import STACK, Grammars, grammars_of
+from shoal.constraints.grammar import GrammarConstraint, short
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 
@@ -41,7 +42,7 @@ TOO_MUCH = {
 class _Reading:
     """A grammar that is being compiled, and the number of requests that wait for it."""
 
-    future: asyncio.Future[Constraint]
+    future: asyncio.Future[GrammarConstraint]
     waiting: int = 0
 
 
@@ -49,7 +50,7 @@ class GrammarReader:
     """Compiles grammars for the rows of a server; used on the event loop.
 
     Args:
-        tokenizer, vocab_size: see `shoal.constraints.grammar.grammars_of`.
+        tokenizer, vocab_size: see `shoal.constraints.compiler.grammars_of`.
     """
 
     def __init__(self, tokenizer: object, vocab_size: int) -> None:
@@ -61,7 +62,7 @@ class GrammarReader:
         self._probes = threading.local()
         self._open: list[Probe] = []
 
-    async def read(self, grammar: Grammar, seconds: float | None) -> Constraint:
+    async def read(self, grammar: Grammar, seconds: float | None) -> GrammarConstraint:
         """The grammar's constraint; as long as it is referenced, the engine finds the grammar compiled.
 
         Args:
@@ -75,7 +76,7 @@ class GrammarReader:
         known = self._grammars.known(grammar) if self._grammars is not None else None
         return known if known is not None else await self._read(grammar, seconds)
 
-    async def _read(self, grammar: Grammar, seconds: float | None) -> Constraint:
+    async def _read(self, grammar: Grammar, seconds: float | None) -> GrammarConstraint:
         reading = self._reading(grammar)
         reading.waiting += 1
         try:
@@ -111,11 +112,11 @@ class GrammarReader:
 
     # ── on the pool's threads ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _job(self, grammar: Grammar) -> Constraint:
+    def _job(self, grammar: Grammar) -> GrammarConstraint:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
             self._probe(grammars).check(grammar, grammars.written(grammar))
-        return grammars.prototype(grammar, **LIMITS)
+        return grammars.constraint(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
         """The probe of this thread."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from shoal.constraints.grammar import Constraint
+from shoal.constraints.grammar import GrammarConstraint
 from shoal.engine.engine import Engine
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.engine_thread import EngineThread, engine_stopped
@@ -79,9 +79,9 @@ class Worker:
             if submission.open:
                 self.thread.post(lambda: self._cancel(submission))
 
-    async def _read_grammars(self, submission: Submission) -> list[Constraint]:
+    async def _read_grammars(self, submission: Submission) -> list[GrammarConstraint]:
         """Reads the submission's grammars; the engine's thread finds them compiled as long as the returned list is kept."""
-        constraints: list[Constraint] = []
+        constraints: list[GrammarConstraint] = []
         for request in submission.requests:
             grammar = request.sampling.grammar
             if grammar is None:

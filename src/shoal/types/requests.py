@@ -30,6 +30,7 @@ class Request:
         occurrence: how often the same prompt occurs before it in the call; it keys the uniforms, with the prompt and the seed.
         max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
+        constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Request:
     occurrence: int = 0
     max_draft: int | None = None
     criteria: Sequence[Any] = ()
+    constraints: Sequence[Any] = ()
     submitted_at: float = field(default_factory=time.perf_counter)
 
 
@@ -66,7 +68,8 @@ class Row:
         deadline: seconds of the engine's clock, or None.
         slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
-        constraint: the state of its grammar (`shoal.constraints.grammar`), if it has one. error: why it failed, if it did.
+        constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
+        error: why it failed, if it did.
         serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
         draft_context: most tokens of the row that its drafter can read, and has memory for. A longer row is decoded plainly.
@@ -89,7 +92,7 @@ class Row:
     from_draft: list[bool] = field(default_factory=list)
     detokenizer: Any = None
     needs_text: bool = False
-    constraint: Any = None
+    constraints: list[tuple[Any, Any]] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -112,6 +115,11 @@ class Row:
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether what may follow depends on the tokens before a position, not on its scores alone."""
+        return self.request.sampling.reads_history or bool(self.constraints)
 
     @property
     def remaining(self) -> int:

@@ -1,0 +1,138 @@
+"""Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on a thread with a large stack.
+
+The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
+from typing import Any
+
+import tokenizers
+
+from shoal.config import Grammar
+from shoal.constraints.grammar import GrammarConstraint, llguidance_or_refuse, short
+from shoal.constraints.json_schemas import numbers, prepared
+from shoal.errors import RequestError
+
+_END = "<|end of a text|>"
+STACK = 2**28
+"""Bytes of stack to read grammars with. llguidance follows rules into rules, at some 3 KB each, and has no bound but the process's
+end: on a usual stack a grammar of 20 KB is enough."""
+KEPT = 32
+"""Grammars that are remembered: the same few come again and again, and a large one takes a second to read."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        tokenizer: a fast Transformers tokenizer. vocab_size: of the target; may be wider than the tokenizer, or narrower.
+
+    Raises:
+        RequestError: if llguidance is missing, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._library = llguidance_or_refuse()
+        try:
+            backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+            backend.add_special_tokens([_END])
+            self._end = int(backend.token_to_id(_END) or 0)
+            width = max(vocab_size, self._end + 1)
+            spelled = backend.to_str()
+            self._alphabet = self._library.LLTokenizer(spelled, n_vocab=width, eos_token=self._end)
+        except (AttributeError, ValueError) as error:
+            raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
+        self.description = {"tokenizer": spelled, "width": width, "end": self._end}
+        self._lock = threading.Lock()
+        self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = weakref.WeakValueDictionary()
+
+    def constraint(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
+        """The grammar compiled; any thread may ask. It is compiled once, however many threads ask at a time, and not again for as
+        long as anybody keeps it.
+
+        Args:
+            limits: of llguidance's work, now and in rounds, by the names of its `LLParserLimits`; it has its own for the others.
+
+        Raises:
+            RequestError: for a schema, expression or grammar that is wrong, has something llguidance does not know, or is too
+                much for it from the start.
+        """
+        with self._lock:
+            known = self.known(grammar)
+            if known is not None:
+                return known
+            reading = self._reading.get(grammar) or _reader().submit(self._read, grammar, **limits)
+            self._reading[grammar] = reading
+            self._reading.move_to_end(grammar)
+            if len(self._reading) > KEPT:
+                self._reading.popitem(last=False)
+        return reading.result()
+
+    def known(self, grammar: Grammar) -> GrammarConstraint | None:
+        """The same, if it has been compiled."""
+        return self._alive.get(grammar)
+
+    def written(self, grammar: Grammar) -> str:
+        """The grammar as llguidance reads it."""
+        matcher = self._library.LLMatcher
+        if grammar.kind == "regex":
+            return str(matcher.grammar_from_regex(grammar.text))
+        if grammar.kind == "lark":
+            return str(matcher.grammar_from_lark(grammar.text))
+        schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
+        return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
+
+    def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
+        """Its matchers are the grammar's, and for JSON that of its numbers."""
+        starts = [self._started(grammar, self.written(grammar), **limits)]
+        if grammar.kind not in ("regex", "lark"):
+            starts.append(self._numbers.deep_copy())
+        constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
+        self._alive[grammar] = constraint
+        return constraint
+
+    @cached_property
+    def _numbers(self) -> Any:
+        return self._started(Grammar("regex", numbers()), self._library.LLMatcher.grammar_from_regex(numbers()))
+
+    def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
+        """A matcher, tried on the first token."""
+        bounds = self._library.LLParserLimits(verbose_errors=False, **limits)
+        made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=bounds)
+        if not made.is_error():
+            made.compute_bitmask()
+        if made.is_error():
+            raise RequestError(f"the {grammar.kind} grammar cannot be used: {short(made.get_error())}")
+        return made
+
+
+@cache
+def _reader() -> ThreadPoolExecutor:
+    """A thread with a stack of `STACK` bytes."""
+    usual = threading.stack_size(STACK)
+    try:
+        pool = ThreadPoolExecutor(1, "shoal-grammars")
+        pool.submit(int).result()  # its thread begins with the first job
+    finally:
+        threading.stack_size(usual)
+    return pool
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDictionary()
+
+
+def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
+    """The `Grammars` of a tokenizer, made once, as that takes a second for a large vocabulary. Raises RequestError."""
+    made = _known.setdefault(tokenizer, {})
+    if vocab_size not in made:
+        made[vocab_size] = Grammars(tokenizer, vocab_size)
+    return made[vocab_size]

@@ -1,0 +1,124 @@
+"""Rows and their constraints: the states at the positions of a pass, and the conjunction of their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.constraints.protocol import Allowed, Constraint
+from shoal.errors import RequestError
+from shoal.types.requests import Row
+from shoal.types.trees import Positions
+
+
+def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
+    """Gives a row that has no new tokens its constraints."""
+    row.constraints = [(constraint, constraint.begin(row)) for constraint in constraints]
+
+
+def advance(row: Row, token: int) -> None:
+    """Moves the row's states past a committed token, which is no EOS id of the row."""
+    row.constraints = [(constraint, constraint.advance(state, token)) for constraint, state in row.constraints]
+
+
+def is_complete(row: Row, vocab_size: int) -> bool:
+    """Whether the constraints of a row that has some let its text end here, and let nothing follow."""
+    cpu = torch.device("cpu")
+    masks = [_checked(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints]
+    tokens = torch.stack([mask.tokens.cpu() for mask in masks]).all(0)
+    return all(bool(mask.ends) for mask in masks) and not bool(tokens.any())
+
+
+def why(positions: Positions, row: int, column: int) -> str:
+    """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty if they all have one."""
+    path = positions.path(row, column)
+    reasons = (
+        constraint.why(reduce(constraint.advance, path, state)) for constraint, state in positions.rows[row].constraints
+    )
+    return next(filter(None, reasons), "")
+
+
+def allowed(positions: Positions, like: Tensor) -> Tensor | None:
+    """The tokens that the rows' constraints leave possible; None if no row has one.
+
+    The mask of a column is that of its path from the root. Nothing is possible at padding and after a drafted EOS.
+
+    Args:
+        like: [rows, q, vocab], for shape and device.
+
+    Returns:
+        [rows, q, vocab] bool; all True for rows without constraints.
+    """
+    held = [b for b, row in enumerate(positions.rows) if row.constraints]
+    if not held:
+        return None
+    own = _conjunction(positions.of_rows(held), like)
+    if len(held) == len(positions.rows):
+        return own
+    every = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    every[held] = own
+    return every
+
+
+def _conjunction(positions: Positions, like: Tensor) -> Tensor:
+    """`allowed` for rows that all have constraints."""
+    rows, (q, vocab), device = len(positions.rows), like.shape[1:], like.device
+    columns = [[column for column in positions.columns(b) if 0 <= column - positions.first < q] for b in range(rows)]
+    places = [[b * q + column - positions.first for column in inside] for b, inside in enumerate(columns)]
+    own = torch.tensor(list(chain(*places)), dtype=torch.long, device=device)
+    tokens = torch.zeros(rows * q, vocab, dtype=torch.bool, device=device)
+    ends = torch.zeros(rows * q, dtype=torch.bool, device=device)
+    tokens[own], ends[own] = True, True
+    for constraint, states, members in _batches(positions, columns):
+        mask = _checked(constraint, states, vocab, device)
+        index = torch.tensor([place for b in members for place in places[b]], device=device)
+        tokens[index] &= mask.tokens.to(device)
+        ends[index] &= mask.ends.to(device)
+    return _with_eos(tokens.view(rows, q, vocab), ends.view(rows, q, 1), positions.rows)
+
+
+def _batches(
+    positions: Positions, columns: Sequence[Sequence[int]]
+) -> list[tuple[Constraint[Any], list[Any], list[int]]]:  # fmt: skip
+    """What is asked for at once: a constraint, the states at the rows' columns, and the rows, each of them at most once."""
+    batches: dict[tuple[int, Hashable], tuple[Constraint[Any], list[Any], list[int]]] = {}
+    for b, row in enumerate(positions.rows):
+        for turn, (constraint, state) in enumerate(row.constraints if columns[b] else ()):
+            at = _states(positions, b, constraint, state)
+            _, states, members = batches.setdefault((turn, constraint.batch_key), (constraint, [], []))
+            states += [at[column] for column in columns[b]]
+            members.append(b)
+    return list(batches.values())
+
+
+def _states(positions: Positions, b: int, constraint: Constraint[Any], state: Any) -> dict[int, Any]:
+    """The state after the path to each column of a row that can matter."""
+    states = {0: state}
+    for column in positions.columns(b)[1:]:
+        states[column] = constraint.advance(states[positions.parent(b, column)], positions.drafts[b][column - 1])
+    return states
+
+
+def _checked(constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device) -> Allowed:
+    """The constraint's mask. Raises RequestError: it has another shape or dtype."""
+    mask = constraint.mask(states, vocab_size, device)
+    for name, values, shape in (("tokens", mask.tokens, (len(states), vocab_size)), ("ends", mask.ends, (len(states),))):
+        if values.dtype != torch.bool or values.shape != shape:
+            raise RequestError(
+                f"constraint {type(constraint).__name__} must return {name} of shape {shape} and dtype torch.bool, got "
+                f"{tuple(values.shape)} and {values.dtype}"
+            )
+    return mask
+
+
+def _with_eos(tokens: Tensor, ends: Tensor, rows: Sequence[Row]) -> Tensor:
+    """`tokens` [rows, q, vocab], each row's EOS ids by `ends` [rows, q, 1]."""
+    vocab = tokens.shape[-1]
+    is_eos = torch.zeros(len(rows) * vocab, dtype=torch.bool)
+    is_eos[[b * vocab + token for b, row in enumerate(rows) for token in row.eos if token < vocab]] = True
+    return torch.where(is_eos.view(len(rows), 1, vocab).to(tokens.device), ends, tokens)

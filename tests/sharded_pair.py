@@ -68,6 +68,16 @@ def local_shapes(runner: Runner) -> dict[str, list[int]]:
     return {name: list(part.shape) for name, part in parts.items()}
 
 
+def tree_logits(target: Runner) -> list[list[float]]:
+    """Of a draft tree, and of the token after a path of it that was kept."""
+    runner = target.fork()
+    runner.reserve(1, 16)
+    runner.feed([0], torch.tensor([[1, 2, 3]]), [3])
+    tree = runner.feed([0], torch.tensor([[4, 5, 6, 7, 8]]), [5], parents=[[-1, -1, 1, 1]])[0]
+    runner.cache.keep(0, 3, [0, 2, 4])
+    return [*tree.tolist(), *runner.feed([0], torch.tensor([[9]]), [1])[0].tolist()]
+
+
 def untold_copies(pair: shoal.Shoal) -> dict[str, Any]:
     """Negative control: prompts are copied to their rows' slots on rank 0 alone."""
     with patch.object(_LedCache, "copy", SlotCache.copy):
@@ -122,6 +132,7 @@ def main(directory: Path) -> None:
 
     with patch.object(Runner, "_dynamic", counted):
         found = everything(pair)
+        found["tree"] = tree_logits(pair.target)
         found["untold"] = untold_copies(pair)
         runner = pair.target.fork()
         runner.reserve(1, 8)

@@ -71,6 +71,14 @@ def whole(alone: shoal.Shoal) -> dict[str, Any]:
 
 
 @needs_two
+def test_two_processes_verify_trees(ranks: list[dict[str, Any]], alone: shoal.Shoal) -> None:
+    """And both move the cells of the accepted path."""
+    expected = torch.tensor(sharded_pair.tree_logits(alone.target))
+    torch.testing.assert_close(torch.tensor(ranks[0]["tree"]), expected, rtol=0, atol=1e-4)
+    assert ranks[1]["heard"]["gather"] == 1
+
+
+@needs_two
 @pytest.mark.parametrize("case", [*sharded_pair.CASES, "shared-prompts"])
 def test_two_processes_give_the_tokens_of_one(case: str, ranks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     assert ranks[0][case]["ids"] == whole[case]["ids"]

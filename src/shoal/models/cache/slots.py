@@ -11,7 +11,6 @@ Beside its slots a layer has the *shared store*, two flat tensors [cells, kv hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,28 +19,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
+from shoal.models.cache.layer import Layer, allocated
 from shoal.models.cache.plan import Plan
 from shoal.types.prefix import Prefix
-
-
-@dataclass
-class _Layer:
-    """Keys and values of one layer, [slots, capacity, heads, dim] and shared [cells, heads, dim]; value dims may differ from key
-    dims (MLA)."""
-
-    keys: Tensor
-    values: Tensor
-    shared_keys: Tensor
-    shared_values: Tensor
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The slots'."""
-        return self.keys, self.values
-
-    def resize(self, slots: int, capacity: int, cells: int) -> None:
-        """Makes room, or takes it back, keeping what fits."""
-        self.keys, self.values = (_resized(tensor, slots, capacity) for tensor in (self.keys, self.values))
-        self.shared_keys, self.shared_values = (_resized(tensor, cells) for tensor in (self.shared_keys, self.shared_values))
 
 
 class SlotCache(Cache):
@@ -55,8 +35,8 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self._layers: list[_Layer] = []
-        self._layer: _Layer | None = None
+        self._layers: list[Layer] = []
+        self._layer: Layer | None = None
         self.slots = self.capacity = self.cells = 0
         self.lengths: list[int] = []
         self.prefixes: list[Prefix | None] = []
@@ -150,9 +130,10 @@ class SlotCache(Cache):
     @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
         """Moves token slots `cells` of the slot to `start`, `start` + 1, ...; in place, the ranges may overlap."""
+        index = torch.tensor(cells, device=self._layers[0].keys.device)
         for layer in self._layers:
             for tensor in layer.tensors():
-                tensor[slot, start : start + len(cells)] = tensor[slot, torch.tensor(cells, device=tensor.device)]
+                tensor[slot, start : start + len(cells)] = tensor[slot, index]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -206,7 +187,7 @@ class SlotCache(Cache):
         if layer_idx == len(self._layers):
             slots, shared = (self.slots, self.capacity), (self.cells,)
             pair = key_states, value_states
-            self._layers.append(_Layer(*(_allocated(states, *size) for size in (slots, shared) for states in pair)))
+            self._layers.append(Layer(*(allocated(states, *size) for size in (slots, shared) for states in pair)))
         self._layer = layer = self._layers[layer_idx]
         keys, values = layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
         return self._append(keys, key_states, self.plan), self._append(values, value_states, self.plan)
@@ -246,18 +227,3 @@ class SlotCache(Cache):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-
-def _allocated(states: Tensor, *size: int) -> Tensor:
-    # Zeros, not empty: a masked key still meets a finite value, and 0 * NaN would be NaN.
-    return states.new_zeros(*size, states.shape[1], states.shape[3])
-
-
-def _resized(tensor: Tensor, *size: int) -> Tensor:
-    """The tensor with its first dimensions enlarged or cut; itself where nothing changes."""
-    if tensor.shape[: len(size)] == size:
-        return tensor
-    resized = tensor.new_zeros(*size, *tensor.shape[len(size) :])
-    kept = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, size, strict=False))
-    resized[kept] = tensor[kept]
-    return resized

@@ -311,9 +311,9 @@ def test_an_error_of_a_worker_is_raised_here(two_cpus: None) -> None:
     assert not done
 
 
-def test_waiting_for_a_machine_that_is_not_there_is_told(two_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_machine_that_is_not_there_is_logged(two_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []  # asked of the logger itself: what Ray does to the handlers of a process is its own affair
     monkeypatch.setattr(cluster.LOG, "warning", lambda text, *values: said.append(text % values))
-    cluster.look_for_room(THIN)
-    cluster.look_for_room(cluster.Share(cpus=1, gpus=64))
+    cluster.warn_if_too_small(THIN)
+    cluster.warn_if_too_small(cluster.Share(cpus=1, gpus=64))
     assert said == ["no machine of this cluster has 1 CPUs and 64 GPUs: waiting for one"]

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.config import Sampling, Speculation, plain
+from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
@@ -205,6 +206,7 @@ class Shoal:
         *,
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
+        constraints: Sequence[Constraint[Any]] = (),
         progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
@@ -219,6 +221,7 @@ class Shoal:
             n: samples per prompt. drafter: proposes instead of the loaded draft model, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
+            constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
@@ -230,24 +233,25 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        return self._stream(prompts, n, drafter, top_logprobs, options, text=False).run(progress)
+        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, text=False).run(progress)
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        **options: Unpack[Options],
+        constraints: Sequence[Constraint[Any]] = (), **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
-        return self._stream(prompts, n, drafter, top_logprobs, options, text=True)
+        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, text=True)
 
     def _stream(
-        self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer, options: Mapping[str, Any], *,
-        text: bool,
+        self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
+        constraints: Sequence[Constraint[Any]], options: Mapping[str, Any], *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling), drafter=drafter)
         now, found = time.perf_counter(), read_prompts(prompts, self.tokenizer)
         asked: dict[str, Any] = {"n": plain(n), "top_logprobs": plain(top_logprobs), "sampling": sampling, "limits": limits}
+        asked["constraints"] = tuple(constraints)
         requests = [
             Request(ids, prompt=own, occurrence=occurrence, submitted_at=now, **asked)
             for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)

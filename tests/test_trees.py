@@ -126,6 +126,16 @@ def test_rows_end_inside_a_tree(new: int) -> None:
     assert said(run(target, RandomTrees(V, guess=known(rows)), new=new)[1]) == said(rows)
 
 
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_wide_trees_of_rows_with_little_left(max_batch: int) -> None:
+    """A tree takes a cell per node, however few tokens the row may still commit."""
+    target = scripted(hashed(V), V)
+    rows = run(target, None, new=3)[1]
+    engine, trees = run(target, RandomTrees(V, guess=known(rows), max_nodes=40), new=3, max_batch=max_batch)
+    assert said(trees) == said(rows)
+    assert max(len(drafts) for round_ in engine.drafter.proposed for drafts, _ in round_) > 20  # type: ignore[union-attr]
+
+
 def test_lengths_that_change_from_round_to_round() -> None:
     target = scripted(hashed(V), V)
     rows = run(target, None)[1]

@@ -62,14 +62,12 @@ class Engine:
         self.target = target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
         memories: list[KeyValueMemory] = [self.target]
-        most_nodes = controller.limit
         if self.drafter is not None:
             require_trees(self.target, self.drafter)
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
-            most_nodes = max(most_nodes, self.drafter.max_nodes)
         self.lookahead, self.rule = controller, rule or Rejection()
-        # A pass may write that many columns beyond a row's last token.
-        self.memory = Memory(memories, most_nodes + 1, kv_bytes)
+        nodes = 0 if self.drafter is None else self.drafter.max_nodes
+        self.memory = Memory(memories, controller.limit + 1, kv_bytes, nodes)
         policy = policy_for(prefix_sharing, memories)
         self.scheduler = Scheduler(max_batch, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits)
         self.intake = Intake(self.target, self.memory, tokenizer, eos)

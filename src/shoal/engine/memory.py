@@ -25,12 +25,15 @@ class Memory:
     """The caches of an engine's models.
 
     Args:
-        models: target first; its context bounds the rows. spare: columns beyond a row's last token that a pass over several rows
-            may write. most: bytes that all caches together may take; None = no limit but the machine's.
+        models: target first; its context bounds the rows. most: bytes that all caches together may take; None = no limit but the
+            machine's.
+        spare: columns beyond a row's last token that a pass over several rows may write.
+        nodes: columns that a tree may have beyond its depth, also where a row is alone; 0 for chains.
     """
 
-    def __init__(self, models: Sequence[KeyValueMemory], spare: int, most: int | None) -> None:
-        self._models, self._context, self._spare, self._most = models, models[0].context, spare, most
+    def __init__(self, models: Sequence[KeyValueMemory], spare: int, most: int | None, nodes: int = 0) -> None:
+        self._models, self._context, self._spare, self._most = models, models[0].context, spare + nodes, most
+        self._nodes = nodes
         self._reserved = 0
         if most is not None:
             for model in models:
@@ -74,7 +77,7 @@ class Memory:
 
     def _beyond(self, slots: int) -> int:
         """Columns beyond a row's last token that a pass may write: padding, which a pass over one row does not have."""
-        return self._spare if slots > 1 else 1
+        return self._spare if slots > 1 else 1 + self._nodes
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
         """Whether there is memory for these rows in that many slots, with these prompts (by group) in the prefix store."""

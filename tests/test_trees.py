@@ -20,14 +20,15 @@ from shoal.errors import InternalError, UnsupportedModel
 from shoal.lookahead.bass import Bass
 from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
-from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache import SlotCache, tree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule, exact_match
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
-from shoal.testing.distributions import chain_rule, chi_square
+from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import RandomTrees, check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
+from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 
@@ -330,21 +331,19 @@ def differs(target: Runner, **options: Any) -> bool:
 
 
 def test_a_visible_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Plan.visible
+    real = tree.layout
 
-    def visible(self: Plan, window: int | None = None, width: int | None = None) -> Tensor:
-        seen = real(self, window, width).clone()
-        for b, parents in enumerate(self.parents or ()):
-            for node, parent in enumerate(parents):
-                sibling = next((other for other in range(node) if parents[other] == parent), None)
-                if sibling is not None and window is None:
-                    start = self.starts[b] - self.offsets[b]
-                    seen[b, node + 1, start + sibling + 1] = True
-        return seen
+    def layout(parents: Sequence[Sequence[int]], counts: Sequence[int]) -> Any:
+        depths, words = real(parents, counts)
+        for row, nodes in zip(words, parents, strict=True):
+            for node, parent in enumerate(nodes):
+                sibling = next((other for other in range(node) if nodes[other] == parent), None)
+                row[node + 1] |= 0 if sibling is None else 1 << sibling + 1
+        return depths, words
 
     target = wrapped("llama", "pad")
     assert not differs(target, new=10)
-    monkeypatch.setattr(Plan, "visible", visible)
+    monkeypatch.setattr("shoal.models.cache.plan.layout", layout)
     assert differs(target, new=10)
 
 

@@ -35,9 +35,9 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _available(root: Path) -> int | None:
-    told = _fields(root / "proc/meminfo").get("MemAvailable:")
-    if told is not None:
-        return told * 1024
+    available = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if available is not None:
+        return available * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no Linux: all there is
     except (AttributeError, ValueError, OSError):

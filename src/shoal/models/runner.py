@@ -239,7 +239,7 @@ class Runner:
         )
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
-        """The pass made to measure."""
+        """An ordinary pass, as long as its rows are."""
         self.cache.begin(plan)
         logits = self._bridge.ordinary(plan.pack(tokens), self.cache, self._method, self.forward_context(), want_logits)
         self.cache.end()

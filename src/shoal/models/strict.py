@@ -78,7 +78,7 @@ def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @torch.inference_mode()
 def prove(runner: Runner) -> None:
-    """Decodes three rows alone and token by token, then together in three ways; all logits must be equal to the last bit.
+    """Decodes three rows one by one, token by token, then together in three ways; all logits must be equal to the last bit.
 
     Raises:
         UnsupportedModel: naming the way that changed them.
@@ -86,10 +86,10 @@ def prove(runner: Runner) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, runner.context - 1) for length in PROOF]
     ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).to(runner.device) for n in lengths]
-    alone = [_decode(runner, [row], [1])[0] for row in ids]
+    single = [_decode(runner, [row], [1])[0] for row in ids]
     ways = {"rows side by side": [1], "blocks of several tokens": [3, 1, 7, 2], "prompts as a whole": [max(lengths)]}
     for way, steps in ways.items():
-        for row, expected, found in zip(ids, alone, _decode(runner, ids, steps, neighbour=True), strict=False):
+        for row, expected, found in zip(ids, single, _decode(runner, ids, steps, neighbour=True), strict=False):
             if not torch.equal(expected, found):
                 worst = float((expected - found).abs().max())
                 raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""Ragged attention as one would write it on a blackboard; slow, float32 at least, the definition of correct."""
+"""Ragged attention by explicit softmax: slow, in float32 at least, the definition of correct."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.models.attention.inputs import AttentionInputs
 
 
 def reference(inputs: AttentionInputs) -> Tensor:
-    """softmax(q k^T * scale + mask) v for each row alone; returns [rows, q, heads, value dim] in the query's dtype."""
+    """softmax(q k^T * scale + mask) v row by row; returns [rows, q, heads, value dim] in the query's dtype."""
     inputs = inputs.repeated()
     query, key, value = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (inputs.query, inputs.key, inputs.value))
     visible = inputs.masks.visible(inputs.window)

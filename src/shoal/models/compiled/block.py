@@ -36,7 +36,7 @@ class Block:
         self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
         self.words = words.view(rows, bucket.q) if bucket.q > 1 else None
         words.fill_(1)
-        self.cells.fill_(scratch)  # all is padding: a first pass over it harms nobody
+        self.cells.fill_(scratch)  # all columns are unused until `place`: building a pass writes to the scratch cell only
 
     @property
     def firsts(self) -> Tensor:

@@ -1,8 +1,9 @@
 """Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and values are read once per pass, by
 the queries of all rows of its group together, and never repeated.
 
-Each query attends to its group's prompt and to its own row's tail in two calls. The results, each a mean over its keys, are weighted
-by the softmax denominators they come with (log-sum-exp). That is exact, for any number of queries per row, windows and sinks.
+Each query attends to its group's prompt and to its own row's tail in two calls. The results, each a mean over its keys, are
+weighted by the softmax denominators they come with (log-sum-exp). That is exact for any number of queries per row, windows
+and sinks.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[Round]
     assert 0 < stats.accepted < stats.drafted
     assert stats.row_rounds < stats.committed == 2 * sum(new for _, new in ASKED)
     assert any(round_.moves for round_ in rounds)
-    assert sum(bool(round_.admissions) for round_ in rounds) > 2  # some joined while others ran
+    assert sum(bool(round_.admissions) for round_ in rounds) > 1  # some joined while others ran
 
 
 def test_a_drafter_that_knows_nothing_changes_nothing(architecture: str) -> None:

@@ -21,7 +21,7 @@ from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
 from test_coupled import KnownCosts
-from test_exact_law import ALPHA, P, Q, joint
+from test_exact_distribution import ALPHA, P, Q, joint
 
 # ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -22,7 +22,7 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
-from test_exact_law import ALPHA, P, Q, joint
+from test_exact_distribution import ALPHA, P, Q, joint
 
 PROMPTS = ((0, 0), (1, 2, 3), (2,))
 NEW = 24

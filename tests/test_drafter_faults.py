@@ -25,7 +25,7 @@ from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripte
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from test_auto import auto
-from test_exact_law import ALPHA, P, Q, joint
+from test_exact_distribution import ALPHA, P, Q, joint
 from test_static import runner as static_runner
 
 VOCAB, BAD = 12, 11

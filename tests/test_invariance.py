@@ -2,7 +2,7 @@
 
 Sampled, float32, fixed draft length, a drafter that is right now and then: the same ids, and the same path to them (rounds, drafted
 and accepted tokens of each row). Controllers such as bass look at the whole batch, so for them only the law is the same
-(test_exact_law.py).
+(test_exact_distribution.py).
 """
 
 from __future__ import annotations

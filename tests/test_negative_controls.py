@@ -32,7 +32,7 @@ from shoal.types.requests import Request
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
-from test_exact_law import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
+from test_exact_distribution import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 
 real_uniforms = shoal.sampling.uniforms.uniforms
 real_probabilities = shoal.engine.verify.probabilities

@@ -31,7 +31,7 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, occurrences
-from test_exact_law import ALPHA, P, Q, codes, contingency, joint
+from test_exact_distribution import ALPHA, P, Q, codes, contingency, joint
 
 PROMPTS = ["hello", "world", "hello", "sea", "hello"]
 NEW = 24

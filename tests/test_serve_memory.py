@@ -19,7 +19,7 @@ from serving import TIMEOUT_SECONDS, Gate, legible, pair
 from shoal import cli
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
-from shoal.engine.validation import Intake
+from shoal.engine.validation import RequestValidator
 from shoal.errors import InternalError, OutOfMemory
 from shoal.lookahead.controller import Fixed
 from shoal.models import available
@@ -270,15 +270,15 @@ def test_memory_runs_out_while_rows_are_made(monkeypatch: pytest.MonkeyPatch) ->
     """Of two prompts the second has no memory: the rows of the first leave as well, and nobody decodes for no one."""
     failing = Failing(monkeypatch)
     with serving.served(failing.shoal, make_engine=failing.engine) as server:
-        real, calls = Intake.rows, []
+        real, calls = RequestValidator.rows, []
 
-        def rows(self: Intake, request: Request, needs_text: bool) -> list[Row]:
+        def rows(self: RequestValidator, request: Request, needs_text: bool) -> list[Row]:
             calls.append(request)
             if len(calls) == 2:
                 raise MemoryError
             return real(self, request, needs_text)
 
-        monkeypatch.setattr(Intake, "rows", rows)
+        monkeypatch.setattr(RequestValidator, "rows", rows)
         failed = server.post(prompt=["one", "two"])
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "out_of_memory")
         assert_all_given_back(server)

@@ -85,7 +85,7 @@ class ModelDrafter(Drafter):
                 break
         drafted = torch.stack([drawn.tokens for drawn in looked], dim=1)
         every = drafted.tolist()
-        drafts = [_sound(tokens[:length]) for tokens, length in zip(every, lengths, strict=True)]
+        drafts = [_drawable(tokens[:length]) for tokens, length in zip(every, lengths, strict=True)]
         self._clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
         k = max(map(len, drafts))
         if not k:
@@ -173,7 +173,7 @@ class ModelDrafter(Drafter):
             self.runner.feed(self.slots(late), block, [step] * len(late), want_logits=False)
 
 
-def _sound(tokens: Sequence[int]) -> list[int]:
+def _drawable(tokens: Sequence[int]) -> list[int]:
     """The tokens before the first that could not be drawn."""
     return list(itertools.takewhile(lambda token: token >= 0, tokens))
 
@@ -188,10 +188,10 @@ class _OrdinarySteps:
         self._drawn: list[Tensor] = []
 
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
-        logits, sound = self._possible(self._logits(lengths))
+        logits, finite = self._possible(self._logits(lengths))
         q = self._distributions(logits)
-        tokens = torch.where(sound, self._inputs.sampler(q, uniforms), -1)
-        confidence = self._confidence(logits, q) * sound if self._inputs.stop is not None else q[:, 0]
+        tokens = torch.where(finite, self._inputs.sampler(q, uniforms), -1)
+        confidence = self._confidence(logits, q) * finite if self._inputs.stop is not None else q[:, 0]
         self._drawn.append(tokens)
         return Drawn(q, tokens, confidence)
 
@@ -203,14 +203,14 @@ class _OrdinarySteps:
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         logits = logits[:, :vocab_size]
-        sound = logits.amax(-1).isfinite()
-        if not bool(sound.all()):
-            logits = logits.masked_fill(~sound[:, None], 0.0)
-            for row, good in zip(self._rows, sound.tolist(), strict=True):
+        finite = logits.amax(-1).isfinite()
+        if not bool(finite.all()):
+            logits = logits.masked_fill(~finite[:, None], 0.0)
+            for row, good in zip(self._rows, finite.tolist(), strict=True):
                 if not good:
                     error = BadLogits("NaN or infinite logits of the drafter")
                     self._faults.setdefault(row, {len(self._drawn): error})
-        return logits, sound
+        return logits, finite
 
     def _logits(self, lengths: Sequence[int]) -> Tensor:
         """Logits of the next position, [rows, vocab]."""

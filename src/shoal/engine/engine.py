@@ -21,7 +21,7 @@ from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
 from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
-from shoal.engine.validation import Intake
+from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import verify
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
@@ -70,7 +70,7 @@ class Engine:
         self.memory = Memory(memories, controller.limit + 1, kv_bytes, nodes)
         policy = policy_for(prefix_sharing, memories)
         self.scheduler = Scheduler(max_batch, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits)
-        self.intake = Intake(self.target, self.memory, tokenizer, eos)
+        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats()
         self._clock = clock or time.perf_counter
 
@@ -109,7 +109,7 @@ class Engine:
         Raises:
             RequestError: before anything is computed, if one of them cannot be served.
         """
-        groups = [self.intake.rows(request, needs_text=stream) for request in requests]
+        groups = [self.validator.rows(request, needs_text=stream) for request in requests]
         self.scheduler.add([row for rows in groups for row in rows])
         return groups
 

@@ -19,7 +19,7 @@ from shoal.sampling.uniforms import group_seed, row_seed
 from shoal.types.requests import Request, Row
 
 
-class Intake:
+class RequestValidator:
     """Makes rows of requests, for one engine.
 
     Args:

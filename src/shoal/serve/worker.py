@@ -44,7 +44,7 @@ class Worker:
         self._submissions: set[Submission] = set()
         self._rows: dict[Row, tuple[Submission, int]] = {}  # the engine thread's: unfinished rows, with their index
         self._finished = 0
-        self._grammars = GrammarReader(engine.intake.tokenizer, engine.intake.vocab_size)
+        self._grammars = GrammarReader(engine.validator.tokenizer, engine.validator.vocab_size)
 
     # ── called on the event loop ────────────────────────────────────────────────────────────────────────────────────
 

@@ -60,8 +60,8 @@ class RandomTrees(Drafter):
         return self._random.randrange(self.vocab_size)
 
 
-class _Watched(Drafter):
-    """A drafter that is watched: which rows it was told of, and how many tokens it proposed."""
+class _Recorded(Drafter):
+    """A drafter whose calls are recorded: which rows it was told of, and how many tokens it proposed."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.max_nodes, self.memory = inner, inner.max_nodes, inner.memory
@@ -105,11 +105,11 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int =
     """
     nodes = 0
     for rule, temperature in ((Coupled(), 1.0), (Coupled(), 0.0), (Rejection(), 0.0)):
-        watched = _Watched(make())
-        found = _tokens(watched, rule, vocab_size, lookahead, temperature)
-        assert not watched.present, "rows have left that the drafter was not told of"
+        recorded = _Recorded(make())
+        found = _tokens(recorded, rule, vocab_size, lookahead, temperature)
+        assert not recorded.present, "rows have left that the drafter was not told of"
         assert found == _tokens(None, rule, vocab_size, 0, temperature), "a drafter must not change seeded or greedy tokens"
-        nodes += watched.nodes
+        nodes += recorded.nodes
     return nodes
 
 

@@ -28,7 +28,7 @@ from shoal.testing.engines import engine_of
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
-from test_exact_law import joint, shifted
+from test_exact_distribution import joint, shifted
 from test_static import FakeGraphs
 
 ALPHA = 1e-3

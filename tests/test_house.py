@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -269,6 +270,38 @@ def test_shoal_imports_without_the_optional_packages() -> None:
         "import shoal, shoal.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+RETIRED = frozenset(
+    "luck lane lanes LANES law laws hopeful hopeless scrub watched told intake Intake Piece seated vacate crowded Knowledge "
+    "Curve Proposal Asked Order Ticket Follower News Form Reply Recipe Ledger LAST_WORDS PATIENCE referee Referee warden confine "
+    "examine judge judged judging way ways door room prices priced around".split()
+)
+"""Names that were replaced by the field's own, see the table of words in DESIGN.md; `tests/test_docs.py` looks for such in pages."""
+
+
+def retired_names(root: Path) -> list[str]:
+    """Names, and words of names between underscores, that are on the list; modules by their files."""
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        with tokenize.open(file) as source:
+            names = {token.string for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME}
+        for name in sorted({*names, file.stem}):
+            if RETIRED & {name, *name.split("_")}:
+                found.append(f"{file.relative_to(root)}: {name}")
+    return found
+
+
+def test_no_retired_words_in_names() -> None:
+    assert not retired_names(PACKAGE)
+
+
+def test_a_retired_word_is_found(tmp_path: Path) -> None:
+    (tmp_path / "warden.py").write_text("def f(row_luck, lucky):\n    return lucky  # a comment may say luck\n")
+    assert retired_names(tmp_path) == ["warden.py: row_luck", "warden.py: warden"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

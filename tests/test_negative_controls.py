@@ -31,8 +31,8 @@ from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
-from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 from test_exact_distribution import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
+from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 
 real_uniforms = shoal.sampling.uniforms.uniforms
 real_probabilities = shoal.engine.verify.probabilities

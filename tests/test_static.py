@@ -28,7 +28,7 @@ from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
 from shoal.models.compiled import Passes, executor_for
 from shoal.models.compiled.block import Block
-from shoal.models.compiled.buckets import COLUMNS, Bucket, bucket_for, room, step_up
+from shoal.models.compiled.buckets import COLUMNS, Bucket, bucket_for, reservation, step_up
 from shoal.models.compiled.executors import EXECUTORS, Executor, Graphs, Run
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities, pure_probabilities
@@ -77,8 +77,8 @@ def test_the_smallest_bucket_that_holds_a_pass(asked: tuple[int, int, int, int],
 
 
 def test_room_for_a_bucket_and_the_scratch_slot() -> None:
-    assert room(5, 40) == (7, 64)
-    assert room(8, 130) == (9, 192)
+    assert reservation(5, 40) == (7, 64)
+    assert reservation(8, 130) == (9, 192)
 
 
 def test_a_block_holds_a_plan_and_its_padding_stands_aside() -> None:

@@ -91,12 +91,17 @@ class Bridge:
         self.lock = threading.RLock()
 
     def ordinary(
-        self, tokens: Tensor, cache: SlotCache, method: Method, around: AbstractContextManager[None], want_logits: bool
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        method: Method,
+        forward_context: AbstractContextManager[None],
+        want_logits: bool,
     ) -> Tensor:
         """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says.
 
         Args:
-            around: entered while the model computes. want_logits: False allows those of the last column only.
+            forward_context: entered while the model computes. want_logits: False allows those of the last column only.
         """
         plan = cache.plan
         assert plan is not None
@@ -109,7 +114,7 @@ class Bridge:
             options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
         if self.attention_path == "mask":
             options["attention_mask"] = masks.explicit_bias(self.hf.dtype)
-        with self._switched(NAME), around:
+        with self._switched(NAME), forward_context:
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
                 logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits

@@ -74,7 +74,7 @@ class Runner:
         if not self.cache.bytes_per_token():
             self._learn_bytes()
         if self.static is not None:
-            slots, capacity = compiled.room(slots, capacity)
+            slots, capacity = compiled.reservation(slots, capacity)
         return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
@@ -143,7 +143,7 @@ class Runner:
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
         if self.static is not None:
-            slots, capacity = compiled.room(slots, capacity)
+            slots, capacity = compiled.reservation(slots, capacity)
         with explained(self.name):
             self.cache.reserve(slots, self._whole(capacity), cells)
 

@@ -78,25 +78,25 @@ def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @torch.inference_mode()
 def prove(runner: Runner) -> None:
-    """Decodes three rows one by one, token by token, then together in three ways; all logits must be equal to the last bit.
+    """Decodes three rows one by one, token by token, then together in three variants; all logits must be equal to the last bit.
 
     Raises:
-        UnsupportedModel: naming the way that changed them.
+        UnsupportedModel: naming the variant that changed them.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, runner.context - 1) for length in PROOF]
     ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).to(runner.device) for n in lengths]
     single = [_decode(runner, [row], [1])[0] for row in ids]
-    ways = {"rows side by side": [1], "blocks of several tokens": [3, 1, 7, 2], "prompts as a whole": [max(lengths)]}
-    for way, steps in ways.items():
+    variants = {"rows side by side": [1], "blocks of several tokens": [3, 1, 7, 2], "prompts as a whole": [max(lengths)]}
+    for variant, steps in variants.items():
         for row, expected, found in zip(ids, single, _decode(runner, ids, steps, neighbour=True), strict=False):
             if not torch.equal(expected, found):
                 worst = float((expected - found).abs().max())
                 raise UnsupportedModel(
-                    f"{runner.name} cannot be strict here: {way} moved the logits of a row of {len(row)} tokens by up to "
+                    f"{runner.name} cannot be strict here: {variant} moved the logits of a row of {len(row)} tokens by up to "
                     f"{worst:.1e}; without strict, greedy ids are the same in float32 all the same, save for near-ties"
                 )
-    runner.notes["strict"] = f"{sum(lengths)} positions bit-equal in {len(ways) + 1} ways of computing them"
+    runner.notes["strict"] = f"{sum(lengths)} positions bit-equal in {len(variants) + 1} ways of computing them"
 
 
 def _decode(runner: Runner, ids: Sequence[Tensor], steps: Sequence[int], neighbour: bool = False) -> list[Tensor]:

@@ -93,10 +93,10 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if not param:
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     found = [(_path(error, body), error["msg"]) for error in errors[:MAX_REPORTED_ERRORS]]
-    ways = dict.fromkeys(
+    reasons = dict.fromkeys(
         f"{cut(path, MAX_PARAM_CHARACTERS)}: {what}" for path, what in found if f"{path}.".startswith(f"{param}.")
     )
-    return ApiError(400, "; or: ".join(ways), param=param, code="invalid_value")
+    return ApiError(400, "; or: ".join(reasons), param=param, code="invalid_value")
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:

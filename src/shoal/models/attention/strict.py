@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as zeros_around
+from torch.nn.functional import pad as zero_pad
 
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
@@ -37,11 +37,9 @@ def strict(inputs: AttentionInputs) -> Tensor:
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
     bias = inputs.masks.explicit_bias(query.dtype, inputs.window)  # the kernel rounds differently without a mask
-    bias = zeros_around(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
+    bias = zero_pad(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
     bias = bias.repeat(1, 1, 1, inputs.group, 1)
-    query = (
-        zeros_around(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
-    )  # [rows, tiles, heads, TILE, dim]
+    query = zero_pad(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, heads, TILE, dim]
     if plan.rows <= tiles:
         spread = (tiles, -1, -1, -1)
         own = zip(query, key[:, None], value[:, None], bias, strict=True)  # of each row: [tiles, ...], and keys [1, ...]
@@ -54,7 +52,7 @@ def strict(inputs: AttentionInputs) -> Tensor:
 def _paths(inputs: AttentionInputs, row: int) -> Tensor:
     """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
     plan = inputs.plan
-    query = zeros_around(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
+    query = zero_pad(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
     # Each query's keys in the order of their positions, then those that it does not see; [rows, q, kv].
     order = inputs.masks.once("paths", lambda: (~inputs.masks.visible()).byte().argsort(dim=-1, stable=True))
     key, value = (t[row][:, order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))

@@ -12,8 +12,8 @@ computation over a *bucket* of (rows, columns, keys), padded up, whose every inp
     drafting    a drafter's step with its draw
 """
 
-from shoal.models.compiled.buckets import room
+from shoal.models.compiled.buckets import reservation
 from shoal.models.compiled.executors import executor_for
 from shoal.models.compiled.passes import ATTENTION, Passes
 
-__all__ = ["ATTENTION", "Passes", "executor_for", "room"]
+__all__ = ["ATTENTION", "Passes", "executor_for", "reservation"]

@@ -39,7 +39,7 @@ def step_up(size: int) -> int:
     return between if power > 2 and size <= between else power
 
 
-def room(slots: int, capacity: int) -> tuple[int, int]:
+def reservation(slots: int, capacity: int) -> tuple[int, int]:
     """What to reserve for `slots` rows of `capacity` tokens: a bucket's rows, a scratch slot, and a length that other runs will
     ask for as well, so that passes built for one run serve the next. No length is none."""
     return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS)) if capacity else 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
@@ -274,3 +276,37 @@ def test_the_caches_of_all_models_count() -> None:
     assert plain.memory.used == 8 * (15 + 1)
     assert plain.stats.target_passes == 12  # the pass that found out what a token takes is no part of the run
     assert new_tokens(rows) == alone((1, 2, 3))
+
+
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
+def test_the_drafter_keeps_pace_with_a_long_prompt(prefix_sharing: str) -> None:
+    """It computes no more of it at once than the target does, and drafts as soon as the row runs."""
+    engine = chunking(6, prefix_sharing, real=True)
+    drafter, sizes = runners_of(engine)[1], []
+    feed, feed_prefix = drafter.feed, drafter.feed_prefix
+
+    def counted(slots: Sequence[int], tokens: Tensor, counts: Sequence[int], **options: Any) -> Tensor:
+        sizes.append(sum(counts) if not options.get("want_logits", True) else 0)
+        return feed(slots, tokens, counts, **options)
+
+    def counted_prefix(prefix: Prefix, start: int, tokens: Tensor) -> None:
+        sizes.append(tokens.shape[1])
+        feed_prefix(prefix, start, tokens)
+
+    drafter.feed, drafter.feed_prefix = counted, counted_prefix  # type: ignore[method-assign]
+    ask(engine, OTHER[:4], new=30)
+    engine.step()
+    (row, *_) = ask(engine, LONG, 2)
+    while row.rounds < 1:
+        engine.step()
+    assert sum(sizes) >= len(LONG) - 1
+    assert max(sizes) <= 6
+    assert row.drafted > 0
+    while engine.step():
+        pass
+    plain = chunking(6, prefix_sharing, k=0, real=True)
+    ask(plain, OTHER[:4], new=30)
+    (other, *_) = ask(plain, LONG, 2)
+    while plain.step():
+        pass
+    assert row.tokens == other.tokens

@@ -280,7 +280,7 @@ RETIRED = frozenset(
     "Curve Proposal Asked Order Ticket Follower News Form Reply Recipe Ledger LAST_WORDS PATIENCE referee Referee warden confine "
     "examine judge judged judging way ways door room prices priced around".split()
 )
-"""Names that were replaced by the field's own, see the table of words in DESIGN.md; `tests/test_docs.py` looks for such in pages."""
+"""Names that standard terms have replaced; `tests/test_docs.py` looks for such in pages."""
 
 
 def retired_names(root: Path) -> list[str]:

@@ -29,6 +29,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Scores, Verdict
+from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree, Positions, chains
 
 log = logging.getLogger("shoal")
@@ -101,6 +102,9 @@ class ModelDrafter(Drafter):
         if rows and not self._warned:
             self._warned = True
             log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
+
+    def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
+        self._slots.keep_pace(chunks)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""

@@ -17,6 +17,7 @@ from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.rounds import Scores, Verdict
+from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
@@ -104,6 +105,11 @@ class Drafter(Protocol):
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows joined. Nothing need be computed before a draft is asked for."""
+        return None
+
+    def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
+        """The target has computed these chunks of prompts. A drafter that reads prompts may keep pace with one that takes several
+        rounds, so that no round has to wait for all of it."""
         return None
 
     def propose(self, inputs: DraftInputs) -> DraftTree:

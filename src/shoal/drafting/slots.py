@@ -8,7 +8,8 @@ elsewhere it is copied between slots.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +19,7 @@ from shoal.models.prompts import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 from shoal.types.requests import Row
+from shoal.types.schedule import PrefillChunk
 
 NO_GROUP = -1
 
@@ -34,6 +36,9 @@ class DraftSlots(KeyValueMemory):
         self._places: dict[Row, int] = {}
         self._prompts: dict[int, int] = {}  # slot -> the group whose prompt it begins with, also when its row has left
         self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
+        self._partial: tuple[Prefix, int] | None = (
+            None  # a prompt on its way into the store, and how many tokens of it are there
+        )
         self.seconds, self._taken = 0.0, 0.0
 
     def of(self, row: Row) -> int:
@@ -63,10 +68,45 @@ class DraftSlots(KeyValueMemory):
             elif self._places[row] != slot:
                 self._move(row, slot)
         if new:
-            started = time.perf_counter()
-            self._enter(new, dict(zip(rows, range(len(rows)), strict=True)))
-            self._runner.take_counters()  # passes over prompts are no part of a round
-            self.seconds += time.perf_counter() - started
+            with self._preparing():
+                self._enter(new, dict(zip(rows, range(len(rows)), strict=True)))
+
+    def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Computes chunks of the prompts that take the target several rounds, in the slots that the target has for them."""
+        long = [
+            chunk for chunk in chunks if chunk.stop - chunk.start < chunk.row.prompt_length - 1 and chunk.row.draft_reach
+        ]
+        with self._preparing():
+            for chunk in long:
+                self._compute(chunk)
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Passes over prompts are no part of a round."""
+        started = time.perf_counter()
+        yield
+        self._runner.take_counters()
+        self.seconds += time.perf_counter() - started
+
+    def _compute(self, chunk: PrefillChunk) -> None:
+        """A chunk that does not follow what is there is passed over: the prompt is then computed as a whole."""
+        row, slot, ids = chunk.row, chunk.slot, chunk.row.request.prompt_ids[chunk.start : chunk.stop]
+        complete = chunk.stop == row.prompt_length - 1
+        if row.prefix is not None:
+            if chunk.start == 0:
+                self._forget_overlapping(row.prefix)
+                self._partial = row.prefix, 0
+            if self._partial == (row.prefix, chunk.start):
+                feed_prefix(self._runner, row.prefix, chunk.start, torch.tensor([ids], device=self._runner.device))
+                self._partial = row.prefix, chunk.stop
+                self._stored |= {row.prefix: row.group} if complete else {}
+            return
+        if chunk.start == 0 and slot not in self._places.values():
+            self._places[row], self._prompts[slot] = slot, NO_GROUP
+            self._cache.enter(slot)
+        if self._places.get(row) == slot and self._cache.lengths[slot] == chunk.start:
+            feed_prompts(self._runner, [(slot, ids)])
+            self._prompts[slot] = row.group if complete else NO_GROUP
 
     def _move(self, row: Row, slot: int) -> None:
         """The row goes to a free slot. Rows only ever move down, so that a row which is still in the way comes first."""
@@ -105,11 +145,14 @@ class DraftSlots(KeyValueMemory):
         prefix = row.prefix
         assert prefix is not None
         if self._stored.get(prefix) != row.group:
-            self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}
+            self._forget_overlapping(prefix)
             ids = torch.tensor([row.request.prompt_ids[: prefix.length]], device=self._runner.device)
             feed_prefix(self._runner, prefix, 0, ids)
             self._stored[prefix] = row.group
         return prefix
+
+    def _forget_overlapping(self, prefix: Prefix) -> None:
+        self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -248,6 +248,7 @@ class Engine:
         self.target.take_counters()  # no part of a round
         if self.drafter is not None:
             self.drafter.begin([admission.row for admission in round_.admissions])
+            self.drafter.prepare(round_.chunks)
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed

@@ -13,6 +13,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Scores, Verdict
+from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
 Guess = Callable[[Sequence[int]], int]
@@ -71,6 +72,9 @@ class _Recorded(Drafter):
     def begin(self, rows: Sequence[Row]) -> None:
         self.present |= set(rows)
         self.inner.begin(rows)
+
+    def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
+        self.inner.prepare(chunks)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         before = [list(row.tokens) for row in inputs.rows]

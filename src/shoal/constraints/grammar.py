@@ -26,6 +26,7 @@ from shoal.types.requests import Row
 MASK_SECONDS = 0.05
 """Processor time that one mask of a row may take. Usual ones take some milliseconds at most, those of a very ambiguous grammar half
 a second within llguidance's own limits, and the other rows of the batch wait for them."""
+TOO_SLOW = f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller or less ambiguous"
 _clock, _processor_time = time.perf_counter, time.thread_time
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -208,11 +209,8 @@ def _fill_one_by_one(track: Track, states: Sequence[TextState], places: Sequence
         if matcher is None:
             continue
         _filling().fill_next_token_bitmask(matcher, bits, i)
-        error = ""
-        if matcher.is_error():
-            error = _first_line(matcher.get_error())
-        elif _processor_time() - started > MASK_SECONDS:
-            error = f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller or less ambiguous"
+        late = _processor_time() - started > MASK_SECONDS
+        error = _first_line(matcher.get_error()) if matcher.is_error() else TOO_SLOW if late else ""
         if error:
             track.errors[states[i].tokens] = error
             bits[i] = 0

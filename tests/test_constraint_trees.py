@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints import masks
+from shoal.constraints import grammar, masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.grammar import GrammarConstraint, TextState, Track
 from shoal.constraints.protocol import Allowed, Constraint
@@ -70,8 +70,8 @@ class Listed(AtMost):
         return super().mask([count for (count,) in states], vocab_size, device)
 
 
-def compiled(grammar: Grammar) -> GrammarConstraint:
-    return grammars_of(TOKENIZER, VOCABULARY).constraint(grammar)
+def compiled(language: Grammar) -> GrammarConstraint:
+    return grammars_of(TOKENIZER, VOCABULARY).constraint(language)
 
 
 JSON = Grammar("json_schema", {"type": "object", "additionalProperties": {"type": ["number", "boolean"]}, **COMPACT})
@@ -83,8 +83,11 @@ ROWS: dict[str, Callable[[], list[Constraint[Any]]]] = {
     "two grammars": lambda: [compiled(LARK), compiled(Grammar("regex", "[ab,(]*[abc)]*"))],
     "a grammar and another": lambda: [compiled(WORDS), AtMost(DIGITS, 1)],
     "a state that could be changed": lambda: [Listed(range(0, VOCABULARY, 2), 1)],
+    "json, a long number": lambda: [compiled(JSON)],
     "none": list,
 }
+STARTS = {"json, a long number": '{"a":1234567890123456789'}
+"""What a row has committed before its first tree: of this number one digit more is possible."""
 
 
 def row_of(name: str) -> Row:
@@ -137,6 +140,8 @@ def differing(rows: dict[str, Row], trees: dict[str, tuple[list[int], list[int]]
 def rounds(seed: int, count: int = 3) -> int:
     """Columns that differ over some rounds of random trees, a random path of each being committed."""
     random, rows, wrong = Random(seed), {name: row_of(name) for name in ROWS}, 0
+    for name, start in STARTS.items():
+        commit(rows[name], encode(start))
     for _ in range(count):
         news = {name: tuple(row.tokens[len(PROMPT) :]) for name, row in rows.items()}
         trees = {name: random_tree(name, news[name], random.randrange(9), random) for name in rows}
@@ -182,6 +187,33 @@ def test_without_any_eos_a_conjunction_ends_where_nothing_follows() -> None:
     )  # fmt: skip
     (row,) = decoded([request], None)[1]
     assert (row.tokens[3:], row.finish_reason) == (encode("ab"), "stop")
+
+
+def test_a_mask_that_takes_too_long_fails_its_branch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only as long as it does."""
+    used, slow, at = [0.0], tuple(encode("ab")), Track.at
+
+    def spends(self: Track, state: TextState) -> Any:
+        used[0] += 1.01 * grammar.MASK_SECONDS * (state.tokens == slow)
+        return at(self, state)
+
+    row, like = row_of("regex"), torch.empty(1, 5, VOCABULARY)
+    positions = Positions([row], [encode("abdc")], [[-1, 0, 0, 1]])  # a, ab, ad, abc
+    whole = masks.allowed(positions, like)
+    monkeypatch.setattr(grammar, "_processor_time", lambda: used[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Track, "at", spends)
+        cut = masks.allowed(positions, like)
+        reasons = [masks.why(positions, 0, column) for column in range(5)]
+    assert whole is not None
+    assert cut is not None
+    assert [bool(part.any()) for part in cut[0]] == [True, True, False, True, False]
+    assert torch.equal(cut[0, [0, 1, 3]], whole[0, [0, 1, 3]])
+    assert ["a mask took more than 0.05 s" in reason for reason in reasons] == [False, False, True, False, True]
+    again = masks.allowed(positions, like)
+    assert again is not None
+    assert torch.equal(again, whole)
+    assert not any(masks.why(positions, 0, column) for column in range(5))
 
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,10 +328,10 @@ def asked(temperature: float) -> list[Request]:
     ]  # fmt: skip
     return [
         Request(
-            (*PROMPT, i), 2, Sampling(grammar=grammar, seed=i, temperature=temperature), Limits(max_new_tokens=24),
+            (*PROMPT, i), 2, Sampling(grammar=language, seed=i, temperature=temperature), Limits(max_new_tokens=24),
             constraints=constraints,
         )
-        for i, (grammar, constraints) in enumerate(ways)
+        for i, (language, constraints) in enumerate(ways)
     ]  # fmt: skip
 
 
@@ -381,6 +413,13 @@ def test_a_constraint_of_ones_own(k: int) -> None:
     assert complete
     assert all(len(numbers) == 3 for numbers in complete)
     assert not k or 0 < bound.stats.accepted < bound.stats.drafted
+
+
+def test_a_drafter_keeps_a_constraint_without_a_grammar() -> None:
+    """Its q at each position has the mask of what it has drafted so far: as much is accepted as without the constraint."""
+    options: dict[str, Any] = {"n": 8, "lookahead": 4, "seed": 1, "max_new_tokens": 30, "eos": ()}
+    free, bound = (made().generate([PROMPT], constraints=own, **options).stats for own in ((), [AtMost(range(130), 1)]))
+    assert bound.accepted / bound.drafted > 0.8 * free.accepted / free.drafted > 0.2
 
 
 def test_what_a_constraint_must_be() -> None:

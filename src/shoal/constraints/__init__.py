@@ -1,4 +1,4 @@
-"""The Constraint protocol, grammars, and what schemas need to become grammars.
+"""The Constraint protocol, grammars as constraints, and the preparation of JSON schemas.
 
 A constraint sees token ids, never logits or models.
 """

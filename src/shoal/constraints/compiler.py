@@ -21,10 +21,10 @@ from shoal.errors import RequestError
 
 _END = "<|end of a text|>"
 STACK = 2**28
-"""Bytes of stack to read grammars with. llguidance follows rules into rules, at some 3 KB each, and has no bound but the process's
-end: on a usual stack a grammar of 20 KB is enough."""
+"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and without a limit: on a stack of
+8 MB a grammar of 20 KB ends the process."""
 KEPT = 32
-"""Grammars that are remembered: the same few come again and again, and a large one takes a second to read."""
+"""Compiled grammars that are kept, the most recently used ones: a large one takes a second to compile."""
 
 
 class Grammars:
@@ -92,7 +92,7 @@ class Grammars:
         return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
 
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
-        """Its matchers are the grammar's, and for JSON that of its numbers."""
+        """Compiles a grammar: its matcher, and for JSON that of the numbers."""
         starts = [self._started(grammar, self.written(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers.deep_copy())

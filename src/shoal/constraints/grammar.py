@@ -33,11 +33,11 @@ Bits = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TextState:
-    """A text, by its last token and the state before that; never changed.
+    """A text as a linked list: its last token, and the state before that token. Never changed.
 
     Attributes:
-        tracks: those of the row, which find the text's place in the grammar. parent: None before the first token.
-        length: tokens of the text. serial: unlike that of any other state.
+        tracks: the row's matchers. parent: the state before the last token; None before the first token.
+        length: tokens of the text. serial: a number that no other state of the process has.
     """
 
     tracks: Sequence[Track] = field(repr=False)
@@ -95,7 +95,7 @@ class GrammarConstraint(Constraint[TextState]):
 
 
 class Track:
-    """One matcher, which follows the texts of one row: it goes from one to another by way of their common beginning.
+    """One matcher of a row. It moves from one text to another by rolling back to their longest common prefix.
 
     Attributes:
         errors: why there is no mask after these texts, of those that were last asked about, if llguidance gave up (it bounds the
@@ -105,7 +105,7 @@ class Track:
     def __init__(self, start: Any) -> None:
         self.errors: dict[tuple[int, ...], str] = {}
         self._start, self._matcher = start, start.deep_copy()
-        self._consumed: list[tuple[int, int]] = []  # serial and token of each state on the way
+        self._consumed: list[tuple[int, int]] = []  # serial and token of each state up to its text
 
     def at(self, state: TextState) -> Any:
         """The matcher just after the state's text; None where its grammar does not allow the text."""
@@ -140,7 +140,7 @@ class Track:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

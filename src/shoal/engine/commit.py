@@ -31,7 +31,7 @@ def commit(
     failing = _reached(rows, paths, scores.faults)
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
-    raw, processed = _logprobs(scores, blocks)
+    logprobs = _logprobs(scores, blocks)
     appended = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
         row.rounds += 1
@@ -43,19 +43,25 @@ def commit(
         kept = min(len(paths[b]), taken)
         row.accepted += kept
         row.from_draft += [True] * kept + [False] * (taken - kept)
-        row.logprobs += raw[b][:taken]
-        row.processed_logprobs += processed[b][:taken]
-        if row.request.top_logprobs:
-            row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
-        if row.request.keep_logits:
-            row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
+        _report(row, b, taken, scores, logprobs)
         appended.append((row, block[:taken], kept))
     now = clock()
     return [_commit(row, tokens, kept, now) for row, tokens, kept in appended]
 
 
+def _report(row: Row, b: int, taken: int, scores: Scores, logprobs: tuple[list[list[float]], list[list[float]]]) -> None:
+    """Adds to the row what is reported of its tokens, the b-th row of the scores."""
+    raw, processed = logprobs
+    row.logprobs += raw[b][:taken]
+    row.processed_logprobs += processed[b][:taken]
+    if row.request.top_logprobs:
+        row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
+    if row.request.keep_logits:
+        row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
+
+
 def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
-    """The round's news of a row; a row that ended knows all its text only then, so the sample comes before the text."""
+    """What the round added to a row. The sample is made before the text is taken: all text of a row is known once it has ended."""
     sample = finish(row, now) if row.finish_reason else None
     return Commit(row, tokens, accepted, visible_text(row), sample)
 

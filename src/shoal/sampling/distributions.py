@@ -107,18 +107,7 @@ def _of_group(
     logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
 ) -> Tensor:
     """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.masks`."""
-    own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
-    scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
-    if own:
-        penalties.bias_and_penalise(scores, sampling, positions)
-    if sampling.processors:
-        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
-        scores = _possible(scores, logits, sampling, positions, faults)
-        scores = penalties.process(scores, sampling.processors, positions)
-    if allowed is not None:
-        scores.masked_fill_(~allowed, -torch.inf)
-    if not sampling.greedy:
-        scores = _at_temperature(scores, sampling.temperature)
+    scores = _controlled(logits, sampling, positions, allowed, faults)
     truncates = truncation.truncates(sampling)
     if not sampling.greedy and not truncates:
         probs = scores.softmax(-1)
@@ -130,6 +119,23 @@ def _of_group(
     if truncates:
         return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
     return scores.softmax(-1)
+
+
+def _controlled(
+    logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
+) -> Tensor:
+    """Scores [rows, q, vocab] after all controls but truncation: what reads the history, processors, constraints, temperature."""
+    own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
+    scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
+    if own:
+        penalties.bias_and_penalise(scores, sampling, positions)
+    if sampling.processors:
+        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
+        scores = _possible(scores, logits, sampling, positions, faults)
+        scores = penalties.process(scores, sampling.processors, positions)
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
+    return scores if sampling.greedy else _at_temperature(scores, sampling.temperature)
 
 
 def _at_temperature(scores: Tensor, temperature: float) -> Tensor:

@@ -187,6 +187,7 @@ class _OrdinarySteps:
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
         self._drafter, self._rows, self._inputs, self._faults = drafter, inputs.rows, inputs, faults
+        self._slots = drafter.slots(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self._drawn: list[Tensor] = []
@@ -218,7 +219,7 @@ class _OrdinarySteps:
 
     def _logits(self, lengths: Sequence[int]) -> Tensor:
         """Logits of the next position, [rows, vocab]."""
-        runner, slots, rows = self._drafter.runner, self._drafter.slots(self._rows), len(self._rows)
+        runner, slots, rows = self._drafter.runner, self._slots, len(self._rows)
         if not self._drawn:
             block, counts = self._drafter.pending(self._rows)
             logits = runner.feed(slots, block, counts)

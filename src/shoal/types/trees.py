@@ -150,10 +150,12 @@ class Positions:
             column = self.parent(row, column)
         return path[::-1]
 
-    def paths(self, row: int, q: int) -> list[tuple[int, list[int]]]:
+    def paths(self, row: int, q: int) -> list[tuple[int, Sequence[int]]]:
         """The columns of the block [rows, q] that can matter, and the drafted tokens before each."""
-        inside = range(self.first, self.first + q)
-        return [(column - self.first, self.path(row, column)) for column in self.columns(row) if column in inside]
+        if self.parents is None:
+            first, draft = self.first, self.drafts[row]
+            return [(column - first, draft[:column]) for column in self.columns(row)[first : first + q]]
+        return [(column, self.path(row, column)) for column in self.columns(row)]
 
     def history(self, row: int, column: int) -> list[int]:
         """All tokens before the position that a column scores."""

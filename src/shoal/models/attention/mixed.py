@@ -38,8 +38,9 @@ def split_rows(plan: Plan, call: int) -> tuple[list[int], int]:
     Returns:
         The rows to attend by a call each, the longest ones, and the width of one padded call that is enough for all others.
     """
-    longest = np.argsort(-np.array(plan.ends), kind="stable")
-    widths = np.array(plan.ends)[longest]
+    ends = np.array(plan.ends)
+    longest = np.argsort(-ends, kind="stable")
+    widths = ends[longest]
     split_cost = np.cumsum(np.array(plan.tails)[longest] + call)
     costs = np.concatenate([[0], split_cost]) + np.append(plan.rows * widths + call, 0)
     many = int(costs.argmin())

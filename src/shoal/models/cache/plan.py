@@ -172,7 +172,7 @@ class Plan:
         """So many first keys of its slot each query sees; 0 where rows feed several tokens."""
         return min(self.tails) if self.q == 1 else 0
 
-    @property
+    @cached_property
     def ends(self) -> list[int]:
         """Where in its slot the columns of each row end, padding included."""
         return self.tails if self.packed else (self._cells[:, -1] + 1).tolist()

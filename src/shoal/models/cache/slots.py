@@ -118,6 +118,8 @@ class SlotCache(Cache):
         Raises:
             InternalError: for columns that the row does not have, or that do not rise.
         """
+        if columns == range(len(columns)):
+            return self.rollback(slot, length + len(columns))
         rising = all(a < b for a, b in pairwise([-1, *columns]))
         if not rising or not self._offset(slot) <= length <= length + max(columns, default=-1) + 1 <= self.lengths[slot]:
             raise InternalError(f"cannot keep columns {list(columns)} of slot {slot} from {length} to {self.lengths[slot]}")

@@ -18,13 +18,14 @@ from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
 from shoal.models.attention.masks import Masks, within
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import MOST_NODES, branching, chain_words, layout
+from shoal.models.cache.tree import branching, chain_words, layout
 from shoal.models.compiled.buckets import COLUMNS
 from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES as ALL
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import Prefix
+from shoal.types.trees import MOST_NODES
 
 CPU = torch.device("cpu")
 ERROR = 1e-9

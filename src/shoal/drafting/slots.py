@@ -76,9 +76,10 @@ class DraftSlots(KeyValueMemory):
         long = [
             chunk for chunk in chunks if chunk.stop - chunk.start < chunk.row.prompt_length - 1 and chunk.row.draft_reach
         ]
-        with self._preparing():
-            for chunk in long:
-                self._compute(chunk)
+        if long:
+            with self._preparing():
+                for chunk in long:
+                    self._compute(chunk)
 
     @contextmanager
     def _preparing(self) -> Iterator[None]:

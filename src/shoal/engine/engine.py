@@ -246,13 +246,13 @@ class Engine:
         self.memory.allocate(round_)
         computed = prefill(self.target, round_)
         self.target.take_counters()  # no part of a round
-        if self.drafter is not None:
-            self.drafter.begin([admission.row for admission in round_.admissions])
-            self.drafter.prepare(round_.chunks)
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.seconds_prefill += self._clock() - started
+        if self.drafter is not None:  # its seconds are in its own counters
+            self.drafter.begin([admission.row for admission in round_.admissions])
+            self.drafter.prepare(round_.chunks)
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, DraftTree]:
         """The uniforms of the round as its rule has them, [rows, longest draft + 1, ...], and the trees drawn by them."""

@@ -19,7 +19,7 @@ from shoal.errors import InternalError
 from shoal.types.requests import Row
 
 MOST_NODES = 63
-"""Most nodes of a tree that branches: what a column may see is a word of 64 bits."""
+"""Most nodes of a tree that branches: what a column sees is a word of 64 bits, and the root takes one."""
 
 
 @dataclass(frozen=True)

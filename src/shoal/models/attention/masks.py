@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.models.cache.tree import MOST_NODES
+from shoal.types.trees import MOST_NODES
 
 T = TypeVar("T")
 

@@ -13,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import InternalError, RequestError
+from shoal.types.trees import MOST_NODES
 
 Parents = Sequence[Sequence[int]]
 """Of each row, the parent node of each node of its tree; -1 is the root."""
 Array = npt.NDArray[np.int64]
-
-MOST_NODES = 63
-"""A column's word has 64 bits, and the root takes one."""
 
 
 def branching(parents: Parents | None) -> bool:

@@ -1,0 +1,155 @@
+"""One weight matrix, in the order of memory that its CPU multiplies fastest.
+
+A decoding pass is products [tokens, in] x [in, out] of few tokens, whose time is that of reading the weights. Three forms:
+
+- "as-is": [out, in] in rows, as libraries keep weights.
+- "input-major": the same shape with other strides. MKL repacks weights in rows in every float32 product of more than about ten
+  tokens, which can cost more than the product; it need not repack these.
+- "packed": blocks in the order in which oneDNN's kernels read them, an opaque tensor. Products take activations, sums and products
+  of the result in the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
+FORMS = (AS_IS, INPUT_MAJOR, PACKED)
+
+Fused = tuple[str, list[Any], str]
+_SILU: Fused = ("swish", [], "")
+_TANH: Fused = ("gelu", [], "tanh")
+FUSED: dict[str, Fused] = {
+    "none": ("none", [], ""), "relu": ("relu", [], ""), "silu": _SILU, "swish": _SILU,
+    "gelu": ("gelu", [], "none"), "gelu_new": _TANH, "gelu_pytorch_tanh": _TANH,
+}  # fmt: skip
+"""Activations by their names in Transformers (`hidden_act` of a config), as oneDNN's attribute, scalars and algorithm."""
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_new": _tanh_gelu, "gelu_pytorch_tanh": _tanh_gelu,
+}  # fmt: skip
+"""The same as functions; "none" has none."""
+
+
+class Linear(Protocol):
+    """activation(x Wᵀ + b): x [tokens, in], result [tokens, out]."""
+
+    def __call__(self, x: Tensor, activation: str = "none") -> Tensor: ...
+
+
+def input_major(weight: Tensor) -> Tensor:
+    """The same matrix [out, in], laid out in memory as [in, out]."""
+    return weight.t().contiguous().t()
+
+
+def packed(weight: Tensor) -> Tensor:
+    """The same matrix [out, in], float32 or bfloat16, as an opaque tensor of oneDNN; its `to_dense()` is `weight` exactly."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+
+class Matrix:
+    """W [out, in] and b [out] of one linear layer, or of several with the same input, one below the other.
+
+    `linear`, `linear_add` and `linear_mul` are chosen when the weights change, so that a call has nothing to decide; whoever keeps
+    a matrix asks it for them at each call. x is [tokens, in] and contiguous, in the dtype of the weights; nothing is recorded for
+    autograd.
+
+    Attributes:
+        form: one of `FORMS`. shape: (out, in). dtype: of the weights. bias: [out] or None.
+        table: the same weights as [out, in] in rows, where they are looked up by row too (tied embeddings), else None.
+        linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; a name in `ACTIVATIONS`, or "none".
+        linear_add: (x, other) -> x Wᵀ + b + other; other [tokens, out].
+        linear_mul: (x, other) -> (x Wᵀ + b) * other.
+    """
+
+    linear: Linear
+    linear_add: Callable[[Tensor, Tensor], Tensor]
+    linear_mul: Callable[[Tensor, Tensor], Tensor]
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: str = AS_IS, *, table: bool = False) -> None:
+        self.form, self.bias = form, bias
+        self.shape, self.dtype = (weight.shape[0], weight.shape[1]), weight.dtype
+        self.table: Tensor | None = None
+        self._keep(weight.detach(), table)
+
+    def _keep(self, weight: Tensor, table: bool) -> None:
+        """Takes weights [out, in] over; those in rows are not copied where the form is "as-is" or a table is wanted."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight = weight.clone() if weight.is_inference() else weight  # else it could be written only there
+            if self.form == PACKED:
+                self.table = weight.contiguous() if table else None
+                self._weight = packed(weight)
+                self.linear, self.linear_add, self.linear_mul = _of_packed(self._weight, self.bias)
+                return
+            self._weight = input_major(weight) if self.form == INPUT_MAJOR else weight
+            self.table = self._weight if table else None
+            self.linear, self.linear_add, self.linear_mul = _of_dense(self._weight, self.bias)
+
+    def dense(self) -> Tensor:
+        """The weights [out, in], exactly; not always a copy of its own."""
+        if self.form != PACKED:
+            return self._weight
+        return self._weight.to_dense() if self.table is None else self.table
+
+    def write(self, weight: Tensor) -> None:
+        """Other weights, of the same shape and dtype, from the next product on."""
+        with torch.inference_mode(False), torch.no_grad():
+            kept = self.dense()
+            if weight is not kept:
+                kept.copy_(weight)
+        if self.form == PACKED:
+            self._keep(kept, self.table is not None)
+
+    def nbytes(self) -> int:
+        """What the weights take in memory, with the padding of blocks and with the table."""
+        if self.form != PACKED:
+            return self._weight.nbytes
+        return torch.ops.mkldnn._nbytes(self._weight) + (0 if self.table is None else self.table.nbytes)
+
+    def __reduce__(self) -> Any:
+        return _again, (self.dense(), self.bias, self.form, self.table is not None)
+
+
+def _again(weight: Tensor, bias: Tensor | None, form: str, table: bool) -> Matrix:
+    """Unpickles a matrix, or copies it."""
+    return Matrix(weight, bias, form, table=table)
+
+
+def _of_packed(weight: Tensor, bias: Tensor | None) -> tuple[Linear, Callable[..., Tensor], Callable[..., Tensor]]:
+    unary = torch.ops.mkldnn._linear_pointwise.default
+    binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def linear(x: Tensor, activation: str = "none") -> Tensor:
+        return unary(x, weight, bias, *FUSED[activation])
+
+    def linear_add(x: Tensor, other: Tensor) -> Tensor:
+        return binary(x, other, weight, bias, "add")
+
+    def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+        return binary(x, other, weight, bias, "mul")
+
+    return linear, linear_add, linear_mul
+
+
+def _of_dense(weight: Tensor, bias: Tensor | None) -> tuple[Linear, Callable[..., Tensor], Callable[..., Tensor]]:
+    def linear(x: Tensor, activation: str = "none") -> Tensor:
+        y = F.linear(x, weight, bias)
+        return y if activation == "none" else ACTIVATIONS[activation](y)
+
+    def linear_add(x: Tensor, other: Tensor) -> Tensor:
+        return F.linear(x, weight, bias).add_(other)
+
+    def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+        return F.linear(x, weight, bias).mul_(other)
+
+    return linear, linear_add, linear_mul

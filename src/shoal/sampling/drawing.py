@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BLOCK = 256
+"""Tokens whose weights are summed before one of them is searched for."""
+_ONE_LEVEL = 4096
+"""Largest vocabulary whose cumulative sums take less time than the further operations of a search in two levels."""
+
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
+
+    Cumulative sums over a large vocabulary would take most of the time, so there the search has two levels: a block of `_BLOCK`
+    tokens by the blocks' sums, then a token inside it.
 
     Args:
         weights: non-negative, not all zero, need not sum to one; [rows, vocab].
@@ -16,10 +24,42 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         The first index whose cumulative weight exceeds u times the total; its weight is never zero.
     """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # Two units below 1 the product cannot round up to the total, so the answer stays on a token that has weight.
-    threshold = uniforms.clamp(max=1 - 2.0**-52)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    share = uniforms.clamp(max=1 - 2.0**-52)[:, None]  # one unit below 1 the product may round up to the total
+    vocab = weights.shape[-1]
+    if vocab <= _ONE_LEVEL:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(weights, cumulative, share * cumulative[:, -1:]).squeeze(-1)
+    sums = _block_sums(weights)
+    ends = sums.cumsum(-1)
+    threshold = share * ends[:, -1:]
+    block = _first_above(sums, ends, threshold)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(1, ids.clamp(max=vocab - 1))
+    if vocab % _BLOCK:
+        inside = torch.where(ids < vocab, inside, 0.0)
+    within = _first_above(inside, inside.cumsum(-1, dtype=torch.float64), threshold - before)
+    return (block * _BLOCK + within).squeeze(-1)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums of `_BLOCK` weights each, the last of what is left, [rows, blocks] float64."""
+    whole = weights.shape[-1] // _BLOCK * _BLOCK
+    # Converted first: torch's sum into another dtype is not vectorised.
+    sums = weights[:, :whole].double().unflatten(-1, (-1, _BLOCK)).sum(-1)
+    rest = weights[:, whole:]
+    return torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1) if rest.shape[-1] else sums
+
+
+def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """The first index whose cumulative weight exceeds the row's threshold, [rows, 1] int64.
+
+    Where a device's sums are not monotone by rounding, or the threshold is not below the last of them, that may be an index without
+    weight. The first index that has some is taken instead: its sum is the first above 0, whatever the rounding.
+    """
+    index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=weights.shape[-1] - 1)
+    first = torch.searchsorted(cumulative, torch.zeros_like(threshold), right=True)
+    return torch.where(weights.gather(-1, index) > 0, index, first)
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -33,7 +73,8 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [..., 1 + buckets] float64 of `shoal.sampling.uniforms.race_uniforms`.
     """
     buckets = uniforms.shape[-1] - 1
-    dealt = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % buckets)).unflatten(-1, (-1, buckets))
+    missing = -weights.shape[-1] % buckets
+    dealt = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, buckets))
     speed = dealt.sum(dim=-2, dtype=torch.float64)
     bucket = (speed / uniforms[..., 1:]).argmax(dim=-1)
     index = bucket[..., None, None].expand(*dealt.shape[:-1], 1)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import stages
 from shoal.api import Shoal, load
-from shoal.bench import methods, regret, shapes, tables
+from shoal.bench import methods, quiet, regret, shapes, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
@@ -60,6 +60,14 @@ def measured(pair: Shoal, job: Job = JOB) -> Report:
     runner.warm_up()
     list(runner.measure())
     return runner.report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_machine() -> Iterator[None]:
+    """Whatever runs beside the tests: none of them waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quiet, "processes", lambda: {})
+        yield
 
 
 @pytest.fixture(scope="module")

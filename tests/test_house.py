@@ -59,10 +59,14 @@ RESERVED = {
     "prometheus_client": "serve",
     "llguidance": "constraints serve",
     "ray": "serve",
+    "psutil": "bench",
+    "openvino": "bench",
+    "openvino_genai": "bench",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
-    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "shoal.models.attention.kernels", "shoal.serve",
+    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "openvino", "openvino_genai",
+    "shoal.models.attention.kernels", "shoal.serve",
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "

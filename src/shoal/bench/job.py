@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from shoal.bench.methods import PLAIN
 from shoal.bench.work import Case, Ids
@@ -18,6 +19,7 @@ class Job:
         batches: rows. n: rows per prompt of the layout "grouped". layouts, temperatures, lookaheads, baselines: every
             combination is measured. eos: ids that end a row; () = every row runs to `max_new_tokens`.
         rule: the acceptance rule. acceptance: the rate to impose, None for the real rule.
+        openvino: the target's export, for the baseline of that name.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -32,6 +34,7 @@ class Job:
     eos: Ids = ()
     rule: str = "rejection"
     acceptance: float | None = None
+    openvino: Path | None = None
 
     def __post_init__(self) -> None:
         if min(self.repeats, self.max_new_tokens) < 1:

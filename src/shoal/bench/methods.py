@@ -1,10 +1,12 @@
-"""The decoding methods that are compared: shoal at a draft length, and Transformers' own on the same model object."""
+"""The decoding methods that are compared: shoal at a draft length, Transformers' own on the same model object, OpenVINO's."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from transformers import GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
 from shoal.api import Shoal
+from shoal.bench.openvino import OpenVinoEngine, OpenVinoSampling
 from shoal.bench.work import Ids, Run, Work, timed
 from shoal.errors import RequestError
 from shoal.types.stats import Stats
 
-PLAIN = "off"
+PLAIN, OPENVINO = "off", "openvino"
 PAGE = 256  # tokens of a page of Transformers' continuous batching
 
 
@@ -25,7 +28,7 @@ class Method:
     """A setting of the table.
 
     Attributes:
-        name: as the user writes it. baseline: Transformers' own.
+        name: as the user writes it. baseline: not shoal's.
         countable: its allocations can be counted on a CPU; not so where a compiler or another thread makes them.
     """
 
@@ -50,10 +53,12 @@ def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method
     return Method(lookahead, run)
 
 
-def baseline_method(pair: Shoal, name: str) -> Method:
-    """One of `BASELINES`. Raises RequestError for another name."""
+def baseline_method(pair: Shoal, name: str, export: Path | None = None) -> Method:
+    """One of `BASELINES`, or OpenVINO's. export: of the target, for OpenVINO. Raises RequestError for another name."""
+    if name == OPENVINO:
+        return _openvino(pair, export)
     if name not in BASELINES:
-        raise RequestError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
+        raise RequestError(f"baseline must be one of {', '.join((*BASELINES, OPENVINO))}, got {name!r}")
     return Method(name, lambda work: BASELINES[name](pair, work), baseline=True, countable=name in ("hf", "hf-assisted"))
 
 
@@ -122,6 +127,31 @@ def _assisted(pair: Shoal, work: Work) -> Run:
         ended.append(seconds)
         ids += out[:, len(row) :].tolist()
     return Run(seconds, tuple(ended), _ends(ids, work.eos))
+
+
+def _openvino(pair: Shoal, export: Path | None) -> Method:
+    """OpenVINO GenAI, plain, in the number format of the target; the user has a row when all are done."""
+    if export is None or not (export / "openvino_model.xml").exists():
+        raise RequestError("--baselines openvino needs --openvino DIR, an export of the target by optimum-cli")
+
+    @cache
+    def engine() -> OpenVinoEngine:
+        try:
+            return OpenVinoEngine(str(export), str(pair.target.dtype).removeprefix("torch."), torch.get_num_threads())
+        except ImportError:
+            raise RequestError("openvino-genai is not installed: pip install '.[peers]'") from None
+        except KeyError as error:
+            raise RequestError(f"OpenVINO is not measured in {error}") from None
+
+    def run(work: Work) -> Run:
+        sampling = OpenVinoSampling(work.max_new_tokens, work.temperature, work.seed, eos=work.eos)
+        loaded = engine()
+        with timed(pair.target.device) as watch:
+            rows = loaded.generate(work.prompts, work.n, sampling)
+        ids = _ends(rows, work.eos)
+        return Run(watch.seconds, (watch.seconds,) * len(ids), ids)
+
+    return Method(OPENVINO, run, baseline=True, countable=False)
 
 
 BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {

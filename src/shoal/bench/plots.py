@@ -39,7 +39,8 @@ def plot(report: Report, path: Path) -> None:
         styles = _styles(lines)
         _speedups(axes[0], lines, styles)
         _pareto(axes[1], lines, styles)
-        axes[0].set_title(f"{heading(report, lines)}\n{_device(report)}", loc="left", fontsize=9, pad=10)
+        hollow = "\nhollow: disturbed by another process" if any(one.disturbed for one in lines) else ""
+        axes[0].set_title(f"{heading(report, lines)}\n{_device(report)}{hollow}", loc="left", fontsize=9, pad=10)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
@@ -71,6 +72,7 @@ def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]
         own = sorted((one for one in lines if one.label == label), key=lambda one: one.batch)
         x, middle = [one.batch for one in own], [one.speedup.median for one in own]
         axes.plot(x, middle, **style)
+        _hollow(axes, [(one.batch, one.speedup.median) for one in own if one.disturbed], style)
         axes.fill_between(
             x,
             [one.speedup.low for one in own],
@@ -93,6 +95,7 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
     for label, style in styles.items():
         own = sorted((one for one in lines if one.label == label), key=lambda one: one.batch)
         axes.plot([one.tokens_per_second.median for one in own], [one.ms_mean for one in own], **style)
+        _hollow(axes, [(one.tokens_per_second.median, one.ms_mean) for one in own if one.disturbed], style)
         for one in own:
             place = one.tokens_per_second.median, one.ms_mean
             axes.annotate(str(one.batch), place, (4, 4), textcoords="offset points", fontsize=7, color=style["color"])
@@ -103,6 +106,12 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
     axes.tick_params(which="minor", labelsize=7)
     axes.set_title("numbers: batch size; lower right is better", loc="left", fontsize=9, pad=10)
     _finish(axes)
+
+
+def _hollow(axes: Any, points: Sequence[tuple[float, float]], style: dict[str, Any]) -> None:
+    """Marks what was disturbed by another process."""
+    if points:
+        axes.plot(*zip(*points, strict=True), **style | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
 
 
 def _finish(axes: Any) -> None:

@@ -88,6 +88,11 @@ class Line:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def disturbed(self) -> int:
+        """Repeats beside which another process was busy, as far as that is known."""
+        return sum(bool(run.get("busy")) for run in self.runs)
+
+    @property
     def label(self) -> str:
         """The setting, and that its acceptance was imposed if so."""
         return f"{self.setting} imposed" if self.imposed is not None else self.setting

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 
 from shoal.api import Shoal
+from shoal.bench.identity import IdentityCheck
 from shoal.bench.imposed import imposing
 from shoal.bench.job import Job
 from shoal.bench.machine import machine
-from shoal.bench.measure import Identity, compared, first_difference, in_turns
+from shoal.bench.measure import in_turns
 from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
 from shoal.bench.methods import PLAIN, Method, baseline_method, shoal_method
-from shoal.bench.report import Checked, Line, Report, line
+from shoal.bench.quiet import QuietGate
+from shoal.bench.report import Line, Report, line
 from shoal.bench.roofline import ceilings, rates
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
@@ -34,7 +36,6 @@ from shoal.models.loading import bundled
 from shoal.models.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
-CONTROL_ROWS = 8  # rows that the 16-bit control decodes one by one
 COUNTED_TOKENS = 64  # over which memory is counted on a CPU: the profiler keeps gigabytes of events in long runs
 
 
@@ -44,31 +45,40 @@ class BenchmarkRunner:
 
     Args:
         pair: the models; `max_batch` must hold the largest batch. pool: prompts as ids.
-        step: called before every run, with its name.
+        step: called before every run, with its name. gate: waits for a quiet machine before runs are timed, and watches them.
 
     Attributes:
         report: grows while it is measured.
+        expected: seconds that each method took for a case when it was warmed up, for the runs that are still to come.
     """
 
     pair: Shoal
     job: Job
     pool: Sequence[Ids]
     step: Callable[[str], None] = lambda _: None
+    gate: QuietGate = field(default_factory=lambda: QuietGate(timeout=0))
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
         self._measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
         self.methods = [shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads]
-        self.methods += [baseline_method(self.pair, name) for name in self.job.baselines]
+        self.methods += [baseline_method(self.pair, name, self.job.openvino) for name in self.job.baselines]
         if self.pair.draft_model is None and len(self.job.lookaheads) > 1:
             raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
         self.report = Report(self._config(), machine(self.pair.target.device))
-        self._checked: dict[tuple[str, int, str], Checked] = {}
+        exact = self.pair.target.dtype in EXACT
+        decode = lambda name: shoal_method(self.pair, name, self.job.rule)  # noqa: E731
+        self.identity = IdentityCheck(decode, self.report.config["dtype"], exact, self.step)
+        self.expected: dict[tuple[Case, str], list[float]] = {}
         self._peaks: dict[tuple[str, int, str], int] = {}
-        self._single: dict[Ids, Ids] = {}
         self._refused: set[tuple[Case, str]] = set()
         for case in self.job.cases:
             self._work(case, 0)  # a case that cannot be filled is refused before anything is measured
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the timed runs that are still to come will take, by the warm-up; None before it."""
+        return sum(map(sum, self.expected.values())) if self.expected else None
 
     @property
     def steps(self) -> int:
@@ -81,62 +91,25 @@ class BenchmarkRunner:
         described = {role: None if model is None else _described(model) for role, model in models.items()}
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
         lengths = [len(ids) for ids in self.pool]
-        return described | vars(self.job) | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
+        asked = {name: value for name, value in vars(self.job).items() if name != "openvino"}  # a path of this machine
+        return described | asked | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
 
     def _work(self, case: Case, repeat: int) -> Work:
         job = self.job
         return work_of(case, self.pool, repeat, max_new_tokens=job.max_new_tokens, seed=job.seed, eos=job.eos)
 
-    # ── identity ────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def check(self) -> None:
-        """Greedy identity of every configuration, by the real rule.
-
-        Raises:
-            InternalError: for a difference in float32 or float64, with its place.
-        """
-        exact = self.pair.target.dtype in EXACT
+        """Greedy identity of every configuration, by the real rule. Raises InternalError, see `IdentityCheck`."""
         for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
-            work = self._work(case, 0).greedy()
-            self.step(f"greedy identity, {_name(case)}: plain")
-            plain = shoal_method(self.pair, PLAIN, self.job.rule).run(work)
-            control = None if exact else self._control(work, plain)
-            for name in self.job.lookaheads[1:]:
-                self.step(f"greedy identity, {_name(case)}: {name}")
-                run = shoal_method(self.pair, name, self.job.rule).run(work)
-                drafted = run.stats.drafted if run.stats else 0
-                found = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
-                if exact and found.same < found.rows:
-                    raise InternalError(self._difference(case, name, found.place))
-                self._checked[case.layout, case.batch, name] = Checked.of(found, control)
-
-    def _difference(self, case: Case, name: str, place: str) -> str:
-        return (
-            f"greedy decoding with lookahead {name} differs from plain decoding, {self.report.config['dtype']}, "
-            f"{_name(case)}: first at {place}; nothing that follows would be worth measuring"
-        )
-
-    def _control(self, work: Work, plain: Run) -> Identity:
-        """Some rows of the plain run against the same rows decoded one by one: in 16 bit, batching changes ties by itself."""
-        first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
-        rows = sorted(first.values())[:CONTROL_ROWS]
-        single = [self._decoded_by_itself(replace(work, prompts=(work.rows[row],), n=1)) for row in rows]
-        return compared([[ids] for ids in single], [[plain.ids[row]] for row in rows], drafted=0)
-
-    def _decoded_by_itself(self, work: Work) -> Ids:
-        """One prompt decoded greedily by itself, once."""
-        (prompt,) = work.prompts
-        if prompt not in self._single:
-            (self._single[prompt],) = shoal_method(self.pair, PLAIN, self.job.rule).run(work).ids
-        return self._single[prompt]
+            self.identity.check(case, self._work(case, 0).greedy(), self.job.lookaheads[1:])
 
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def warm_up(self) -> float:
         """Runs every method once; returns the seconds that `measure` will take at most."""
-        seconds = 0.0
+        expected = {}
         for case, method in product(self.job.cases, self.methods):
-            self.step(f"warming up, {_name(case)}: {method.name}")
+            self.step(f"warming up, {case.name}: {method.name}")
             work = self._work(case, 0)
             try:
                 spent = self._first_run(case, method, work)
@@ -145,8 +118,9 @@ class BenchmarkRunner:
                     raise
                 self._refuse(case, method, error)
                 continue
-            seconds += spent * self.job.repeats
-        return seconds
+            expected[case, method.name] = [spent] * self.job.repeats
+        self.expected = expected
+        return self.seconds_left or 0.0
 
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
         """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
@@ -205,21 +179,24 @@ class BenchmarkRunner:
     def _repeat(self, case: Case, runs: dict[str, list[Run]]) -> None:
         methods = {method.name: method for method in self.methods if (case, method.name) not in self._refused}
         for repeat, name in in_turns(list(methods), self.job.repeats):
-            self.step(f"measuring, {_name(case)}: {name}, {repeat + 1} of {self.job.repeats}")
-            runs[name].append(methods[name].run(self._work(case, repeat)))
-        if case.temperature == 0 and self.job.acceptance is None and self.pair.target.dtype in EXACT:
-            self._compare(case, runs)
+            self.step(f"measuring, {case.name}: {name}, {repeat + 1} of {self.job.repeats}")
+            runs[name].append(self._timed_run(case, methods[name], repeat))
+        if case.temperature == 0 and self.job.acceptance is None and self.identity.exact:
+            try:
+                for name in self.job.lookaheads[1:]:
+                    self.identity.compare(case, name, runs[name], runs[PLAIN])
+            except InternalError:
+                runs.clear()  # shows none of them
+                raise
 
-    def _compare(self, case: Case, runs: dict[str, list[Run]]) -> None:
-        """The timed runs themselves are greedy: they must agree as well."""
-        for name, (repeat, plain) in product(self.job.lookaheads[1:], enumerate(runs[PLAIN])):
-            for row, (a, b) in enumerate(zip(plain.ids, runs[name][repeat].ids, strict=True)):
-                position = first_difference(a, b)
-                if position is not None:
-                    runs.clear()
-                    raise InternalError(
-                        self._difference(case, name, f"repeat {repeat + 1}, row {row + 1}, token {position + 1}")
-                    )
+    def _timed_run(self, case: Case, method: Method, repeat: int) -> Run:
+        """One repeat, watched: what else was busy is noted in it."""
+        self.gate.wait()
+        with self.gate.watch() as seen:
+            run = method.run(self._work(case, repeat))
+        if (expected := self.expected.get((case, method.name))) is not None:
+            expected.pop()
+        return replace(run, busy=seen.busy)
 
     def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[Line]:
         """Of the repeats that a method and plain decoding both completed."""
@@ -235,7 +212,7 @@ class BenchmarkRunner:
                     rates=[rate for rate in used if rate is not None],
                     imposed=None if method.baseline or method.name == PLAIN else self.job.acceptance,
                     peak_bytes=self._peaks.get((case.layout, case.batch, method.name)),
-                    identity=self._checked.get((case.layout, case.batch, method.name)),
+                    identity=self.identity.found.get((case.layout, case.batch, method.name)),
                 )
             )  # fmt: skip
         return lines
@@ -249,7 +226,3 @@ def _described(model: Runner) -> dict[str, Any]:
     name = f"bundled {name}" if path.parent == bundled("target").parent else name
     parameters = sum(parameter.numel() for parameter in model.hf.parameters())
     return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **described(model)}
-
-
-def _name(case: Case) -> str:
-    return f"{case.batch} rows, layout {case.layout}"

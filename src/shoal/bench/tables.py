@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shoal.bench.quiet import LIMIT
 from shoal.bench.report import Line, Report, Spread
 
 WIDTH = 110
@@ -20,6 +21,10 @@ def _figure(value: float | None, form: str) -> str:
 
 def _range(spread: Spread) -> str:
     return f"{spread.low:.2f}..{spread.high:.2f}"
+
+
+def _disturbed(one: Line) -> str:
+    return f"{one.disturbed}/{len(one.runs)}" if one.disturbed else ""
 
 
 def _identity(one: Line) -> str:
@@ -43,6 +48,7 @@ SPEED: tuple[Column, ...] = (
     ("last", lambda one: f"{one.ms_last:.2f}"),
     ("accept. length", lambda one: _figure(one.acceptance_length, ".2f")),
     ("greedy same", _identity),
+    ("disturbed", _disturbed),
 )
 
 
@@ -118,8 +124,18 @@ def footer(report: Report) -> Iterator[str]:
         if limit := machine.get(f"ceilings_{when}"):
             parts.append(f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s")
     yield "; ".join(parts)
+    if busy := _busy(report):
+        yield f"disturbed, by another process that used more than {LIMIT:.0%} of a core: {busy}"
     if not report.complete:
         yield "interrupted: the last lines rest on fewer repeats, or are missing"
+
+
+def _busy(report: Report) -> str:
+    """The processes that disturbed repeats, each with the most that it used."""
+    most: dict[str, float] = {}
+    for found in (one for each in report.lines for run in each.runs for one in run.get("busy") or ()):
+        most[found["name"]] = max(found["cores"], most.get(found["name"], 0.0))
+    return ", ".join(f"{name} (up to {cores:.0%})" for name, cores in sorted(most.items(), key=lambda entry: -entry[1]))
 
 
 def _by_reason(report: Report) -> dict[str, str]:

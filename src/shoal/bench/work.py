@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shoal.bench.quiet import BusyProcess
 from shoal.errors import RequestError
 from shoal.types.stats import Stats
 
@@ -38,6 +39,11 @@ class Case:
         if batch < 1 or samples < 1 or batch % samples:
             raise RequestError(f"a batch of {batch} rows cannot be filled with groups of {samples}")
         return Case(layout, temperature, batch, samples)
+
+    @property
+    def name(self) -> str:
+        """In messages and progress."""
+        return f"{self.batch} rows, layout {self.layout}"
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,14 @@ class Run:
     Attributes:
         seconds: from submission until everything was there. ended: the same for every row.
         ids: tokens of every row up to its end, EOS included. stats: what is known of passes and positions.
+        busy: other processes that were busy meanwhile; None: not known.
     """
 
     seconds: float
     ended: tuple[float, ...]
     ids: tuple[Ids, ...]
     stats: Stats | None = None
+    busy: tuple[BusyProcess, ...] | None = None
 
     @property
     def committed(self) -> int:
@@ -111,7 +119,9 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, without the tokens, and without `loaded`, which a report has once."""
         counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
-        return {"seconds": self.seconds, "ended": list(self.ended), "tokens": list(map(len, self.ids)), "stats": counts}
+        busy = None if self.busy is None else [vars(one) for one in self.busy]
+        tokens = list(map(len, self.ids))
+        return {"seconds": self.seconds, "ended": list(self.ended), "tokens": tokens, "stats": counts, "busy": busy}
 
 
 class Stopwatch:

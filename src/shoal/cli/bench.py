@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from shoal.cli.bench_progress import progress_bar
+from shoal.bench.quiet import TIMEOUT, QuietGate
+from shoal.cli.bench_progress import duration, progress_bar
 from shoal.cli.bench_report import ReportOptions, read_report
 from shoal.cli.files import listed_prompts
 from shoal.cli.generate import EXIT_INTERRUPTED
@@ -84,8 +84,13 @@ class WorkOptions:
     )
     baselines: Annotated[
         str,
-        speed_option(metavar="NAME,...", help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted."),
+        speed_option(
+            metavar="NAME,...", help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted; openvino."
+        ),
     ] = "hf"
+    openvino: Annotated[
+        Path | None, speed_option(metavar="DIR", help="The target as optimum-cli exported it, for --baselines openvino.")
+    ] = None
     rule: Annotated[Literal["rejection", "coupled"], speed_option(help="How drafts are judged; see Speculation.")] = (
         "rejection"
     )
@@ -106,6 +111,7 @@ class WorkOptions:
             temperatures=_list(self.temperature, float, "--temperature"), lookaheads=_lookaheads(self.lookahead, self.regret),
             baselines=() if self.regret else _list(self.baselines, str, "--baselines"),
             max_new_tokens=self.max_new_tokens, repeats=repeats, seed=self.seed, rule=self.rule, acceptance=self.acceptance,
+            openvino=self.openvino,
         )  # fmt: skip
 
 
@@ -115,11 +121,15 @@ def bench(
     source: BenchSource,
     output: ReportOptions,
     repeats: Annotated[int, speed_option(min=1, help="Timed runs of each method; medians are shown.")] = 3,
+    wait: Annotated[
+        float, speed_option(min=0, metavar="SECONDS", help="Wait for a quiet machine, in all at most.")
+    ] = TIMEOUT,
 ) -> int:
-    """Measure speculative against plain decoding and Transformers' own methods.
+    """Measure speculative against plain decoding and the methods of Transformers and OpenVINO.
 
     First decodes greedily at every batch size, layout and draft length: in float32 the tokens must be those of plain decoding, or
-    nothing is shown. Then runs all methods in turns on the same prompts and shows medians.
+    nothing is shown. Then waits for a quiet machine, runs all methods in turns on the same prompts and shows medians; what was
+    measured while another process used more than a fifth of a core is marked as disturbed.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler, which counts memory, quiet; read at its import
     source.quieten_transformers()
@@ -127,10 +137,10 @@ def bench(
     if output.replay is not None:
         output.deliver(read_report(output.replay), work.regret)
         return 0
-    return _measure(source, work, repeats, output)
+    return _measure(source, work, repeats, wait, output)
 
 
-def _measure(source: BenchSource, work: WorkOptions, repeats: int, output: ReportOptions) -> int:
+def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, output: ReportOptions) -> int:
     """Loads, measures and delivers; after Ctrl-C delivers what there is."""
     texts = listed_prompts(work.prompts or [])
     job = work.job(repeats)
@@ -144,12 +154,14 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, output: Repor
         bar.say("loading ...")
         pair = replace(source, max_batch=max(job.batches)).pair(job.seed)
         job = replace(job, eos=tuple(pair.eos) if work.eos else ())
-        runner = BenchmarkRunner(pair, job, _pool(pair, texts, work.prompt_tokens, job), bar.step)
+        gate = QuietGate(timeout=wait, say=bar.note)
+        runner = BenchmarkRunner(pair, job, _pool(pair, texts, work.prompt_tokens, job), bar.step, gate)
+        bar.left = lambda: runner.seconds_left
         bar.expect(runner.steps)
         interrupted = False
         try:
             runner.check()
-            bar.note(f"measuring will take about {_minutes(runner.warm_up())}")
+            bar.note(f"measuring will take about {duration(runner.warm_up())}")
             for _ in runner.measure():
                 pass
         except KeyboardInterrupt:
@@ -190,7 +202,3 @@ def _lookaheads(text: str, regret: bool) -> tuple[str, ...]:
     for name in names:
         parse_lookahead(name)
     return tuple("off" if name in ("0", "fixed:0") else name for name in names)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{math.ceil(seconds)} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

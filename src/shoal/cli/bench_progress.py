@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -11,31 +13,56 @@ from shoal.cli.console import stderr
 
 
 class Bar:
-    """Runs made so far, on stderr; silent but for notes where stderr is no terminal."""
+    """Runs made so far and the time that is left, on stderr; silent but for notes where stderr is no terminal.
+
+    Attributes:
+        left: the seconds that are left where they are known; until then they follow from the mean step so far.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.task = progress.add_task("", total=None)
+        self.task = progress.add_task("", total=None, left="")
+        self.left: Callable[[], float | None] = lambda: None
+        self.steps, self.made, self.started = 0, 0, monotonic()
 
     def say(self, text: str) -> None:
         self.progress.update(self.task, description=text)
 
     def expect(self, steps: int) -> None:
+        self.steps, self.started = steps, monotonic()
         self.progress.update(self.task, total=steps)
 
     def step(self, text: str) -> None:
         """One more run begins."""
-        self.progress.update(self.task, description=text, advance=1)
+        left = self.seconds_left()
+        shown = "" if left is None else f"{duration(left)} left"
+        self.progress.update(self.task, description=text, advance=1, left=shown)
+        self.made += 1
+
+    def seconds_left(self) -> float | None:
+        """None before the first step has ended."""
+        known = self.left()
+        if known is not None or not self.made:
+            return known
+        return (monotonic() - self.started) / self.made * (self.steps - self.made)
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.progress.console.print(text)
+        self.progress.console.print(text, markup=False)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Bar]:
     """Shows a `Bar` for as long as the block lasts."""
     console = stderr()
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress)
+
+
+def duration(seconds: float) -> str:
+    """Such as "12 s" or "3 minutes"."""
+    return f"{math.ceil(seconds)} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

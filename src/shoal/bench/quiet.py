@@ -1,0 +1,196 @@
+"""Whether other programs ran beside a measurement: waits for a quiet machine, and marks what was measured on a busy one.
+
+Processor time is read from /proc, or by `psutil` where there is no /proc and that package is installed; elsewhere nothing is known.
+This process and its children do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT = 0.2  # cores; a process that uses more disturbs a measurement
+LEAST_SECONDS = 0.05  # of processor time: the clock ticks every 10 ms
+WINDOW = 0.5  # seconds that a machine must be quiet for
+TIMEOUT = 30.0  # seconds of waiting in all
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process at one moment.
+
+    Attributes:
+        started: when; with its id it names one process. seconds: processor time so far.
+        reaped: processor time of the ended children that it has waited for.
+    """
+
+    parent: int
+    name: str
+    started: float
+    seconds: float
+    reaped: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.seconds + self.reaped
+
+
+Processes = Mapping[int, Process]
+"""By id."""
+
+
+def processes(proc: Path = Path("/proc")) -> Processes | None:
+    """All processes that can be seen; None where neither /proc nor `psutil` is there."""
+    if (proc / "self" / "stat").exists():
+        return dict(_from_proc(proc))
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return dict(_from_psutil(psutil))
+
+
+def _from_proc(proc: Path) -> Iterator[tuple[int, Process]]:
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in os.listdir(proc):
+        if not entry.isdigit():
+            continue
+        try:
+            text = (proc / entry / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            continue
+        head, _, rest = text.rpartition(")")  # a name may hold blanks and brackets
+        fields = rest.split()  # the first is the third of proc(5)
+        user, system, waited_user, waited_system = (int(value) / ticks for value in fields[11:15])
+        name = head.partition("(")[2]
+        yield int(entry), Process(int(fields[1]), name, int(fields[19]) / ticks, user + system, waited_user + waited_system)
+
+
+def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
+    for process in psutil.process_iter(["pid", "ppid", "name", "create_time", "cpu_times"]):
+        known = process.info
+        spent = known["cpu_times"]
+        if spent is None:  # not ours to read
+            continue
+        reaped = getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
+        own = spent.user + spent.system
+        yield known["pid"], Process(known["ppid"] or 0, known["name"] or "", known["create_time"] or 0.0, own, reaped)
+
+
+@dataclass(frozen=True)
+class BusyProcess:
+    """Another process that used more than `LIMIT` cores. name: without its arguments."""
+
+    name: str
+    cores: float
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.cores:.0%} of a core"
+
+
+def busy_processes(before: Processes, after: Processes, seconds: float, own: int) -> tuple[BusyProcess, ...]:
+    """The other processes that were busy between two moments, the busiest first.
+
+    A process that ended in between is seen by what its parent waited for.
+
+    Args:
+        seconds: between the moments. own: the process whose descendants, and itself, do not count.
+    """
+    family, found = _descendants(own, {**before, **after}), []
+    for pid, process in after.items():
+        if pid in family:
+            continue
+        earlier = before.get(pid)
+        if earlier is None or earlier.started != process.started:
+            earlier = Process(process.parent, process.name, process.started, 0.0)
+        ended = sum(
+            child.total for other, child in before.items() if child.parent == pid and not _same(child, after.get(other))
+        )
+        spent = process.seconds - earlier.seconds + max(0.0, process.reaped - earlier.reaped - ended)
+        if spent >= LEAST_SECONDS and spent > LIMIT * seconds:
+            found.append(BusyProcess(process.name, spent / seconds))
+    return tuple(sorted(found, key=lambda one: -one.cores))
+
+
+def _same(earlier: Process, later: Process | None) -> bool:
+    return later is not None and later.started == earlier.started
+
+
+def _descendants(root: int, known: Processes) -> set[int]:
+    family, grown = {root}, True
+    while grown:
+        more = {pid for pid, process in known.items() if process.parent in family} - family
+        grown = bool(more)
+        family |= more
+    return family
+
+
+@dataclass
+class Watch:
+    """What `QuietGate.watch` saw. busy: None until the block has ended, and where processes cannot be seen."""
+
+    busy: tuple[BusyProcess, ...] | None = None
+
+
+@dataclass
+class QuietGate:
+    """Stands before each measurement, and beside it.
+
+    Args:
+        timeout: seconds to wait for a quiet machine in all; used up, nothing waits any more. say: told of waiting.
+        read, clock, sleep: replaced in tests; None: `processes`.
+        own: the process that does not count, nor its descendants.
+
+    Attributes:
+        quiet: whether the machine was quiet when last looked at; None: not looked at.
+    """
+
+    timeout: float = TIMEOUT
+    say: Callable[[str], None] = lambda _: None
+    read: Callable[[], Processes | None] | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    own: int = field(default_factory=os.getpid)
+    quiet: bool | None = field(default=None, init=False)
+
+    def wait(self) -> None:
+        """Returns once the machine was quiet for `WINDOW` seconds, or when there is no time left to wait.
+
+        A measurement that was watched and not disturbed is a quiet window: nothing waits after it.
+        """
+        waited = False
+        while not self.quiet and self.timeout > 0:
+            with self.watch() as window:
+                started = self.clock()
+                self.sleep(WINDOW)
+            if window.busy is None:
+                self.say("other processes cannot be seen here: nothing tells whether they disturb the measurement")
+                self.timeout = 0.0
+            elif window.busy:
+                if not waited:
+                    self.say(f"waiting for a quiet machine, at most {self.timeout:.0f} s: {_listed(window.busy)}")
+                waited = True
+                self.timeout -= self.clock() - started
+                if self.timeout <= 0:
+                    self.say(f"not quiet: {_listed(window.busy)}; what was measured beside it is marked as disturbed")
+
+    @contextmanager
+    def watch(self) -> Iterator[Watch]:
+        """Looks at the processes before and after a block, outside of its own time."""
+        read, seen = self.read or processes, Watch()
+        before, started = read(), self.clock()
+        yield seen
+        seconds = self.clock() - started
+        after = read()
+        if before is not None and after is not None:
+            seen.busy = busy_processes(before, after, seconds, self.own)
+            self.quiet = not seen.busy
+
+
+def _listed(busy: tuple[BusyProcess, ...]) -> str:
+    return ", ".join(map(str, busy[:3]))

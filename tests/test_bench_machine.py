@@ -1,0 +1,219 @@
+"""`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from shoal.api import Shoal
+from shoal.bench import methods, plots, quiet, shapes, tables
+from shoal.bench import runner as bench_runner
+from shoal.bench.job import Job
+from shoal.bench.openvino import OpenVinoSampling
+from shoal.bench.quiet import QuietGate
+from shoal.bench.report import Report
+from shoal.bench.roofline import Ceilings
+from shoal.bench.runner import BenchmarkRunner
+from shoal.bench.work import Ids, Work
+from shoal.cli import bench_progress
+from shoal.cli import run as command_line
+from shoal.errors import RequestError
+
+TOKENS = 6
+JOB = Job(
+    batches=(3,), lookaheads=("off", "fixed:3"), baselines=("hf",), layouts=("same",), max_new_tokens=TOKENS, repeats=2
+)
+POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
+COMMAND = (
+    "bench --shape tiny --prompt-tokens 12 --batch-sizes 2 --lookahead off,2 --baselines hf --max-new-tokens 6 --repeats 1"
+).split()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Shoal:
+    return shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_ceilings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_runner, "ceilings", lambda *_: Ceilings(1e9, 1e9))
+        yield
+
+
+class OtherProcess:
+    """What is read when the processes are looked at: one more process, busy from look `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.looks = first, 0
+
+    def __call__(self) -> quiet.Processes:
+        self.looks += 1
+        return {7: quiet.Process(1, "cc", 1.0, 1000.0 * max(0, self.looks - self.first))}
+
+
+def measured(pair: Shoal, job: Job, gate: QuietGate) -> Report:
+    runner = BenchmarkRunner(pair, job, POOL, gate=gate)
+    runner.warm_up()
+    list(runner.measure())
+    return runner.report
+
+
+@pytest.fixture(scope="module")
+def disturbed(pair: Shoal) -> Report:
+    """Two looks for each of six runs: the second repeat is disturbed, but for its first method."""
+    return measured(pair, JOB, QuietGate(0.0, read=OtherProcess(first=9)))
+
+
+# ── a busy machine ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def printed(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
+    tables.show(report, tables.Console(width=tables.WIDTH))
+    return capsys.readouterr().out
+
+
+def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    marked = {one.setting: [bool(run["busy"]) for run in one.runs] for one in disturbed.lines}
+    # the second repeat runs in reverse order: hf, fixed:3, off; its second look at hf is the tenth
+    assert marked == {"off": [False, True], "fixed:3": [False, True], "hf": [False, False]}
+    shown = printed(disturbed, capsys)
+    assert shown.count("1/2") == 2
+    assert "disturbed, by another process that used more than 20% of a core: cc (up to" in shown
+    again = Report.from_dict(json.loads(json.dumps(disturbed.to_dict())))
+    assert [one.disturbed for one in again.lines] == [1, 1, 0]
+    assert tables.markdown(again).count("| 1/2 |") == 2
+
+
+def test_nothing_is_marked_on_a_quiet_machine_or_where_nothing_is_known(
+    pair: Shoal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = measured(pair, JOB, QuietGate(0.0, read=lambda: {}))
+    assert not [one for one in report.lines if one.disturbed]
+    assert "disturbed, by" not in printed(report, capsys)
+    assert all(run["busy"] == [] for one in report.lines for run in one.runs)
+    unknown = measured(pair, JOB, QuietGate(0.0, read=lambda: None))
+    assert all(run["busy"] is None for one in unknown.lines for run in one.runs)
+    assert not [one for one in unknown.lines if one.disturbed]
+
+
+def test_a_file_of_before_is_still_read(disturbed: Report) -> None:
+    data = disturbed.to_dict()
+    for line in data["lines"]:
+        line["runs"] = [{name: value for name, value in run.items() if name != "busy"} for run in line["runs"]]
+    assert not any(one.disturbed for one in Report.from_dict(data).lines)
+
+
+def test_disturbed_points_are_hollow(disturbed: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    markers: list[tuple[str, str]] = []
+
+    def keep(figure: object) -> None:
+        axes = pyplot.gcf().axes
+        markers.extend((ax.get_title(loc="left"), line.get_markerfacecolor()) for ax in axes for line in ax.get_lines())
+
+    monkeypatch.setattr(pyplot, "close", keep)
+    plots.plot(disturbed, tmp_path / "busy.svg")
+    assert sum(colour == "white" for _, colour in markers) == 4  # two settings in two plots
+    assert any("hollow: disturbed by another process" in title for title, _ in markers)
+    markers.clear()
+    lines = [replace(one, runs=[run | {"busy": []} for run in one.runs]) for one in disturbed.lines]
+    plots.plot(replace(disturbed, lines=lines), tmp_path / "quiet.svg")
+    assert not [1 for title, colour in markers if colour == "white" or "hollow" in title]
+
+
+def test_the_command_waits_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(quiet, "processes", OtherProcess(first=0))
+    assert command_line([*COMMAND, "--wait", "0.6"]) == 0
+    shown = capsys.readouterr()
+    said = " ".join(shown.err.split())
+    assert said.count("waiting for a quiet machine, at most 1 s: cc at") == 1
+    assert said.count("what was measured beside it is marked as disturbed") == 1
+    assert "disturbed, by another process" in shown.out
+
+
+# ── the time that is left ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_time_that_is_left_follows_from_the_warm_up(pair: Shoal) -> None:
+    left: list[float | None] = []
+    runner = BenchmarkRunner(pair, JOB, POOL, step=lambda _: left.append(runner.seconds_left))
+    runner.warm_up()
+    assert set(left) == {None}
+    left.clear()
+    list(runner.measure())
+    assert len(set(left)) == 3 * 2  # methods, repeats
+    assert left == sorted(left, key=lambda seconds: -(seconds or 0.0))
+    assert runner.seconds_left == 0
+
+
+def test_the_bar_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(bench_progress, "monotonic", lambda: now)
+    with bench_progress.progress_bar() as bar:
+        bar.expect(10)
+        assert bar.seconds_left() is None
+        for name in "ab":
+            bar.step(name)
+            now += 3.0
+        assert bar.seconds_left() == 24.0  # 8 of 10 steps, 3 s each
+        bar.left = lambda: 100.0
+        assert bar.seconds_left() == 100.0
+        bar.step("c")
+        assert bar.progress.tasks[0].fields["left"] == "2 minutes left"
+
+
+# ── OpenVINO ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FakeEngine:
+    """OpenVINO's rows, without OpenVINO."""
+
+    made: ClassVar[list[tuple[str, str, int]]] = []
+
+    def __init__(self, export: str, dtype: str, threads: int) -> None:
+        self.made.append((export, dtype, threads))
+
+    def generate(self, prompts: Sequence[Ids], n: int, sampling: OpenVinoSampling) -> list[list[int]]:
+        return [list(range(1, sampling.new_tokens + 1)) for _ in prompts for _ in range(n)]
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    (tmp_path / "openvino_model.xml").touch()
+    return tmp_path
+
+
+def test_openvino_is_a_baseline_where_an_export_is_given(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
+    monkeypatch.setattr(methods, "OpenVinoEngine", FakeEngine)
+    report = measured(pair, replace(JOB, baselines=("openvino",), openvino=export), QuietGate(0.0, read=lambda: {}))
+    (line,) = (one for one in report.lines if one.baseline)
+    assert (line.setting, line.committed) == ("openvino", 3 * TOKENS)
+    assert FakeEngine.made == [(str(export), "float32", torch.get_num_threads())]  # loaded once
+    assert str(export) not in json.dumps(report.to_dict())  # results name no place
+
+
+def test_rows_of_openvino_end_at_eos(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
+    monkeypatch.setattr(methods, "OpenVinoEngine", FakeEngine)
+    run = methods.baseline_method(pair, "openvino", export).run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
+    assert run.ids == ((1, 2, 3, 4),) * 2
+
+
+def test_openvino_that_is_not_installed_is_listed(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    job = replace(JOB, baselines=("openvino",), openvino=export)
+    (entry,) = measured(pair, job, QuietGate(0.0, read=lambda: {})).unavailable
+    assert "openvino-genai is not installed: pip install '.[peers]'" in entry["reason"]
+
+
+def test_openvino_needs_an_export(pair: Shoal, tmp_path: Path) -> None:
+    for place in (None, tmp_path):
+        with pytest.raises(RequestError, match="--openvino DIR"):
+            methods.baseline_method(pair, "openvino", place)

@@ -53,7 +53,7 @@ def decode(
             proposal = propose(inputs)
             counts = zip(inputs.rows, proposal.drafts, strict=True)
             seen.append({row.tokens[0]: (len(row.tokens), len(drafts)) for row, drafts in counts})
-            assert proposal.q is None or bool(proposal.q.isfinite().all())
+            assert all(bool(q.isfinite().all()) for q in proposal.q or ())
             return proposal
 
         engine.drafter.propose = watched  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ class ModelDrafter(Drafter):
         if not k:
             return DraftTree.empty(len(rows), drafted.device, steps)
         own = torch.tensor([len(tokens) for tokens in drafts], device=drafted.device)
-        q = torch.stack([drawn.q for drawn in looked[:k]], dim=1)
+        q = [drawn.q for drawn in looked[:k]]
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def _clean(self, rows: Sequence[Row]) -> None:

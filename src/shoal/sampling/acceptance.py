@@ -151,7 +151,8 @@ class Rejection:
         if tree.q is None and tree.m:
             said = draw(p.flatten(0, 1), uniforms[..., 0].flatten()).view(p.shape[:2])
             return exact_match(tree, said)
-        return reject_and_replace(tree.tokens, tree.lengths, tree.q, p, uniforms[:, : tree.m, 1], uniforms[..., [2, 0]])
+        q = None if tree.q is None else torch.stack(list(tree.q), dim=1)
+        return reject_and_replace(tree.tokens, tree.lengths, q, p, uniforms[:, : tree.m, 1], uniforms[..., [2, 0]])
 
 
 class Coupled:

@@ -29,8 +29,8 @@ class DraftTree:
     Attributes:
         tokens: the nodes' tokens, [rows, m] int64; columns from a row's own length on are padding.
         lengths: nodes of each row, [rows] int64.
-        q: the distribution that each node's token was drawn from, [rows, m, vocab], for chains only; None = point masses: tokens
-            were chosen without a distribution, and verification is by exact match.
+        q: for each of the m nodes of a chain the distributions that its tokens were drawn from, [rows, vocab]; None = point masses:
+            tokens were chosen without a distribution, and verification is by exact match.
         drafts: the same tokens without padding, one list per row.
         parents: of each row's nodes, the node before it; -1 is the root. Parents come before their children. A chain's are
             `range(-1, n - 1)`.
@@ -39,7 +39,7 @@ class DraftTree:
 
     tokens: Tensor
     lengths: Tensor
-    q: Tensor | None
+    q: Sequence[Tensor] | None
     drafts: Sequence[list[int]]
     parents: Sequence[Sequence[int]]
     steps: int = 0

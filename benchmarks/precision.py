@@ -20,9 +20,10 @@ from torch.nn.functional import linear
 
 import shoal
 from shoal.bench.measure import compared, interleave
-from shoal.models import linears
+from shoal.models import weights
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
+from shoal.models.weights import matrix
 from shoal.problems.generator import generate as problems
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 7), (4, 7), (8, 5), (8, 7))
@@ -39,7 +40,7 @@ def seconds(shape: tuple[int, int], tokens: int, dtype: torch.dtype, input_major
     features_in, features_out = shape
     weight, x = torch.ones(features_out, features_in, dtype=dtype), torch.ones(tokens, features_in, dtype=dtype)
     if input_major:
-        weight = linears.transposed(weight)
+        weight = matrix.input_major(weight)
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -50,7 +51,7 @@ def seconds(shape: tuple[int, int], tokens: int, dtype: torch.dtype, input_major
 
 def usual_order(part: str, **options: Any) -> Runner:
     """A bundled model whose weights stay in the order of the checkpoint."""
-    with patch.object(linears, "lay_out", lambda hf: "output-major"):
+    with patch.object(weights, "lay_out", lambda hf, choose: "as-is"):
         return load_runner(bundled(part), **options)
 
 

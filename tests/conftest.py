@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of the process that started them
+    _caches = tempfile.TemporaryDirectory(prefix="shoal-tests-")
+    os.environ["XDG_CACHE_HOME"] = _caches.name
 # Read by the libraries when they are imported, here or in a subprocess of a test.
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -106,7 +110,8 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number format and order of weights follow the CPU (shoal.models.formats); in tests it has MKL and no 16-bit instructions."""
+    """Number format and form of weights follow the CPU (shoal.models.formats); in tests it has MKL, no 16-bit instructions, and
+    packs no weights, which would follow a measurement."""
     from shoal.models import formats
 
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))

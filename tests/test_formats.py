@@ -14,7 +14,7 @@ import transformers
 
 import shoal
 from shoal.cli import check_model
-from shoal.models import formats, linears, loading, quantize
+from shoal.models import formats, loading, quantize, weights
 from shoal.models.formats import WIDE, Cpu, _name, number_format
 from shoal.testing import save_pair, tiny_model
 
@@ -81,13 +81,13 @@ def test_flags_come_from_torch_or_from_linux_or_are_none(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False, "num_sockets": 1}, raising=False
     )
-    assert formats._flags() == {"avx2"}
+    assert formats.cpu_flags() == {"avx2"}
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # torch 2.6 has none
     file = tmp_path / "cpuinfo"
-    assert formats._flags(file) == set()
+    assert formats.cpu_flags(file) == set()
     file.write_text("processor : 0\nflags\t\t: fpu avx512_bf16\n\nFeatures : asimd BF16\n")
-    assert {"avx512_bf16", "bf16"} <= formats._flags(file)
-    assert "processor" not in formats._flags(file)
+    assert {"avx512_bf16", "bf16"} <= formats.cpu_flags(file)
+    assert "processor" not in formats.cpu_flags(file)
 
 
 def test_this_machine_says_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_no_choice_reads_a_clock(bf16_pair: tuple[Path, Path], monkeypatch: pyte
     for cpu in (AMX, AVX, PLAIN):
         monkeypatch.setattr(formats, "cpu", lambda cpu=cpu: cpu)
         loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False)
-        linears.lay_out(hf)
+        weights.lay_out(hf, weights.by_measurement)
         quantize.quantized(hf, "off")
 
 

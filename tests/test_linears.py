@@ -1,4 +1,4 @@
-"""The order of weights: chosen by facts, without changing a number, and what users may do to a model still works."""
+"""The form of weights changes no number, and what users may do to a model still works in every form."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch import nn
 
 import shoal
 from shoal.errors import RequestError
-from shoal.models import formats, linears, quantize
+from shoal.models import formats, quantize, weights
 from shoal.models.loading import wrap
+from shoal.models.weights.matrix import INPUT_MAJOR, PACKED
+from shoal.models.weights.parameter import PackedWeight
 from shoal.testing import save_pair, tiny_model
 
 LINEARS = 2 * 7 + 1
@@ -32,6 +34,14 @@ def layers(hf: Any) -> list[nn.Linear]:
 
 def moved(hf: Any) -> int:
     return sum(layer.weight.t().is_contiguous() for layer in layers(hf))
+
+
+def packed(hf: Any) -> int:
+    return sum(isinstance(layer.weight, PackedWeight) and layer.weight.matrix.form == PACKED for layer in layers(hf))
+
+
+def always_packed(keys: Any) -> dict[Any, str]:
+    return dict.fromkeys(keys, PACKED)
 
 
 @torch.inference_mode()
@@ -49,7 +59,7 @@ def test_float32_weights_move_where_mkl_multiplies_them(
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=mkl))
     hf = tiny_model("llama").to(dtype)
     before = {name: weight.clone() for name, weight in hf.named_parameters()}
-    assert linears.lay_out(hf) == ("input-major" if expected else "output-major")
+    assert weights.lay_out(hf, weights.by_facts) == ("input-major" if expected else "as-is")
     assert moved(hf) == expected
     assert all(torch.equal(weight, before[name]) for name, weight in hf.named_parameters())
     assert hf.model.embed_tokens.weight.is_contiguous()
@@ -58,7 +68,7 @@ def test_float32_weights_move_where_mkl_multiplies_them(
 def test_tied_weights_stay_tied_and_the_model_says_the_same() -> None:
     hf = tiny_model("llama", tie_word_embeddings=True)
     expected = logits(hf)
-    linears.lay_out(hf)
+    weights.lay_out(hf, weights.by_facts)
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
     assert hf.lm_head.weight.t().is_contiguous()
     torch.testing.assert_close(logits(hf), expected, rtol=0, atol=1e-4)
@@ -68,13 +78,24 @@ def test_tied_weights_stay_tied_and_the_model_says_the_same() -> None:
 # ── what users may touch ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture(params=[INPUT_MAJOR, PACKED])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == PACKED:
+        monkeypatch.setattr(weights, "by_measurement", always_packed)
+    return str(request.param)
+
+
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """The target of a loaded pair, input-major."""
+def loaded(request: pytest.FixtureRequest, form: str, tmp_path: Path) -> Any:
+    """The target of a loaded pair, input-major or packed."""
     hf = shoal.load(*save_pair(tmp_path / "pair", tie_word_embeddings=request.param)).target.hf
-    assert moved(hf) == LINEARS
+    assert in_form(hf, form)
     assert (hf.lm_head.weight is hf.model.embed_tokens.weight) == request.param
     return hf
+
+
+def in_form(hf: Any, form: str) -> bool:
+    return (packed(hf) if form == PACKED else moved(hf)) == LINEARS
 
 
 def same_weights(a: Any, b: Any) -> bool:
@@ -91,7 +112,7 @@ def stored_names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", ["50GB", "10KB"])
-def test_a_loaded_model_saves_and_comes_back_equal(loaded: Any, size: str, tmp_path: Path) -> None:
+def test_a_loaded_model_saves_and_comes_back_equal(loaded: Any, form: str, size: str, tmp_path: Path) -> None:
     tied = loaded.config.tie_word_embeddings
     loaded.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
@@ -99,7 +120,7 @@ def test_a_loaded_model_saves_and_comes_back_equal(loaded: Any, size: str, tmp_p
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (back.lm_head.weight is back.model.embed_tokens.weight) == tied
     assert same_weights(back, loaded)
-    assert moved(loaded) == LINEARS  # saving changed nothing
+    assert in_form(loaded, form)  # saving changed nothing
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
 
@@ -168,7 +189,7 @@ def test_dropping_a_model_frees_its_weights_at_once(tmp_path: Path) -> None:
     import weakref
 
     hf = tiny_model("llama", tie_word_embeddings=True)
-    linears.lay_out(hf)
+    weights.lay_out(hf, weights.by_facts)
     gc.collect()
     gc.disable()
     try:

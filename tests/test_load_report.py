@@ -51,7 +51,7 @@ def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.
 @pytest.mark.parametrize(
     ("options", "target", "draft"),
     [
-        ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "output-major"}, None),
+        ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "as-is"}, None),
         ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
         ({"attention": "split"}, {"attention": "split"}, None),
         ({"compile": "on"}, {"compile": "compiled"}, None),

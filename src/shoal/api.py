@@ -95,6 +95,7 @@ def load(
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
+    placed["pack"] = compile != "on"
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
     draft_runner = None
     if draft is not None:

@@ -25,6 +25,16 @@ def sync_entry(path: Path) -> None:
             os.close(directory)
 
 
+def cache_folder() -> Path | None:
+    """Where this package keeps what it could find out again, made if it is missing; None where it cannot be."""
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+        place.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return None
+    return place
+
+
 def write_synced(path: Path, text: str) -> None:
     """Writes a small file such that a crash leaves the old one or the new one, whole."""
     beside = path.with_name(f"{path.name}.new")

@@ -14,7 +14,7 @@ import transformers
 
 from shoal.api import Shoal
 from shoal.errors import RequestError
-from shoal.models import loading
+from shoal.models import loading, weights
 from shoal.models.compiled import executor_for
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.quantize import quantized
@@ -66,8 +66,13 @@ def shaped_pair(
     if dtype == "auto":
         dtype = "float32" if place.type == "cpu" else "bfloat16"
     for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
-        hf, _ = quantized(_random(shape.config(), loading.DTYPES[dtype], place, seed + i), formats[role])
+        hf = _random(shape.config(), loading.DTYPES[dtype], place, seed + i)
+        order = weights.lay_out(
+            hf, weights.by_facts if compile == "on" or formats[role] != "off" else weights.by_measurement
+        )
+        hf, how = quantized(hf, formats[role])
         runner = loading.wrap(hf, f"{name} {role}, random weights", attention)
+        runner.notes |= {"quantize": how, "weights": order}
         runner.use_static_passes(executor_for(compile, place))
         runners.append(runner)
     return Shoal(*runners, max_batch=max_batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,12 @@ class Cpu:
 
     Attributes:
         products: the instruction set that multiplies a 16-bit format, for each format that has one.
-        mkl: matrix products are MKL's, on x86.
+        mkl: matrix products are MKL's, on x86. packs: the formats whose weights oneDNN can pack (`shoal.models.weights`).
     """
 
     products: Mapping[torch.dtype, str] = field(default_factory=dict)
     mkl: bool = False
+    packs: frozenset[torch.dtype] = frozenset()
 
     @staticmethod
     def of(flags: Iterable[str], *, onednn: bool = True, mkl: bool = False) -> Cpu:
@@ -55,10 +56,15 @@ class Cpu:
 def cpu() -> Cpu:
     """The facts of this machine; asked once per process."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return Cpu.of(_flags(), onednn=torch.backends.mkldnn.is_available(), mkl=x86 and torch.backends.mkl.is_available())
+    onednn = torch.backends.mkldnn.is_available()
+    facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
+    if not onednn:
+        return facts
+    wide = {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
+    return replace(facts, packs=frozenset({torch.float32} | wide))
 
 
-def _flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
     """CPU flags in lower case: torch's own query where this version has one, else what Linux says, else none."""
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models import formats, linears
+from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
@@ -26,7 +25,12 @@ from shoal.models.tensor_parallel import lead, require_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-ROWWISE = {nn.Linear, Conv1D, Int8Linear, *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values())}
+ROWWISE = {
+    *weights.LINEARS,
+    Conv1D,
+    Int8Linear,
+    *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()),
+}
 """Layers that work on one token at a time: linear ones and activations."""
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
 """What tokenizers are read from, by any of their classes."""
@@ -86,13 +90,14 @@ def tokenizer_at_hand(hf: Any) -> Any:
 def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
     attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,
-    trust_remote_code: bool = False, local_files_only: bool = False, target_dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False, local_files_only: bool = False, target_dtype: torch.dtype | None = None, pack: bool = True,
 ) -> Runner:  # fmt: skip
     """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
 
     Args:
         dtype: "auto" is the checkpoint's own on an accelerator, and decided by `shoal.models.formats` on a CPU.
         quantize: a format of `shoal.models.quantize`. strict: see `wrap`. target_dtype: for a drafter, that of its target.
+        pack: weights may be packed (`shoal.models.weights`); not for passes that are compiled, whose compiler cannot read them.
         tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
             `shoal.models.tensor_parallel`).
 
@@ -121,7 +126,8 @@ def load_runner(
         hf = hf.to(place).eval()
     except RuntimeError as error:
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
-    order = "sharded" if sharding else linears.lay_out(hf)
+    plain = strict or not pack or quantize != "off"
+    order = "sharded" if sharding else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
     hf, how = quantized(hf, quantize)
     runner = wrap(hf, str(source), attention, strict=strict)
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RequestError
+from shoal.models.weights import LINEARS
 
 FORMATS = ("off", "int8", "fp8")
 ROLES = ("target", "draft")
@@ -97,7 +98,7 @@ def _int8_copy(hf: Any) -> Any:
     ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) in LINEARS:
                 setattr(parent, name, Int8Linear(child))
     return ours.eval()
 

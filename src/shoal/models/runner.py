@@ -20,6 +20,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
 from shoal.models.out_of_memory import explained
+from shoal.models.weights import nbytes
 from shoal.types.prefix import Prefix
 
 
@@ -66,8 +67,8 @@ class Runner:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the weights, tied ones counted once."""
-        return sum(p.numel() * p.element_size() for p in self.hf.parameters())
+        """Bytes that the weights take, tied ones counted once."""
+        return nbytes(list(self.hf.parameters()))
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes a cache of that size takes."""

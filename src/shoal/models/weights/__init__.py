@@ -1,1 +1,16 @@
-"""How the weights of linear layers lie in memory, and the products by them. Only `shoal.models` imports from here."""
+"""The weights of linear layers: the forms in which they lie in memory, which is chosen, and what users still may do with them.
+
+matrix      one weight matrix and the products by it
+parameter   a packed matrix as a tensor that reads, writes and saves as ever
+layers      the layers of a model, given their forms
+fusing      several layers as one matrix
+choice      which form, measured and remembered
+saving      `save_pretrained`
+"""
+
+from shoal.models.weights.choice import by_facts, by_measurement
+from shoal.models.weights.fusing import matches, matrix_of
+from shoal.models.weights.layers import LINEARS, PackedLinear, lay_out, nbytes
+from shoal.models.weights.matrix import Matrix
+
+__all__ = ["LINEARS", "Matrix", "PackedLinear", "by_facts", "by_measurement", "lay_out", "matches", "matrix_of", "nbytes"]

@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
 FORMS = (AS_IS, INPUT_MAJOR, PACKED)
+Key = tuple[tuple[int, int], torch.dtype]
+"""Shape [out, in] and dtype of weights."""
 
 Fused = tuple[str, list[Any], str]
 _SILU: Fused = ("swish", [], "")
@@ -66,6 +68,7 @@ class Matrix:
 
     Attributes:
         form: one of `FORMS`. shape: (out, in). dtype: of the weights. bias: [out] or None.
+        device: where they are. epoch: counts changes of the weights. stale: the parameters that had this matrix have got another.
         table: the same weights as [out, in] in rows, where they are looked up by row too (tied embeddings), else None.
         linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; a name in `ACTIVATIONS`, or "none".
         linear_add: (x, other) -> x Wᵀ + b + other; other [tokens, out].
@@ -79,6 +82,7 @@ class Matrix:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, form: str = AS_IS, *, table: bool = False) -> None:
         self.form, self.bias = form, bias
         self.shape, self.dtype = (weight.shape[0], weight.shape[1]), weight.dtype
+        self.device, self.epoch, self.stale = weight.device, 0, False
         self.table: Tensor | None = None
         self._keep(weight.detach(), table)
 
@@ -101,14 +105,29 @@ class Matrix:
             return self._weight
         return self._weight.to_dense() if self.table is None else self.table
 
+    def layout(self) -> Tensor:
+        """A tensor without data of the shape and strides of `dense()`."""
+        kept = self._weight if self.form != PACKED else self.table
+        like = torch.empty(0, dtype=self.dtype, device="meta")
+        if kept is None:
+            return like.as_strided(self.shape, (self.shape[1], 1))
+        return like.as_strided(kept.shape, kept.stride(), kept.storage_offset())
+
     def write(self, weight: Tensor) -> None:
         """Other weights, of the same shape and dtype, from the next product on."""
+        self.epoch += 1
         with torch.inference_mode(False), torch.no_grad():
             kept = self.dense()
             if weight is not kept:
                 kept.copy_(weight)
         if self.form == PACKED:
             self._keep(kept, self.table is not None)
+
+    def adds(self, bias: Tensor | None, start: int = 0) -> bool:
+        """Whether the products of the rows from `start` on have this bias, which may be the one of a layer of several."""
+        if bias is self.bias:
+            return True
+        return bias is not None and self.bias is not None and bias.data_ptr() == self.bias[start:].data_ptr()
 
     def nbytes(self) -> int:
         """What the weights take in memory, with the padding of blocks and with the table."""

@@ -1,0 +1,95 @@
+"""Linear layers with the same input as one matrix: one product in place of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.weights.layers import use_packed
+from shoal.models.weights.matrix import AS_IS, PACKED, Matrix
+from shoal.models.weights.parameter import PackedWeight
+
+
+@torch.no_grad()
+def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
+    """The matrix by which layers with the same input compute: a layer's own, or that of all of them, one below the other.
+
+    Several layers get a common matrix, packed if the weight of the first is. From then on their weights and biases are rows of it,
+    so nothing is stored twice, and a write into them is a write into it. `matches` says whether it is still theirs. The weights of
+    several must not be tied to others.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs or dtypes.
+    """
+    if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError("layers of one matrix need the same input, the same dtype, and all a bias or none")
+    first: Any = layers[0].weight
+    if _packed(first) and matches(first.matrix, layers):
+        return first.matrix
+    form = PACKED if _packed(first) else AS_IS
+    dense, bias = _joined([_plain(layer.weight) for layer in layers]), None
+    if layers[0].bias is not None:
+        bias = _joined([layer.bias.detach() for layer in layers])
+    table = any(_packed(weight) and weight.matrix.table is not None for weight in (layer.weight for layer in layers))
+    matrix = Matrix(dense, bias, form, table=table)
+    for layer, start in zip(layers, _starts(layers), strict=True):
+        stop = start + layer.out_features
+        if form != PACKED:
+            layer.weight.data = dense[start:stop]
+        elif isinstance(layer.weight, PackedWeight):
+            layer.weight.data = PackedWeight.rows(matrix, start, stop)
+        else:
+            use_packed(layer, nn.Parameter(PackedWeight.rows(matrix, start, stop), layer.weight.requires_grad))
+        if bias is not None:
+            layer.bias.data = bias[start:stop]
+    return matrix
+
+
+def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
+    """Whether these layers still compute by this matrix: no weight or bias of theirs was replaced by another tensor."""
+    return all(_is_part(matrix, start, layer) for layer, start in zip(layers, _starts(layers), strict=True))
+
+
+def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
+    weight = layer.weight
+    if not matrix.adds(layer.bias, start):
+        return False
+    if _packed(weight):
+        return weight.matrix is matrix and weight.start == start
+    if matrix.form == PACKED:
+        return False
+    dense, own = matrix.dense()[start:], _plain(weight)
+    return own.data_ptr() == dense.data_ptr() and own.dtype == dense.dtype and own.stride() == dense.stride()
+
+
+def _starts(layers: Sequence[nn.Linear]) -> list[int]:
+    """The first row of each layer."""
+    sizes = [layer.out_features for layer in layers]
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def _packed(weight: Tensor) -> TypeGuard[PackedWeight]:
+    return isinstance(weight, PackedWeight) and weight.matrix.form == PACKED
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """An ordinary tensor of these weights: their own memory, unless they are packed."""
+    return weight.of(weight.matrix.dense()) if isinstance(weight, PackedWeight) else weight.detach()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of the rows of all: without a copy where they lie one after the other already; input-major if all are."""
+    first, place = parts[0], parts[0].storage_offset()
+    adjacent = True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.stride() == first.stride()
+        adjacent = adjacent and same and part.storage_offset() == place
+        place += len(part) * part.stride(0)
+    if adjacent:
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+    if first.dim() == 2 and all(part.stride(0) == 1 and not part.is_contiguous() for part in parts):
+        return torch.cat([part.t() for part in parts], 1).t()
+    return torch.cat(list(parts))

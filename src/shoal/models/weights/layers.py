@@ -1,0 +1,127 @@
+"""The linear layers of a model that is ours, with their weights in the form that its CPU multiplies fastest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix, input_major
+from shoal.models.weights.parameter import PackedWeight
+from shoal.models.weights.saving import SavePretrained
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is, or was, packed: `nn.Linear` under another forward.
+
+    The layer computes by what its parameters are at that time: by the matrix where the weight is packed, and as `nn.Linear` where
+    it was replaced, or for autograd.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        weight: Any = self.weight
+        matrix: Matrix | None = weight.matrix if type(weight) is PackedWeight else None
+        if (
+            matrix is None
+            or torch.is_grad_enabled()
+            or x.dtype is not matrix.dtype
+            or not matrix.adds(self.bias, weight.start)
+        ):
+            return F.linear(x, weight, self.bias)
+        y = matrix.linear(x)
+        return y if matrix.shape[0] == self.out_features else y.narrow(-1, weight.start, self.out_features).contiguous()
+
+
+LINEARS = (nn.Linear, PackedLinear)
+"""Types of layers that compute x Wᵀ + b and nothing else."""
+
+
+def use_packed(layer: nn.Linear, weight: nn.Parameter) -> None:
+    """Gives a layer a packed weight."""
+    layer.weight = weight
+    layer.__class__ = PackedLinear
+
+
+@torch.no_grad()
+def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> str:
+    """Gives the weights of a model's linear layers the forms that `choose` says for their shapes and dtypes; returns what was done.
+
+    For a model that is ours. Shapes, values and names stay, tied weights stay tied. `save_pretrained` of the model keeps working,
+    also through `push_to_hub` (see `SavePretrained`).
+
+    Args:
+        choose: see `shoal.models.weights.choice`.
+    """
+    done: Counter[str] = Counter()
+    shared = [each for each in _shared_weights(hf) if each.weight.device.type == "cpu"]
+    forms = choose({each.key for each in shared})
+    for each in shared:
+        form = forms[each.key] if each.has_one_bias else AS_IS
+        if form == INPUT_MAJOR:
+            each.weight.data = input_major(each.weight.data)
+        elif form == PACKED:
+            each.pack()
+        done[form] += 1
+    if set(done) - {AS_IS} and hasattr(hf, "save_pretrained"):
+        hf.save_pretrained = SavePretrained(hf)
+    return ", ".join(f"{count} {form}" for form, count in done.most_common()) if len(done) > 1 else next(iter(done), AS_IS)
+
+
+def nbytes(weights: Iterable[Tensor]) -> int:
+    """What parameters take in memory, those of one packed matrix once."""
+    packed = {weight.matrix for weight in weights if isinstance(weight, PackedWeight)}
+    return sum(weight.nbytes for weight in weights if not isinstance(weight, PackedWeight)) + sum(m.nbytes() for m in packed)
+
+
+class _Shared:
+    """One parameter that linear layers have as their weight, and everything else that has it too."""
+
+    def __init__(self) -> None:
+        self.owners: list[tuple[nn.Module, str]] = []
+
+    @property
+    def layers(self) -> list[nn.Linear]:
+        return [
+            owner
+            for owner, name in self.owners
+            if isinstance(owner, nn.Linear) and type(owner) in LINEARS and name == "weight"
+        ]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layers[0].weight
+
+    @property
+    def has_one_bias(self) -> bool:
+        """A matrix adds one; layers that share a weight may have their own."""
+        return len({id(layer.bias) for layer in self.layers}) == 1
+
+    @property
+    def key(self) -> Key:
+        return (self.weight.shape[0], self.weight.shape[1]), self.weight.dtype
+
+    def pack(self) -> None:
+        """Packs the parameter in the place of the ordinary one; with a table if something else than products uses it."""
+        layers, old = self.layers, self.weight
+        matrix = Matrix(old, layers[0].bias, PACKED, table=len(layers) < len(self.owners))
+        new = nn.Parameter(PackedWeight.rows(matrix), old.requires_grad)
+        new.__dict__.update(old.__dict__)  # marks that Transformers leaves
+        for owner, name in self.owners:
+            owner._parameters[name] = new
+        for layer in layers:
+            use_packed(layer, new)
+
+
+def _shared_weights(hf: nn.Module) -> list[_Shared]:
+    """The weights of linear layers with their owners. None of them is kept here, so that a replaced one is freed at once."""
+    found: dict[int, _Shared] = {}
+    for module in hf.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), _Shared()).owners.append((module, name))
+    return [shared for shared in found.values() if shared.layers]

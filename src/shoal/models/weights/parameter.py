@@ -1,0 +1,178 @@
+"""A packed matrix as the weight of an `nn.Linear`: it reads, writes, saves and copies as an ordinary tensor does.
+
+`PackedWeight` has the shape and dtype of the weights and no memory of its own. What reads it gets the weights exactly, unpacked for
+the occasion. What writes it, or a view of it, unpacks, writes and packs again. So `state_dict`, `load_state_dict`, optimizers,
+`p.data.copy_()` and `p[0].zero_()` work. They take longer than on ordinary weights, products take less. What would need an address
+(`data_ptr`, an array of NumPy that can be written) is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.models.weights.matrix import AS_IS, PACKED, Matrix
+
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Operations that return the tensor itself as another object."""
+
+
+class PackedWeight(Tensor):
+    """Some rows of a `Matrix`, or a view of them, as a tensor.
+
+    Attributes:
+        matrix: where the weights are. start: their first row there; None for a view that torch took.
+    """
+
+    matrix: Matrix
+    start: int | None
+    _seen: tuple[int, Tensor] | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, matrix: Matrix, like: Tensor, start: int | None = None) -> Any:
+        """like: a tensor of the shape, strides and offset that this has within `matrix.dense()`, on any device."""
+        with torch.inference_mode(False):
+            return Tensor._make_wrapper_subclass(
+                cls, like.shape, like.stride(), like.storage_offset(), dtype=matrix.dtype, device=matrix.device
+            )
+
+    def __init__(self, matrix: Matrix, like: Tensor, start: int | None = None) -> None:
+        self.matrix, self.start, self._seen = matrix, start, None
+
+    @staticmethod
+    def rows(matrix: Matrix, start: int = 0, stop: int | None = None) -> PackedWeight:
+        """Rows `start` to `stop` of a matrix; all of them unless told otherwise."""
+        return PackedWeight(matrix, matrix.layout()[start:stop], start)
+
+    def of(self, dense: Tensor) -> Tensor:
+        """This part of `matrix.dense()`, sharing its memory."""
+        return dense.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in SAME:
+            return PackedWeight(args[0].matrix, args[0], args[0].start)
+        return _Call(func, args, kwargs or {}).run()
+
+    # ── what torch does beside operations ──────────────────────────────────────────────────────────────────────────
+
+    @property  # type: ignore[misc]
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same weights, unknown to autograd; what is written into them is written here."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """From now on this is `value` itself, also of another dtype or device: ordinary weights unless `value` is packed."""
+        if not isinstance(value, PackedWeight) or value.start is None:
+            plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
+            value = PackedWeight.rows(Matrix(plain, self.matrix.bias, AS_IS))
+        if value.matrix is not self.matrix:
+            self.matrix.stale = True
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.matrix, self.start = value.matrix, value.start
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy that cannot be written: what was written there would be lost."""
+        array = self.detach().clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        return self.detach().clone().tolist()
+
+    def data_ptr(self) -> int:
+        if self.matrix.form != PACKED:
+            return self.of(self.matrix.dense()).data_ptr()
+        raise RuntimeError("packed weights have no address: take weight.detach().clone(), and weight.copy_() to write")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(self.detach().clone())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            kept = None if self.start is None else PackedWeight(copy.deepcopy(self.matrix, memo), self, self.start)
+            own = self.detach().clone() if kept is None else kept
+            memo[id(self)] = nn.Parameter(own, self.requires_grad) if isinstance(self, nn.Parameter) else own
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A parameter comes back packed; the entry of a state dict as an ordinary tensor, which every program can load."""
+        if isinstance(self, nn.Parameter) and self.start is not None:
+            return _parameter, (self.matrix, self.start, self.start + len(self), self.requires_grad)
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _parameter(matrix: Matrix, start: int, stop: int, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(PackedWeight.rows(matrix, start, stop), requires_grad)
+
+
+class _Call:
+    """An operation of torch some of whose tensors are packed."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.weights = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedWeight)]
+        self.dense: dict[int, Tensor] = {}  # one for each matrix, by its id: views of one see each other's writes
+        for weight in self.weights:
+            if id(weight.matrix) not in self.dense:
+                seen = weight._seen
+                fresh = seen is not None and seen[0] == weight.matrix.epoch
+                self.dense[id(weight.matrix)] = seen[1] if seen is not None and fresh else weight.matrix.dense()
+        self.parts = {id(weight): weight.of(self.dense[id(weight.matrix)]) for weight in self.weights}
+
+    def run(self) -> Any:
+        """What the operation returns; afterwards the matrices hold what it wrote."""
+        written = list(self._written())
+        before = [(part.shape, part.data_ptr()) for part in written]
+        args, kwargs = tree_map(lambda leaf: self.parts.get(id(leaf), leaf), (self.args, self.kwargs))
+        try:
+            out = self.func(*args, **kwargs)
+        finally:
+            if written:
+                self._write()
+        if [(part.shape, part.data_ptr()) for part in written] != before:
+            raise RuntimeError(f"{self.func} gives weights other memory, which packed ones cannot take: assign weight.data")
+        return self._results(out)
+
+    def _written(self) -> Iterator[Tensor]:
+        """The parts that the operation writes into."""
+        for i, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
+                yield from (self.parts[id(leaf)] for leaf in tree_leaves(given) if id(leaf) in self.parts)
+
+    def _write(self) -> None:
+        for matrix in {id(weight.matrix): weight.matrix for weight in self.weights}.values():
+            matrix.write(self.dense[id(matrix)])
+
+    def _results(self, out: Any) -> Any:
+        """What the operation returned; parts of packed matrices are packed weights."""
+        own = {id(self.parts[id(weight)]): weight for weight in self.weights}
+        matrices = {_memory(self.dense[id(weight.matrix)]): weight.matrix for weight in self.weights}
+
+        def result(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                return tensor
+            matrix = matrices.get(_memory(tensor))
+            return own.get(id(tensor), tensor if matrix is None else self._view(matrix, tensor))
+
+        return tree_map(result, out)
+
+    def _view(self, matrix: Matrix, tensor: Tensor) -> PackedWeight:
+        if tensor.dtype != matrix.dtype:
+            raise RuntimeError("packed weights cannot be viewed as another dtype: take weight.detach().clone()")
+        view = PackedWeight(matrix, tensor)
+        view._seen = matrix.epoch, self.dense[id(matrix)]
+        return view
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

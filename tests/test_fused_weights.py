@@ -1,0 +1,136 @@
+"""Several linear layers as one matrix: the same products, and whatever is written into a layer is in the matrix."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.models.weights import lay_out, matches, matrix_of, nbytes
+from shoal.models.weights.matrix import AS_IS, FORMS, INPUT_MAJOR, PACKED
+
+SIZES = (12, 5, 5)
+"""Outputs of three layers."""
+X = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+
+
+def layers(form: str, bias: bool = True) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    made = nn.ModuleList(nn.Linear(16, size, bias=bias) for size in SIZES)
+    lay_out(made, lambda keys: dict.fromkeys(keys, form))
+    return list(made)  # type: ignore[arg-type]
+
+
+def expected(each: list[nn.Linear]) -> Tensor:
+    return torch.cat([F.linear(X, layer.weight, layer.bias) for layer in each], 1)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_one_product_is_that_of_each(form: str, bias: bool) -> None:
+    each = layers(form, bias)
+    before = [layer.weight.clone() for layer in each]
+    wanted, size = expected(each), nbytes([layer.weight for layer in each])
+    matrix = matrix_of(each)
+    assert matrix.shape == (sum(SIZES), 16)
+    close(matrix.linear(X), wanted)
+    for layer, weight in zip(each, before, strict=True):
+        assert torch.equal(layer.weight, weight)
+        close(layer(X), F.linear(X, weight, layer.bias))
+    assert nbytes([layer.weight for layer in each]) <= size  # stored once: blocks of one matrix pad less than those of three
+    assert matches(matrix, each)
+    again = matrix_of(each)  # another pass over the same model shares them
+    assert matches(matrix, each)
+    close(again.linear(X), wanted)
+    if form == INPUT_MAJOR:
+        assert matrix.dense().t().is_contiguous()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_writes_into_a_layer_reach_the_matrix(form: str) -> None:
+    each = layers(form)
+    matrix = matrix_of(each)
+    each[1].weight.mul_(3)
+    each[2].weight[1] = 7.0
+    each[0].bias.fill_(2)
+    each[1].load_state_dict({"weight": torch.ones(5, 16), "bias": torch.zeros(5)})
+    close(matrix.linear(X), expected(each))
+    assert matches(matrix, each)
+    close(matrix.linear(X)[:, 12:17], X.sum(1, keepdim=True).expand(3, 5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(5, 16))),
+        lambda layer: setattr(layer.weight, "data", torch.ones(5, 16)),
+        lambda layer: setattr(layer.bias, "data", torch.ones(5)),
+        lambda layer: layer.double(),
+        lambda layer: layer.load_state_dict({"weight": torch.ones(5, 16), "bias": torch.ones(5)}, assign=True),
+    ],
+    ids=["weight", "data", "bias", "dtype", "assigned"],
+)
+@torch.no_grad()
+def test_a_replaced_parameter_is_noticed(form: str, change: Any) -> None:
+    each = layers(form)
+    matrix = matrix_of(each)
+    change(each[1])
+    assert not matches(matrix, each)
+    close(each[0](X), F.linear(X, each[0].weight, each[0].bias))
+    x = X.to(each[1].weight.dtype)
+    torch.testing.assert_close(each[1](x), F.linear(x, each[1].weight, each[1].bias), atol=1e-5, rtol=1e-5)
+    if each[1].weight.dtype == torch.float32:
+        close(matrix_of(each).linear(X), expected(each))
+
+
+@torch.no_grad()
+def test_layers_of_unlike_forms_take_that_of_the_first() -> None:
+    for first, other in ((PACKED, AS_IS), (AS_IS, PACKED)):
+        each = [*layers(first)[:1], *layers(other)[1:]]
+        wanted = expected(each)
+        matrix = matrix_of(each)
+        assert matrix.form == first
+        assert matches(matrix, each)
+        close(matrix.linear(X), wanted)
+        close(torch.cat([layer(X) for layer in each], 1), wanted)
+
+
+@torch.no_grad()
+def test_one_layer_has_its_own_matrix() -> None:
+    for form in FORMS:
+        layer = layers(form)[0]
+        matrix = matrix_of([layer])
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        close(matrix.linear(X), F.linear(X, layer.weight, layer.bias))
+        assert matches(matrix, [layer])
+
+
+def test_layers_that_cannot_be_one_are_refused() -> None:
+    each = layers(AS_IS)
+    for other in (nn.Linear(16, 3, bias=False), nn.Linear(8, 3), nn.Linear(16, 3).double()):
+        with pytest.raises(ValueError, match="need the same input"):
+            matrix_of([*each, other])
+
+
+@torch.no_grad()
+def test_a_copy_of_fused_layers_is_its_own() -> None:
+    for form in FORMS:
+        each = layers(form)
+        matrix_of(each)
+        wanted = expected(each)
+        other = copy.deepcopy(nn.ModuleList(each))
+        for layer in other:
+            layer.weight.zero_()  # type: ignore[operator, union-attr]
+        close(matrix_of(each).linear(X), wanted)

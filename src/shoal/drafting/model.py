@@ -1,11 +1,13 @@
 """A smaller model of the same vocabulary drafts token by token, with a ragged cache of its own.
 
-Its cache holds a prefix of each row's committed tokens, never more than all but the last. It lags by one after a full acceptance
-(it never saw its own last draft) and by more after plain rounds; the first pass of a proposal feeds whatever is pending, so no
-case is special.
+Its cache holds a prefix of each row's committed tokens, never more than all but the last: nothing at all of a row that was never
+drafted for. It lags by one after a full acceptance (it never saw its own last draft) and by more after plain rounds. Before it
+drafts, rows that lag by more are brought up to date (`shoal.drafting.slots`); the first pass of a proposal feeds what is still
+pending.
 
 A row with more tokens than the context, or memory, of the drafter holds gets no draft (`Row.max_draft_length`). Its cache keeps the
-prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding.
+prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding, as all rows do
+that are not drafted for in the round.
 
 Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain
 decoding. What is NaN or infinite in its cells becomes zero: it would otherwise reach the row's later drafts, and the next row of
@@ -23,7 +25,6 @@ from torch import Tensor
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
-from shoal.errors import BadLogits
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
@@ -53,8 +54,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus is ignored."""
-        self._slots.place(inputs.rows)
-        self._shorten_lags(inputs.rows)
+        drafting = [length > 0 for length in inputs.lengths]
+        self._slots.place(inputs.rows, drafting)
         before = [self._held(row) for row in inputs.rows]
         fixed = self._static_steps(inputs)
         tree = fixed and self._drafted(inputs, fixed, {})
@@ -64,6 +65,9 @@ class ModelDrafter(Drafter):
             faults: Faults = {}
             tree = self._drafted(inputs, _OrdinarySteps(self, inputs, faults), faults)
         assert tree is not None
+        for row, drafted, length in zip(inputs.rows, drafting, before, strict=True):
+            if not drafted:  # it stood as padding
+                self.runner.cache.rollback(self._slots.of(row), length)
         return tree
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
@@ -131,18 +135,14 @@ class ModelDrafter(Drafter):
 
     def _kept(self, row: Row) -> int:
         """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
-        if self._reads(row):
-            return len(row.tokens) - 1
-        return row.prompt_length - 1 if row.draft_reach else 0
+        return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
-    def _reads(self, row: Row) -> bool:
-        """Whether the drafter can read all of the row's tokens."""
-        return len(row.tokens) <= row.draft_context
-
-    def pending(self, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+    def pending(self, inputs: DraftInputs) -> tuple[Tensor, list[int]]:
         """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
-        padding token for a row that has outgrown what the drafter holds."""
-        pending = [self._pending(row) for row in rows]
+        padding token for a row that is not drafted for."""
+        pending = [
+            row.tokens[self._held(row) :] if length else [0] for row, length in zip(inputs.rows, inputs.lengths, strict=True)
+        ]
         counts = [len(tokens) for tokens in pending]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
         return torch.tensor(block, device=self.runner.device), counts
@@ -160,21 +160,10 @@ class ModelDrafter(Drafter):
         if style is None:
             return None
         step = self.runner.static_steps(
-            self.slots(inputs.rows), *self.pending(inputs.rows), max(inputs.lengths), style,
+            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), style,
             [sampling.temperature for sampling in samplings], inputs.uniforms[:, 0],
         )  # fmt: skip
         return step and (lambda uniforms, _: step(uniforms))
-
-    def _pending(self, row: Row) -> list[int]:
-        return row.tokens[self._held(row) :] if self._reads(row) else [0]
-
-    def _shorten_lags(self, rows: Sequence[Row]) -> None:
-        """After plain rounds: brings every row to at most two pending tokens, all laggards by the shortest lag at a time, so
-        that no block reaches beyond what a row will hold."""
-        while late := [row for row in rows if len(self._pending(row)) > 2]:
-            step = min(len(self._pending(row)) for row in late) - 1
-            block = torch.tensor([self._pending(row)[:step] for row in late], device=self.runner.device)
-            self.runner.feed(self.slots(late), block, [step] * len(late), want_logits=False)
 
 
 def _drawable(tokens: Sequence[int]) -> list[int]:
@@ -183,62 +172,65 @@ def _drawable(tokens: Sequence[int]) -> list[int]:
 
 
 class _OrdinarySteps:
-    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far."""
+    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far.
+
+    A step reads one value from the device, whether each row has a distribution (`probabilities`); a second where drafts may be
+    shortened, and one more where a control reads what was drafted.
+    """
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
         self._drafter, self._rows, self._inputs, self._faults = drafter, inputs.rows, inputs, faults
         self._slots = drafter.slots(inputs.rows)
+        self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
+        self._greedy = any(row.request.sampling.greedy for row in self._rows)
         self._histories: list[list[int]] = [[] for _ in self._rows]
-        self._drawn: list[Tensor] = []
+        self._steps = 0
+        self._last: Tensor | None = None
+        """Tokens drawn in the step before, [rows]."""
 
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
-        logits, finite = self._possible(self._logits(lengths))
-        q = self._distributions(logits)
-        tokens = torch.where(finite, self._inputs.sampler(q, uniforms), -1)
-        confidence = self._confidence(logits, q) * finite if self._inputs.stop is not None else q[:, 0]
-        self._drawn.append(tokens)
+        logits = self._of_target(self._logits(lengths))
+        positions = Positions(self._rows, self._histories, first=self._steps)
+        q = probabilities(logits[:, None], positions, self._faults)[:, 0]
+        tokens = self._inputs.sampler(q, uniforms)
+        confidence = q[:, 0] if self._inputs.stop is None else self._confidence(logits, q)
+        if self._faults:
+            sound = torch.tensor([row not in self._faults for row in self._rows], device=tokens.device)
+            tokens, confidence = torch.where(sound | self._finite(logits), tokens, -1), torch.where(sound, confidence, 0.0)
+        self._last, self._steps = tokens, self._steps + 1
         return Drawn(q, tokens, confidence)
 
-    def _possible(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [rows, vocab] of the target's vocabulary, and which rows have a distribution, [rows]; the others' are made
-        uniform, and their drafts end here. Ids that the drafter does not have get no probability."""
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Logits [rows, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
         vocab_size = self._drafter.vocab_size
         missing = vocab_size - logits.shape[-1]
         if missing > 0:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        logits = logits[:, :vocab_size]
-        finite = logits.amax(-1).isfinite()
-        if not bool(finite.all()):
-            logits = logits.masked_fill(~finite[:, None], 0.0)
-            for row, good in zip(self._rows, finite.tolist(), strict=True):
-                if not good:
-                    error = BadLogits("NaN or infinite logits of the drafter")
-                    self._faults.setdefault(row, {len(self._drawn): error})
-        return logits, finite
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, :vocab_size] if missing else logits
+
+    @staticmethod
+    def _finite(logits: Tensor) -> Tensor:
+        return logits.amax(-1).isfinite()
 
     def _logits(self, lengths: Sequence[int]) -> Tensor:
-        """Logits of the next position, [rows, vocab]."""
-        runner, slots, rows = self._drafter.runner, self._slots, len(self._rows)
-        if not self._drawn:
-            block, counts = self._drafter.pending(self._rows)
-            logits = runner.feed(slots, block, counts)
-            last = torch.tensor([count - 1 for count in counts], device=logits.device)
-            return logits[:, -1] if min(counts) == max(counts) else logits[torch.arange(rows, device=logits.device), last]
+        """Logits of the next position, [rows, vocab of the drafter]."""
+        runner, last = self._drafter.runner, self._last
+        if last is None:
+            block, counts = self._drafter.pending(self._inputs)
+            logits = runner.feed(self._slots, block, counts)
+            if min(counts) == max(counts):
+                return logits[:, -1]
+            ends = torch.tensor([count - 1 for count in counts], device=logits.device)
+            return logits[torch.arange(len(counts), device=logits.device), ends]
         if self._reads_history:
-            for history, drawn, length in zip(self._histories, self._drawn[-1].tolist(), lengths, strict=True):
+            for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
                 # What a row drafts beyond its own length is ignored, so no control may fail on it.
-                if len(self._drawn) < length:
+                if self._steps < length:
                     history.append(drawn)
-        return runner.feed(slots, self._drawn[-1].clamp(min=0)[:, None], [1] * rows)[:, -1]
-
-    def _distributions(self, logits: Tensor) -> Tensor:
-        """q of every row, [rows, target vocab]."""
-        positions = Positions(self._rows, self._histories, first=len(self._drawn))
-        return probabilities(logits[:, None], positions, self._faults)[:, 0]
+        block = last.clamp(min=0) if self._faults else last
+        return runner.feed(self._slots, block[:, None], self._ones)[:, -1]
 
     def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
         """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
-        if any(row.request.sampling.greedy for row in self._rows):
-            q = logits.to(q.dtype).softmax(dim=-1)
-        return q.amax(dim=-1)
+        return (logits.to(q.dtype).softmax(dim=-1) if self._greedy else q).amax(dim=-1)

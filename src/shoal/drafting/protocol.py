@@ -34,6 +34,7 @@ class DraftInputs:
     Attributes:
         rows: those of the round; `row.tokens` are the prompt and what was committed.
         lengths: the most tokens that may follow each row's last one on any path of its tree, 0 included; at least one is positive.
+            Nothing need be computed for a row with 0.
         uniforms: of each row's next positions, [rows, max(lengths) + 1, ...] float64, for a drafter that draws from a q.
         sampler: draws from q by them. stop: None where no row's draft is to be shortened.
     """
@@ -109,7 +110,7 @@ class Drafter(Protocol):
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
         """The target has computed these chunks of prompts. A drafter that reads prompts may keep pace with one that takes several
-        rounds, so that no round has to wait for all of it."""
+        rounds, so that no round has to wait for all of it. Not called while nothing is drafted."""
         return None
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
@@ -119,7 +120,6 @@ class Drafter(Protocol):
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """The round was committed, and `row.tokens` are what they will be: whatever was rejected must be forgotten. Also called
         for rounds in which nothing was asked for."""
-        return None
         return None
 
     def end(self, rows: Sequence[Row]) -> None:

@@ -1,8 +1,9 @@
 """Where a draft model keeps its rows: slots of its own cache, in the order of the round's rows, and their prompts.
 
-Rows are placed when a draft is asked for, so that prompts which nobody drafts for are never computed. A prompt that several rows
-have is computed once: where the target stores it once (`Row.prefix`) the drafter does so too, at the same place of its own store;
-elsewhere it is copied between slots.
+Nothing is computed for a row before its first draft is asked for. Then its prompt is, and what was decoded since, as for rows that
+were decoded plainly in between; all of this counts as preparation, not as drafting. A prompt that several rows have is computed
+once: where the target stores it once (`Row.prefix`) the drafter does so too, at the same place of its own store; elsewhere it is
+copied between slots.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DraftSlots(KeyValueMemory):
     def __init__(self, runner: Runner) -> None:
         self._runner, self._cache = runner, runner.cache
         self._places: dict[Row, int] = {}
+        self._empty: set[Row] = set()  # rows in slots that were never drafted for: nothing of them was computed
         self._prompts: dict[int, int] = {}  # slot -> the group whose prompt it begins with, also when its row has left
         self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
         self._partial: tuple[Prefix, int] | None = (
@@ -53,28 +55,44 @@ class DraftSlots(KeyValueMemory):
         """Frees the slots of rows."""
         for row in rows:
             self._places.pop(row, None)
+            self._empty.discard(row)
 
     def take_seconds(self) -> float:
         """Seconds spent on prompts since this was last asked."""
         taken, self._taken = self.seconds - self._taken, self.seconds
         return taken
 
-    def place(self, rows: Sequence[Row]) -> None:
-        """Puts the rows into slots 0, 1, ... in their order; the prompts of new ones are computed or copied."""
+    def place(self, rows: Sequence[Row], drafting: Sequence[bool]) -> None:
+        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for up to date: at most two tokens
+        of each are left to feed. Nothing is computed for the others."""
         new = []
         for slot, row in enumerate(rows):
             if row not in self._places:
-                new.append(row)
+                new.append((row, slot))
             elif self._places[row] != slot:
                 self._move(row, slot)
-        if new:
+        for row, slot in new:
+            self._enter(row, slot)
+        drafted = [row for row, is_drafted in zip(rows, drafting, strict=True) if is_drafted]
+        first = [row for row in drafted if row in self._empty]
+        if first or any(self._lag(row) > 2 for row in drafted):
             with self._preparing():
-                self._enter(new, dict(zip(rows, range(len(rows)), strict=True)))
+                self._fill(first)
+                late = [row for row in drafted if self._lag(row) > 2]
+                feed_prompts(self._runner, [(self.of(row), row.tokens[-self._lag(row) : -1]) for row in late])
+
+    def _lag(self, row: Row) -> int:
+        """Committed tokens of the row that the cache lacks."""
+        return len(row.tokens) - self._cache.lengths[self.of(row)]
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes chunks of the prompts that take the target several rounds, in the slots that the target has for them."""
         long = [
-            chunk for chunk in chunks if chunk.stop - chunk.start < chunk.row.prompt_length - 1 and chunk.row.draft_reach
+            chunk
+            for chunk in chunks
+            if chunk.stop - chunk.start < chunk.row.prompt_length - 1
+            and chunk.row.draft_reach
+            and chunk.row.request.max_draft != 0
         ]
         if long:
             with self._preparing():
@@ -90,7 +108,7 @@ class DraftSlots(KeyValueMemory):
         self.seconds += time.perf_counter() - started
 
     def _compute(self, chunk: PrefillChunk) -> None:
-        """A chunk that does not follow what is there is passed over: the prompt is then computed as a whole."""
+        """A chunk that does not follow what is there is passed over: what is missing is computed at the row's first draft."""
         row, slot, ids = chunk.row, chunk.slot, chunk.row.request.prompt_ids[chunk.start : chunk.stop]
         complete = chunk.stop == row.prompt_length - 1
         if row.prefix is not None:
@@ -118,28 +136,37 @@ class DraftSlots(KeyValueMemory):
         self._prompts[slot] = self._prompts.get(source, NO_GROUP)
         self._places[row] = slot
 
-    def _enter(self, new: Sequence[Row], slots: dict[Row, int]) -> None:
+    def _enter(self, row: Row, slot: int) -> None:
+        """A new row takes a free slot, with its prompt if the row before it has left that there."""
+        self._places[row] = slot
+        if self._prompts.get(slot) == row.group:
+            self._cache.copy(slot, slot, row.prompt_length - 1)
+        else:
+            self._cache.enter(slot)
+            self._prompts[slot] = NO_GROUP
+            self._empty.add(row)
+
+    def _fill(self, rows: Sequence[Row]) -> None:
+        """Computes or copies the prompts of rows in slots. What follows in the row is computed with a prompt of its own."""
         sources = {self._prompts.get(slot): slot for slot in self._places.values()}
         computed: list[tuple[int, Sequence[int]]] = []
         copied: list[tuple[Row, int]] = []
-        for row in new:
-            slot = self._places[row] = slots[row]
-            held, self._prompts[slot] = self._prompts.get(slot, NO_GROUP), NO_GROUP
-            if not row.draft_reach or row.prefix is not None:
-                self._cache.enter(slot, self._in_store(row) if row.draft_reach else None)
+        for row in rows:
+            slot = self._places[row]
+            self._cache.enter(slot, None if row.prefix is None else self._in_store(row))
+            if row.prefix is not None:
                 continue
-            self._prompts[slot] = row.group
-            if held == row.group:
-                self._cache.copy(slot, slot, row.prompt_length - 1)
-            elif row.group in sources:
+            if row.group in sources:
                 copied.append((row, sources[row.group]))
             else:
                 sources[row.group] = slot
-                self._cache.enter(slot)
-                computed.append((slot, row.request.prompt_ids[:-1]))
+                computed.append((slot, row.tokens[:-1]))
         feed_prompts(self._runner, computed)
         for row, source in copied:
             self._cache.copy(source, self._places[row], row.prompt_length - 1)
+        for row in rows:
+            self._empty.discard(row)
+            self._prompts[self._places[row]] = row.group if row.prefix is None else NO_GROUP
 
     def _in_store(self, row: Row) -> Prefix:
         """The row's prompt, once it is in the shared store."""

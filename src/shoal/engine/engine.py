@@ -72,6 +72,7 @@ class Engine:
         self.scheduler = Scheduler(max_batch, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits)
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats()
+        self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
         self._clock = clock or time.perf_counter
 
     @property
@@ -252,12 +253,14 @@ class Engine:
         self.stats.seconds_prefill += self._clock() - started
         if self.drafter is not None:  # its seconds are in its own counters
             self.drafter.begin([admission.row for admission in round_.admissions])
-            self.drafter.prepare(round_.chunks)
+            if self._drafting:
+                self.drafter.prepare(round_.chunks)
 
     def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, DraftTree]:
         """The uniforms of the round as its rule has them, [rows, longest draft + 1, ...], and the trees drawn by them."""
         lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
         longest = max(lengths)
+        self._drafting = longest > 0 or not self.lookahead.adaptive
         rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
         seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         uniforms = self.rule.uniforms(seeds, firsts, longest + 1, rounds).to(self.target.device)

@@ -17,7 +17,7 @@ MAX_PASS_TOKENS = 4096
 
 
 def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Appends tokens to slots; returns how many there were.
+    """Appends tokens to slots, in as few passes as hold them; returns how many there were.
 
     Args:
         prompts: (slot, tokens) pairs; those without tokens are passed over.
@@ -26,7 +26,10 @@ def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -
     while todo:
         longest = len(todo[0][1])
         rows = max(1, MAX_PASS_TOKENS // min(longest, MAX_PASS_WIDTH))
-        batch, todo = todo[:rows], todo[rows:]
+        # Padding up to the longest must not reach beyond the end of a slot that is nearly full.
+        batch = [pair for pair in todo if _free(runner, pair[0]) >= longest][:rows]
+        taken = {slot for slot, _ in batch}
+        todo = [pair for pair in todo if pair[0] not in taken]
         for first in range(0, longest, MAX_PASS_WIDTH):
             part = [(slot, tokens[first : first + MAX_PASS_WIDTH]) for slot, tokens in batch if len(tokens) > first]
             width = max(len(tokens) for _, tokens in part)
@@ -35,6 +38,12 @@ def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -
             block = torch.tensor(padded, device=runner.device)
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
     return sum(len(tokens) for _, tokens in prompts)
+
+
+def _free(runner: Runner, slot: int) -> int:
+    """Tokens that there is room for in the slot."""
+    prefix, length = runner.cache.prefixes[slot], runner.cache.lengths[slot]
+    return runner.cache.capacity - length + (0 if prefix is None else prefix.length)
 
 
 def feed_prefix(runner: Runner, prefix: Prefix, start: int, tokens: Tensor) -> int:

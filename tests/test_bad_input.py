@@ -129,9 +129,9 @@ def test_top_logprobs(top: Any) -> None:
     refused([[1]], rf"top_logprobs must be an integer in 0\.\.{V}, got", top_logprobs=top)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, "4", None])
+@pytest.mark.parametrize("size", [0, -1, 2.5, "4", "all", None])
 def test_max_batch(size: Any) -> None:
-    with pytest.raises(RequestError, match="max_batch must be an integer >= 1, got"):
+    with pytest.raises(RequestError, match="max_batch must be 'auto' or an integer >= 1, got"):
         shoal(max_batch=size)
 
 

@@ -18,6 +18,7 @@ from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
+from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
@@ -50,7 +51,7 @@ Source = str | Path | nn.Module
 def load(
     target: Source | None = None, draft: Source | None = None, *, tokenizer: Any = None, dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
-    max_batch: int = 16, compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
+    max_batch: int | str = "auto", compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
     prefix_sharing: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
@@ -67,7 +68,9 @@ def load(
             `shoal.models.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
         attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.models.attention`).
-        max_batch: most rows decoded together; more rows than that take turns.
+        max_batch: most rows decoded together; more rows than that take turns. "auto": as many as memory holds and as raise tokens
+            per second, by measured rounds (see `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from
+            run to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a seed's tokens to hold.
         compile: "on": passes of fixed shapes (see `shoal.models.compiled`), as CUDA graphs or, on a CPU, compiled, which
             takes many seconds for each shape; "off"; "auto": on for CUDA.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
@@ -140,22 +143,20 @@ class Shoal:
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
-        max_batch: most rows decoded together. prefix_sharing: see `load`.
+        max_batch, prefix_sharing: see `load`.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
-        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int = 16,
+        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
         prefix_sharing: str = "auto",
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
-        self.tokenizer, max_batch = tokenizer, plain(max_batch)
-        if not isinstance(max_batch, int) or max_batch < 1:
-            raise RequestError(f"max_batch must be an integer >= 1, got {max_batch!r}")
         check_policy(prefix_sharing)
-        self.max_batch, self.prefix_sharing = max_batch, prefix_sharing
+        self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.packs)
+        self._batch_sizes = BatchSizes()
         self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = weakref.WeakKeyDictionary()
         self.eos = loading.eos_ids(target.hf, tokenizer)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -279,13 +280,14 @@ class Shoal:
             RequestError: for an unknown lookahead.
         """
         costs = self.pair_costs
+        max_batch = self._batch_sizes.of(self.max_batch, costs if drafter is None else drafter, lookahead_name)
         if drafter is not None:
             costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.packs))
         elif self.draft_model is not None:
             drafter = ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
         controller = controllers.by_name(lookahead_name, costs)
         engine = Engine(
-            self.target, drafter, controller, max_batch=self.max_batch, tokenizer=self.tokenizer, eos=self.eos,
+            self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
         )  # fmt: skip
         engine.stats.loaded = self.loaded

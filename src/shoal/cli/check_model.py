@@ -136,12 +136,13 @@ def number_format(runner: Runner) -> CheckResult:
 
 def memory(case: Case) -> CheckResult:
     """Weights and caches, and the memory that is free now, beside the loaded weights."""
+    from shoal.engine.batch_size import most_rows
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
     from shoal.types.prefix import token_slots
 
     longest = case.longest
-    slots = min(case.n, case.model.max_batch)
+    slots = min(case.n, most_rows(case.model.max_batch))
     runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
     store = PrefixStore(policy_for(case.model.prefix_sharing, runners)).add(0, slots, longest - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shoal.cli.option_groups import (
     models_option,
@@ -43,6 +43,24 @@ SamplesOption = Annotated[int, sampling_option("-n", "--samples", min=1, help="S
 NewTokensOption = Annotated[int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")]
 TopPOption = Annotated[float, sampling_option(help="Smallest set of tokens with this mass; 1 = off.")]
 JsonOption = Annotated[bool, output_option("--json", help="One JSON object on stdout.")]
+
+
+def parse_max_batch(text: str) -> int | str:
+    """A `max_batch` as `shoal.load` takes it."""
+    from shoal.engine.batch_size import require_max_batch
+
+    return require_max_batch(int(text) if text.isdecimal() else text)
+
+
+MaxBatchOption = Annotated[
+    Any,
+    speed_option(
+        "--max-batch",
+        metavar="ROWS",
+        parser=parse_max_batch,
+        help="Rows decoded at the same time; more wait. auto: as many as memory holds and as raise tokens/s.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,7 @@ class ModelSource(PlacedPair):
             help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
         ),
     ] = "auto"
-    max_batch: Annotated[int, speed_option("--max-batch", min=1, help="Rows decoded at the same time; more wait.")] = 16
+    max_batch: MaxBatchOption = "auto"
     compile: Annotated[
         Compile,
         speed_option(

@@ -166,10 +166,12 @@ def serve(
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
     ready = partial(_print_address, address.host, allowed, output.json)
     if machines.ray:
+        from shoal.engine.batch_size import most_rows
+
         cluster = ray_cluster()
         replicas = cluster.Replicas(
             machines.replicas, machines.max_replicas or machines.replicas, machines.target_requests,
-            limits.queue + source.max_batch, limits.drain,
+            limits.queue + most_rows(source.max_batch), limits.drain,
         )  # fmt: skip
         cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
         return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, KeyValueMemory, require_trees, within
 from shoal.engine.accounting import Stopwatch, count_round, outcome
+from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
@@ -25,6 +26,7 @@ from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import verify
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
+from shoal.models.available import kv_budget
 from shoal.models.out_of_memory import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
@@ -34,13 +36,19 @@ from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
 
+EXPECTED_DRAFT = 4
+"""Draft length that memory is counted with where many rows run: draft lengths that follow measured costs are short there."""
+BYTES_PER_SCORE = 16
+"""Of a logit, its probability and what is made on the way between them."""
+
 
 class Engine:
-    """Runs any number of requests through a batch of at most `max_batch` rows.
+    """Runs any number of requests through a batch of rows that join and leave between rounds.
 
     Args:
         target: the model whose distribution is promised. drafter: proposes, for this engine alone; None = plain decoding.
-        lookahead: decides draft lengths. tokenizer: for text and stop strings; None gives ids only.
+        lookahead: decides draft lengths. max_batch: how many rows run at once; None = an `AutoBatchSize` of its own.
+        tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
@@ -50,13 +58,13 @@ class Engine:
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
     Attributes:
-        stats: what was done so far. memory: what the caches take and may take.
+        stats: what was done so far. batch_size: decides how many rows run. memory: what the caches take and may take.
     """
 
     def __init__(
-        self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *, max_batch: int = 16,
-        tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None, prefix_sharing: str = "auto", chunk: int = CHUNK,
-        kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
+        self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *,
+        max_batch: int | BatchSize | None = None, tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
+        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
         self.target = target.fork()
@@ -67,9 +75,16 @@ class Engine:
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
         self.lookahead, self.rule = controller, rule or Rejection()
         nodes = 0 if self.drafter is None else self.drafter.max_nodes
-        self.memory = Memory(memories, controller.limit + 1, kv_bytes, nodes)
+        self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
+        available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
+        row_bytes = (1 + min(controller.limit, EXPECTED_DRAFT)) * self.target.vocab_size * BYTES_PER_SCORE
+        self.memory = Memory(
+            memories, controller.limit + 1, kv_bytes, nodes, available=available, few=FIRST, row_bytes=row_bytes
+        )
         policy = policy_for(prefix_sharing, memories)
-        self.scheduler = Scheduler(max_batch, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits)
+        self.scheduler = Scheduler(
+            self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows
+        )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats()
         self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
@@ -185,6 +200,7 @@ class Engine:
         watch.lap()
         count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), self._draft_counters())
         self.lookahead.learn(outcome(tree, paths, watch.laps))
+        self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits
 
     def _now(self) -> float:

@@ -29,12 +29,19 @@ class Memory:
             machine's.
         spare: columns beyond a row's last token that a pass over several rows may write.
         nodes: columns that a tree may have beyond its depth, also where a row is alone; 0 for chains.
+        available: without `most`, the bytes that more than `few` slots may take; None = no limit. Unlike `most` it refuses no
+            request and silences no drafter.
+        row_bytes: what a row takes beside its keys and values while a pass is judged, counted with `available`.
     """
 
-    def __init__(self, models: Sequence[KeyValueMemory], spare: int, most: int | None, nodes: int = 0) -> None:
+    def __init__(
+        self, models: Sequence[KeyValueMemory], spare: int, most: int | None, nodes: int = 0, *,
+        available: int | None = None, few: int = 0, row_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self._models, self._context, self._spare, self._most = models, models[0].context, spare + nodes, most
         self._nodes = nodes
         self._reserved = 0
+        self._available, self._few, self._row_bytes = available, few, row_bytes
         if most is not None:
             for model in models:
                 model.cache_bytes(1, 1)  # what a token takes is found out before anything is asked
@@ -81,10 +88,13 @@ class Memory:
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
         """Whether there is memory for these rows in that many slots, with these prompts (by group) in the prefix store."""
-        if self._most is None:
+        most, beside = self._most, self._reserved
+        if most is None and slots > self._few:
+            most, beside = self._available, slots * self._row_bytes
+        if most is None:
             return True
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
-        return need + self._reserved <= self._most
+        return need + beside <= most
 
     def reserve_tokens(self, tokens: int) -> None:
         """Reserves memory for so many tokens in a target cache of one row, beside the engine's caches; 0 = none.

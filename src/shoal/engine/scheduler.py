@@ -17,9 +17,10 @@ between chunks.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.engine.admission import CacheState, Decision, Fits, decide
@@ -41,7 +42,8 @@ class Scheduler:
     """Rows that wait, rows that run, and their slots. A round costs nothing per row that waits.
 
     Attributes:
-        capacity: most rows in slots. waiting: rows without a slot.
+        capacity: most rows in slots at any time. waiting: rows without a slot.
+        rows_now: most rows in slots in the coming round, at most `capacity`; see `shoal.engine.batch_size.BatchSize.rows`.
         prefix_sharing: how groups store their prompts, see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed before a round while rows run or any row has a deadline.
         fits: asked before a row is admitted. A row that would be the only one in a slot is admitted whatever the answer, unless
@@ -55,6 +57,7 @@ class Scheduler:
     chunk: int = CHUNK
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
+    rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: sys.maxsize
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
@@ -142,7 +145,8 @@ class Scheduler:
         budget = self.chunk if self.running or self._deadlines else sys.maxsize
         if self._prefilling is not None:
             budget -= self._prefill(self._prefilling, budget, chunks)
-        while self.waiting and self._prefilling is None:
+        free = self._free() if self.waiting and self._prefilling is None else 0
+        while self.waiting and self._prefilling is None and free > len(admissions):
             admission = self._admit(budget, {chunk.row.group for chunk in chunks})
             if admission is None:
                 break
@@ -151,6 +155,18 @@ class Scheduler:
                 self._prefilled = 0
                 budget -= self._prefill(admission.row, budget, chunks)
         return self.close_up(admissions, chunks)
+
+    def _free(self) -> int:
+        """How many rows may join those in slots."""
+        rows = self.in_slots
+        return self.rows_now(len(rows), len(self.waiting), self._seconds_per_token(rows)) - len(rows)
+
+    def _seconds_per_token(self, rows: Sequence[Row]) -> float:
+        """The least time budget per token of these rows and the next; infinity if none has a deadline."""
+        if not self._deadlines:
+            return math.inf
+        limits = [row.request.limits for row in (*rows, next(iter(self.waiting)))]
+        return min(math.inf if each.time_budget is None else each.time_budget / each.max_new_tokens for each in limits)
 
     def close_up(self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()) -> Round:
         """A round of the rows that run now, with the moves that close the gaps between them."""

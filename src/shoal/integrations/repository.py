@@ -26,7 +26,7 @@ def generate(
     inputs: Tensor | None = None, generation_config: Any = None, *, model: Any, stopping_criteria: Any = None,
     streamer: Any = None, assistant_model: Any = None, draft_model: Any = None, tokenizer: Any = None,
     assistant_tokenizer: Any = None, synced_gpus: bool | None = None, lookahead: Any = None, attention: str = "auto",
-    max_batch: int = 64, **options: Any,
+    max_batch: int | str = "auto", **options: Any,
 ) -> Any:  # fmt: skip
     """`generate` with shoal as its decoding method.
 

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerationMixin
 
 from shoal.config import Speculation
 from shoal.drafting.model import ModelDrafter
+from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
@@ -39,19 +40,20 @@ NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
 itself raises an error then."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
+_batch_sizes = BatchSizes()
 _pair_costs: weakref.WeakKeyDictionary[Any, PairCosts] = weakref.WeakKeyDictionary()
 
 
 def custom_generate(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int = 64, **model_kwargs: Any,
+    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """Batched speculative decoding as `generate`'s decoding method.
 
     Args:
         input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are computed once.
         draft_model: a Transformers model with the same vocabulary; None = plain decoding.
-        lookahead: see `shoal.Speculation`. attention: see `shoal.models.attention`. max_batch: most rows decoded together.
+        lookahead: see `shoal.Speculation`. attention: see `shoal.models.attention`. max_batch: see `shoal.load`.
         model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to remove the padding of either side
             from the prompts; processors and criteria see it, as in `generate`. (`generate` passes a named parameter twice.)
 
@@ -78,7 +80,7 @@ def custom_generate(
 
 def decode(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int = 64, streamer: Any = None, **model_kwargs: Any,
+    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """`custom_generate` with a streamer.
 
@@ -97,7 +99,7 @@ def decode(
     mask = model_kwargs.get("attention_mask")
     batch = GenerateBatch(input_ids, mask, logits_processor, stopping_criteria, generation_config)
     with evaluating(*((m, loading.name_of(m)) for m in (model, draft_model) if m is not None)):
-        engine = _engine(model, draft_model, lookahead, attention, min(max_batch, len(input_ids)))
+        engine = _engine(model, draft_model, lookahead, attention, max_batch)
         stream = Stream(engine, batch.requests(), text=False)
         if streamer is not None:
             _feed(streamer, stream, input_ids)
@@ -105,7 +107,7 @@ def decode(
     return batch.output(stream.rows)
 
 
-def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int) -> Engine:
+def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int | str) -> Engine:
     target = _runner(model, attention)
     draft = _runner(draft_model, attention) if draft_model is not None else None
     if draft is not None:
@@ -113,7 +115,8 @@ def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_ba
     drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
     pair_costs = _pair_costs.setdefault(model, PairCosts(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
-    return Engine(target, drafter, controller, max_batch=max_batch, rule=Coupled())
+    size = _batch_sizes.of(max_batch, model, lookahead)
+    return Engine(target, drafter, controller, max_batch=size, rule=Coupled())
 
 
 def _runner(model: Any, attention: str) -> Runner:

@@ -38,17 +38,27 @@ class CostCurve:
         for point in self._points.values():
             point[1] *= self.FADE
         self._points = {key: point for key, point in self._points.items() if point[1] >= self.FORGOTTEN}
-        value, weight = self._points.setdefault(_rounded(size), [seconds, 0.0])
+        value, weight = self._points.setdefault(rounded(size), [seconds, 0.0])
         if weight < 2:
             value = min(value, seconds)
         else:
             value += self.SHARE * (min(seconds, 2 * value) - value)
-        self._points[_rounded(size)] = [value, min(weight + 1, self.TRUST)]
+        self._points[rounded(size)] = [value, min(weight + 1, self.TRUST)]
 
     @property
     def known(self) -> bool:
         """Anything was observed yet."""
         return bool(self._points)
+
+    @property
+    def largest(self) -> int:
+        """The largest size that is not forgotten; 0 = none."""
+        return max(self._points, default=0)
+
+    def at(self, size: int) -> float | None:
+        """Seconds of the size itself, or of one that is kept together with it; None if it was never observed, or is forgotten."""
+        point = self._points.get(rounded(size))
+        return None if point is None else point[0]
 
     def table(self, largest: int) -> Array:
         """Seconds of every size 0..largest, [largest + 1]; never falling with the size."""
@@ -58,7 +68,7 @@ class CostCurve:
         return np.interp(np.arange(largest + 1), [0, *sizes], [0.0, *seconds])
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
     """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
     return size if size <= 16 else round(2 ** (round(np.log2(size) * 12) / 12))
 

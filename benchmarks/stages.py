@@ -1,7 +1,7 @@
 """`python benchmarks/stages.py`: where a round's time outside the models goes, on the bundled pair.
 
-Every listed function is wrapped in a stopwatch, which costs a microsecond or two per call. Functions contain each other: `accept`
-contains one draw, the drafter's proposal contains its passes.
+Every listed function is wrapped in a stopwatch, which costs a microsecond or two per call. Functions contain each other:
+`acceptance` contains one draw and the target's distributions, the drafter's proposal contains its passes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rich.table import Table
 
 import shoal
 from shoal.drafting import model as draft_model
-from shoal.engine import engine, verify
+from shoal.engine import engine, logprobs
 from shoal.models import runner
 from shoal.models.cache import slots
 from shoal.models.runner import Runner
 from shoal.problems.generator import generate as problems
-from shoal.sampling import acceptance
+from shoal.sampling import acceptance, scores
 from shoal.types.stats import Stats
 
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: distributions": (draft_model, "probabilities"),
     "drafter: draws": (acceptance.Rejection, "draw"),
     "noise": (acceptance.Rejection, "uniforms"),
-    "target: distributions": (verify, "probabilities"),
-    "target: normalisers": (verify, "_normaliser"),
+    "target: distributions": (scores.Scores, "p"),
     "acceptance": (acceptance.Rejection, "decide"),
+    "log-probabilities": (logprobs, "reported"),
     "commit": (engine, "commit"),
     "plans": (runner, "Plan"),
     "cache: begin": (slots.SlotCache, "begin"),

@@ -30,6 +30,7 @@ from shoal.cli import run as command_line
 from shoal.cli.files import listed_prompts
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
+from shoal.sampling.scores import Scores
 from shoal.types import stats
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -258,9 +259,9 @@ def test_an_imposed_rate_is_kept(pair: Shoal, rate: float) -> None:
     trials = 0
 
     class Counting(Imposed):
-        def decide(self, tree: DraftTree, p: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
+        def decide(self, tree: DraftTree, scores: Scores, uniforms: torch.Tensor) -> Verdict:
             nonlocal trials
-            verdict = super().decide(tree, p, uniforms)
+            verdict = super().decide(tree, scores, uniforms)
             trials += int((verdict.accepted + (verdict.accepted < tree.lengths)).sum())
             return verdict
 

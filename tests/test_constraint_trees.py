@@ -25,11 +25,12 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
+from shoal.sampling.scores import Scores
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import scripted
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Scores, Verdict
+from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 from test_constraints import COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import shoal.engine.validation
-import shoal.engine.verify
 import shoal.sampling.acceptance
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
+from shoal.sampling.scores import Block, Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.distributions import chain_rule, committed_distribution
@@ -35,7 +35,7 @@ from test_exact_distribution import ALPHA, EXACT, P, Q, codes, contingency, decl
 from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 
 real_uniforms = shoal.sampling.uniforms.uniforms
-real_probabilities = shoal.engine.verify.probabilities
+real_positions = Scores.positions_of
 real_decide = shoal.sampling.acceptance.Rejection.decide
 
 
@@ -164,13 +164,14 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
-        verdict = real_decide(self, tree, p, uniforms)
+    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+        verdict = real_decide(self, tree, scores, uniforms)
         if tree.m == 0:
             return verdict
         full = (verdict.accepted == tree.lengths) & (tree.lengths > 0)
         last = tree.tokens.gather(1, (tree.lengths - 1).clamp(min=0)[:, None]).squeeze(1)
-        return Verdict(torch.where(full, verdict.accepted - 1, verdict.accepted), torch.where(full, last, verdict.token))
+        accepted = torch.where(full, verdict.accepted - 1, verdict.accepted)
+        return replace(verdict, accepted=accepted, token=torch.where(full, last, verdict.token))
 
     k, new = 3, 20
     expected = math.ceil(new / (k + 1))
@@ -184,11 +185,12 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
 # ── history ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_token_late(logits: Tensor, positions: Positions, *more: Any) -> Tensor:
+def one_token_late(scores: Scores, block: Block) -> Positions:
     """Draft position j is given the history of position j - 1."""
+    positions = real_positions(scores, block)
     pairs = zip(positions.rows, positions.drafts, strict=True)
     late = [[row.tokens[-1], *draft[:-1]] if draft else [] for row, draft in pairs]
-    return real_probabilities(logits, replace(positions, drafts=late), *more)
+    return replace(positions, drafts=late)
 
 
 def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,7 @@ def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.Mo
 
     law = declared_law(step, 4, 4)
     assert chi_square(counted(frequency_penalty=1.5), law) > ALPHA
-    monkeypatch.setattr(shoal.engine.verify, "probabilities", one_token_late)
+    monkeypatch.setattr(Scores, "positions_of", one_token_late)
     assert chi_square(counted(frequency_penalty=1.5), law) < ALPHA
 
 
@@ -219,7 +221,7 @@ def test_penalties_one_token_late_show_in_greedy_ids(control: dict[str, Any], mo
 
     plain = ids(0)
     assert ids(4) == plain
-    monkeypatch.setattr(shoal.engine.verify, "probabilities", one_token_late)
+    monkeypatch.setattr(Scores, "positions_of", one_token_late)
     assert ids(0) == plain  # without drafts nothing can be late
     assert ids(4) != plain
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from shoal.testing.drafters import RandomTrees, check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
+from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 
 V = 5
@@ -253,7 +255,11 @@ def tree_of(history: Sequence[int]) -> DraftTree:
     return DraftTree.of([[token for _, token in nodes]], [[parent for parent, _ in nodes]])
 
 
-def committed(p: Tensor, decide: Callable[[DraftTree, Tensor], Any] = exact_match) -> Tensor:
+def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
+    return exact_match(tree, drawn, torch.ones(drawn.shape))
+
+
+def committed(p: Tensor, decide: Callable[[DraftTree, Tensor], Verdict] = follow) -> Tensor:
     """The distribution of the first tokens committed over repeated rounds, by enumeration of what is drawn at every column."""
     vocab = p.shape[-1]
     law = torch.zeros([vocab] * HORIZON, dtype=torch.float64)
@@ -287,17 +293,17 @@ def test_the_distribution_by_enumeration(seed: int) -> None:
 def test_a_wrong_decision_shows_in_the_enumeration() -> None:
     """A sibling that is taken because its own token is drawn a second time, and a path followed one node too far."""
 
-    def any_sibling(tree: DraftTree, drawn: Tensor) -> Any:
-        verdict = exact_match(tree, drawn)
+    def any_sibling(tree: DraftTree, drawn: Tensor) -> Verdict:
+        verdict = follow(tree, drawn)
         first = next((node for node, parent in enumerate(tree.parents[0]) if parent == -1), None)
         if int(verdict.accepted[0]) == 0 and first is not None and tree.branches:
             last = drawn[:, first + 1]
-            return type(verdict)(torch.ones_like(verdict.accepted), last, torch.tensor([[first]]))
+            return replace(verdict, accepted=torch.ones_like(verdict.accepted), token=last, path=torch.tensor([[first]]))
         return verdict
 
-    def bonus_of_the_parent(tree: DraftTree, drawn: Tensor) -> Any:
-        verdict = exact_match(tree, drawn)
-        return type(verdict)(verdict.accepted, drawn[:, 0], verdict.path)
+    def bonus_of_the_parent(tree: DraftTree, drawn: Tensor) -> Verdict:
+        verdict = follow(tree, drawn)
+        return replace(verdict, token=drawn[:, 0])
 
     p = table(0)
     for wrong in (any_sibling, bonus_of_the_parent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from shoal.api import Shoal
 from shoal.errors import RequestError
 from shoal.lookahead.controller import PairCosts
-from shoal.sampling.acceptance import Rejection
+from shoal.sampling.acceptance import Rejection, by_rejection
+from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -30,12 +32,17 @@ class Imposed(Rejection):
             raise RequestError(f"an acceptance rate is in 0..1, got {rate}")
         self.rate = rate
 
-    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
+    def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         """The real decision on uniforms that accept always or never."""
         biased = uniforms.clone()  # u = -1 accepts every draft that q can draw, u = infinity none
         column = Purpose.ACCEPT - 1
         biased[..., column] = torch.where(uniforms[..., column] < self.rate, -1.0, torch.inf)
-        return super().decide(tree, p, biased)
+        if tree.m and tree.q is None:  # greedy rows: point masses
+            one_hot = scores.logits.new_zeros(*tree.tokens.shape, scores.logits.shape[-1]).scatter_(
+                -1, tree.tokens[..., None], 1.0
+            )
+            tree = replace(tree, q=one_hot.unbind(1))
+        return by_rejection(tree, scores, biased)
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:

@@ -28,8 +28,9 @@ from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, Scores, Verdict
+from shoal.types.rounds import Faults, Verdict
 from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree, Positions, chains
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.runner import Runner
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Scores, Verdict
+from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from shoal.constraints import masks
+from shoal.engine import logprobs
 from shoal.engine.samples import finish, visible_text
 from shoal.errors import ShoalError
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit, Faults, Scores, Verdict
-from shoal.types.samples import TopLogprobs
+from shoal.types.rounds import Commit, Faults, Verdict
 from shoal.types.trees import DraftTree
 
 
@@ -26,38 +25,30 @@ def commit(
     `clock`, in seconds, is the end of every row that ends in it.
     """
     paths, following = verdict.lists
-    scores = scores.along(verdict)
     blocks = [[*(d[i] for i in path), last] for d, path, last in zip(tree.drafts, paths, following, strict=True)]
     failing = _reached(rows, paths, scores.faults)
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
-    logprobs = _logprobs(scores, blocks)
+    columns = [[0, *(node + 1 for node in path)][: len(block)] for path, block in zip(paths, blocks, strict=True)]
+    # What is reported of the tokens may depend on those before them, so it is taken before any is appended.
+    reported = logprobs.reported(rows, blocks, columns, scores, verdict)
     appended = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
         row.rounds += 1
         row.target_passes += 1
         row.drafted += len(tree.drafts[b])
-        taken = _append(row, block, scores.p.shape[-1])
+        taken = _append(row, block, scores.logits.shape[-1])
         if b in failing and row.finish_reason is None:
             row.finish_reason, row.error = "error", failing[b][1]
         kept = min(len(paths[b]), taken)
         row.accepted += kept
         row.from_draft += [True] * kept + [False] * (taken - kept)
-        _report(row, b, taken, scores, logprobs)
+        reported[b].add(row, taken)
+        if row.request.keep_logits:
+            row.logits += [scores.logits[b, column].clone() for column in columns[b][:taken]]
         appended.append((row, block[:taken], kept))
     now = clock()
     return [_commit(row, tokens, kept, now) for row, tokens, kept in appended]
-
-
-def _report(row: Row, b: int, taken: int, scores: Scores, logprobs: tuple[list[list[float]], list[list[float]]]) -> None:
-    """Adds to the row what is reported of its tokens, the b-th row of the scores."""
-    raw, processed = logprobs
-    row.logprobs += raw[b][:taken]
-    row.processed_logprobs += processed[b][:taken]
-    if row.request.top_logprobs:
-        row.top_logprobs += _top(scores, b, taken, row.request.top_logprobs)
-    if row.request.keep_logits:
-        row.logits += [logits.clone() for logits in scores.logits[b, :taken]]
 
 
 def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
@@ -106,29 +97,3 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 def _criteria_met(row: Row) -> bool:
     ids = torch.tensor([row.tokens])
     return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in row.request.criteria)
-
-
-def _logprobs(scores: Scores, blocks: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
-    """Natural-log probabilities of the blocks' tokens, before and after processing."""
-    width = max(len(block) for block in blocks)
-    padded = [[*block, *[0] * (width - len(block))] for block in blocks]
-    index = torch.tensor(padded, dtype=torch.long, device=scores.p.device)[..., None]
-    logits = scores.logits[:, :width].gather(-1, index).squeeze(-1)
-    raw = logits.to(scores.normaliser.dtype) - scores.normaliser[:, :width]
-    processed = scores.p[:, :width].gather(-1, index).squeeze(-1).log()
-    return raw.tolist(), processed.tolist()
-
-
-def _top(scores: Scores, row: int, taken: int, n: int) -> list[TopLogprobs]:
-    """The n most probable tokens at each committed position; fewer after processing if fewer are possible."""
-    raw = scores.logits[row, :taken].to(scores.normaliser.dtype) - scores.normaliser[row, :taken, None]
-    tops = [_pairs(raw, n), _pairs(scores.p[row, :taken].log(), n)]
-    return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
-
-
-def _pairs(logprobs: Tensor, n: int) -> list[tuple[tuple[int, float], ...]]:
-    top = logprobs.topk(n)
-    return [
-        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]

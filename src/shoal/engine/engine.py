@@ -30,8 +30,9 @@ from shoal.models.available import kv_budget
 from shoal.models.out_of_memory import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Commit, Scores, Verdict
+from shoal.types.rounds import Commit, Verdict
 from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
@@ -192,7 +193,7 @@ class Engine:
         watch.lap()
         scores = verify(self.target, rows, tree)
         watch.lap()
-        verdict = self.rule.decide(tree, scores.p, uniforms)
+        verdict = self.rule.decide(tree, scores, uniforms)
         paths, _ = verdict.lists
         watch.lap()
         commits = commit(rows, tree, scores, verdict, self._clock)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from shoal.errors import BadLogits, ShoalError
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import probabilities
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, Scores
 from shoal.types.trees import DraftTree, Positions
 
 
@@ -25,10 +23,11 @@ def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
         own = torch.arange(block.shape[1], device=block.device) < torch.tensor(counts, device=block.device)[:, None]
         block = torch.where(own, block, last)
     logits = target.feed([row.slot for row in rows], block, counts, parents=tree.parents if tree.branches else None)
-    faults: Faults = {}
-    p = probabilities(logits, Positions.of(rows, tree), faults)
-    named = {row: {column: _named(error, target) for column, error in found.items()} for row, found in faults.items()}
-    return Scores(logits, p, _normaliser(logits), named)
+    scores = Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
+    if not bool(logits[..., 0].isfinite().all()):
+        # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
+        scores.p(scores.everything())
+    return scores
 
 
 def _named(error: ShoalError, target: Runner) -> ShoalError:
@@ -37,7 +36,3 @@ def _named(error: ShoalError, target: Runner) -> ShoalError:
         return error
     advice = f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"
     return BadLogits(f"{target.name} returned NaN or infinite logits: {error}; {advice}")
-
-
-def _normaliser(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1)

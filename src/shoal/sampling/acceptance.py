@@ -23,7 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import draw, exponential_race
+from shoal.sampling.scores import Block, Scores
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -66,44 +68,54 @@ def reject_and_replace(
 
     Args:
         drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
-        draft_lengths: [rows] int64, each 0..k.
+        draft_lengths: [rows] int64; more than k where further drafts are judged later.
         q: drafter distributions, [rows, k, vocab]; None when k = 0.
-        p: target distributions, [rows, k + 1, vocab].
-        u_accept: [rows, k] float64. u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform
-            for a replacement ([..., 0]) and for a bonus ([..., 1]).
+        p: target distributions, [rows, k + 1, vocab]; or [rows, k, vocab], and a row whose k drafts are all accepted gets no token:
+            0 stands there.
+        u_accept: [rows, k] float64. u_next: [rows, at least as many as p, 2] float64: for the token after j accepted drafts, the
+            uniform for a replacement ([..., 0]) and for a bonus ([..., 1]).
     """
-    rows = torch.arange(p.shape[0], device=p.device)
-    if q is None or drafts.shape[1] == 0:
-        accepted = torch.zeros_like(draft_lengths)
-        return Verdict(accepted, draw(p[:, 0], u_next[:, 0, 1]))
+    rows, k = torch.arange(p.shape[0], device=p.device), drafts.shape[1]
+    if q is None or k == 0:
+        token = draw(p[:, 0], u_next[:, 0, 1])
+        return Verdict(torch.zeros_like(draft_lengths), token, p[:, 0].gather(1, token[:, None]))
     index = drafts[..., None]
-    p_draft, q_draft = p[:, :-1].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
+    p_draft, q_draft = p[:, :k].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
     accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
-    rejected = accepted < draft_lengths
+    probs = torch.nn.functional.pad(p_draft, (0, p.shape[1] - k))
+    if p.shape[1] == k:
+        rows = (accepted < k).nonzero().squeeze(1)
+    at = accepted[rows]
+    rejected = at < draft_lengths[rows]
     # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
-    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)] * rejected[:, None]
-    weights = residual(p[rows, accepted], q_next)
-    return Verdict(accepted, draw(weights, u_next[rows, accepted, (~rejected).long()]))
+    p_next, q_next = p[rows, at], q[rows, at.clamp(max=k - 1)] * rejected[:, None]
+    drawn = draw(residual(p_next, q_next), u_next[rows, at, (~rejected).long()])
+    probs[rows, at] = p_next.gather(1, drawn[:, None]).squeeze(1)
+    return Verdict(
+        accepted, drawn if p.shape[1] > k else torch.zeros_like(accepted).index_copy_(0, rows, drawn), probs=probs
+    )
 
 
-def exact_match(tree: DraftTree, said: Tensor) -> Verdict:
+def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
     """Follows from the root the nodes that are what the target says itself, as far as there are any.
 
     One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al. 2024, arXiv 2305.09781): whatever
     proposed the tree, what is committed is what plain decoding draws by the same uniforms, so nothing has to be known of q.
 
     Args:
-        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1] int64.
+        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1] int64. probs: of it, same shape.
     """
     if not tree.branches:
         accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
-        return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1))
+        return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs)
     paths = [_followed(*row) for row in zip(tree.drafts, tree.parents, said.tolist(), strict=True)]
     longest = max(map(len, paths))
     path = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in paths], device=said.device, dtype=torch.long)
+    path = path.view(len(paths), longest)
     accepted = torch.tensor([len(nodes) for nodes in paths], device=said.device)
     last = torch.tensor([nodes[-1] + 1 if nodes else 0 for nodes in paths], device=said.device)
-    return Verdict(accepted, said.gather(1, last[:, None]).squeeze(1), path.view(len(paths), longest))
+    along = probs.gather(1, torch.nn.functional.pad(path + 1, (1, 0)))
+    return Verdict(accepted, said.gather(1, last[:, None]).squeeze(1), along, path)
 
 
 def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
@@ -117,6 +129,66 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
     return path
 
 
+def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
+    """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows, depth of the tree + 1, ...]."""
+    uniforms = tree.by_column(uniforms)
+    if tree.branches:
+        return exact_match(tree, *scores.draws(scores.everything(), sampler, uniforms))
+
+    def verdict_of(block: Block) -> Verdict:
+        said, probs = scores.draws(block, sampler, uniforms)
+        drafts = block.of(tree.tokens)
+        accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, _lengths(tree, block))
+        return Verdict(accepted, said.gather(1, accepted.clamp(max=said.shape[1] - 1)[:, None]).squeeze(1), probs)
+
+    return _in_blocks(tree, scores, verdict_of)
+
+
+def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+    """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
+
+    def verdict_of(block: Block) -> Verdict:
+        drafts, asked = block.of(tree.tokens), (tree.q or ())[block.columns.start : block.columns.stop]
+        q = torch.stack([block.of_rows(values) for values in asked], dim=1) if len(asked) > 1 else None
+        if len(asked) == 1:  # no copy
+            q = block.of_rows(asked[0])[:, None]
+        own = block.of(uniforms)
+        lengths = _lengths(tree, block)
+        return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., [2, 0]])
+
+    return _in_blocks(tree, scores, verdict_of)
+
+
+def _lengths(tree: DraftTree, block: Block) -> Tensor:
+    """Drafts of each row of a block from its first column on."""
+    lengths = block.of_rows(tree.lengths)
+    return lengths - block.columns.start if block.columns.start else lengths
+
+
+def _in_blocks(tree: DraftTree, scores: Scores, verdict_of: Callable[[Block], Verdict]) -> Verdict:
+    """The verdict on chains, over large vocabularies by blocks of columns, each for the rows whose drafts were accepted so far.
+
+    Args:
+        verdict_of: how many drafts of a block's columns are accepted, the token that follows them if it is one of the block, and
+            the probabilities of both.
+    """
+    if not scores.blocks_pay():
+        return verdict_of(scores.everything())
+    accepted, token = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
+    probs = torch.ones(len(accepted), tree.m + 1, dtype=torch.promote_types(scores.logits.dtype, torch.float32))
+    for rows in scores.parts():
+        first = 0
+        while rows:
+            block = scores.block(rows, first, 1 + max(len(tree.drafts[b]) for b in rows))
+            found = verdict_of(block)
+            where = slice(None) if block.index is None else block.index
+            accepted[where], token[where] = first + found.accepted, found.token
+            probs[where, first : block.columns.stop] = found.probs
+            first, width = block.columns.stop, len(block.columns)
+            rows = [row for row, run in zip(rows, found.accepted.tolist(), strict=True) if run == width]
+    return Verdict(accepted, token, probs)
+
+
 class Rule(Protocol):
     """How drafts are drawn and judged. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position."""
 
@@ -126,12 +198,12 @@ class Rule(Protocol):
         ...
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """One token per row from weights [rows, vocab] by one position's uniforms [rows, ...]; [rows] int64."""
+        """One token per row from weights [rows, vocab] by one position's uniforms [rows, ...]; [rows] int64. Greedy rows give the
+        token of weight 1."""
         ...
 
-    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
-        """What is accepted of a draft tree; p: target distributions by column, [rows, m + 1, vocab]; uniforms: by position,
-        [rows, depth of the tree + 1, ...]."""
+    def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+        """What is accepted of a draft tree; uniforms: by position, [rows, depth of the tree + 1, ...]."""
         ...
 
 
@@ -146,13 +218,11 @@ class Rejection:
     def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         return draw(weights, uniforms[:, 0])
 
-    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
-        uniforms = tree.by_column(uniforms)
-        if tree.q is None and tree.m:
-            said = draw(p.flatten(0, 1), uniforms[..., 0].flatten()).view(p.shape[:2])
-            return exact_match(tree, said)
-        q = None if tree.q is None else torch.stack(list(tree.q), dim=1)
-        return reject_and_replace(tree.tokens, tree.lengths, q, p, uniforms[:, : tree.m, 1], uniforms[..., [2, 0]])
+    def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+        # A greedy row's p is a point mass: its token is accepted and anything else replaced by it, whatever q and the uniforms are.
+        if tree.q is None or scores.greedy:
+            return by_samples(tree, scores, self.draw, uniforms)
+        return by_rejection(tree, scores, uniforms)
 
 
 class Coupled:
@@ -174,8 +244,8 @@ class Coupled:
     def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         return exponential_race(weights, uniforms)
 
-    def decide(self, tree: DraftTree, p: Tensor, uniforms: Tensor) -> Verdict:
-        return exact_match(tree, exponential_race(p, tree.by_column(uniforms)))
+    def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+        return by_samples(tree, scores, self.draw, uniforms)
 
 
 RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

@@ -7,9 +7,9 @@ at each drafted position with the history that the position would have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ from shoal.config import Sampling
 from shoal.constraints import masks
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties, truncation
+from shoal.sampling.drawing import highest
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
+
+Sampler = Callable[[Tensor, Tensor], Tensor]
+"""Weights [n, vocab] and the uniforms of a position each [n, ...] -> one token per row, [n] int64."""
 
 
 def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = None) -> Tensor:
@@ -51,6 +55,33 @@ def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = 
         mask = None if allowed is None else allowed[index]
         probs[index] = _of_group(logits[index], sampling, positions.of_rows(members), mask, faults)
     return probs
+
+
+class Draws(NamedTuple):
+    """Tokens [rows, q] int64, and their probabilities [rows, q]."""
+
+    tokens: Tensor
+    probs: Tensor
+
+
+def draws(logits: Tensor, positions: Positions, sampler: Sampler, uniforms: Tensor, faults: Faults | None = None) -> Draws:
+    """Tokens drawn from the `probabilities` of each (row, position), which greedy rows need no row of the vocabulary for.
+
+    Args:
+        sampler: never asked for greedy rows, whose distribution is a point mass. uniforms: [rows, q, ...].
+    """
+    groups = _groups(positions.rows)
+    allowed = masks.allowed(positions, logits)
+    if len(groups) == 1:
+        return _draws_of_group(logits, groups[0][0], positions, sampler, uniforms, allowed, faults)
+    tokens = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
+    probs = torch.empty(logits.shape[:2], dtype=_dtype(logits), device=logits.device)
+    for sampling, members in groups:
+        index = torch.tensor(members, device=logits.device)
+        mask = None if allowed is None else allowed[index]
+        some = positions.of_rows(members)
+        tokens[index], probs[index] = _draws_of_group(logits[index], sampling, some, sampler, uniforms[index], mask, faults)
+    return Draws(tokens, probs)
 
 
 def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None) -> Tensor:
@@ -107,18 +138,44 @@ def _of_group(
     logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
 ) -> Tensor:
     """`probabilities` of rows that share one `Sampling` but for seed and grammar; `allowed`: see `shoal.constraints.masks`."""
+    if sampling.greedy:
+        tokens = _best(logits, sampling, positions, allowed, faults)
+        probs = torch.zeros(logits.shape, dtype=_dtype(logits), device=logits.device)
+        return probs.scatter_(-1, tokens[..., None], 1.0)
     scores = _controlled(logits, sampling, positions, allowed, faults)
     truncates = truncation.truncates(sampling)
-    if not sampling.greedy and not truncates:
+    if not truncates:
         probs = scores.softmax(-1)
         if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
             return probs
     scores = _possible(scores, logits, sampling, positions, faults)
+    return (
+        truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape) if truncates else scores.softmax(-1)
+    )
+
+
+def _draws_of_group(
+    logits: Tensor, sampling: Sampling, positions: Positions, sampler: Sampler, uniforms: Tensor, allowed: Tensor | None,
+    faults: Faults | None,
+) -> Draws:  # fmt: skip
+    """`draws` of rows that share one `Sampling` but for seed and grammar."""
     if sampling.greedy:
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    if truncates:
-        return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
-    return scores.softmax(-1)
+        tokens = _best(logits, sampling, positions, allowed, faults)
+        return Draws(tokens, torch.ones(tokens.shape, dtype=_dtype(logits), device=logits.device))
+    probs = _of_group(logits, sampling, positions, allowed, faults)
+    tokens = sampler(probs.flatten(0, 1), uniforms.flatten(0, 1)).view(logits.shape[:2])
+    return Draws(tokens, probs.gather(-1, tokens[..., None]).squeeze(-1))
+
+
+def _best(
+    logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
+) -> Tensor:  # fmt: skip
+    """The token of the highest score at each position, the lowest id on a tie, of greedy rows: [rows, q] int64."""
+    scores = _controlled(logits, sampling, positions, allowed, faults)
+    values, tokens = highest(scores)
+    if bool(values.isfinite().all()):
+        return tokens
+    return highest(_possible(scores, logits, sampling, positions, faults))[1]
 
 
 def _controlled(
@@ -126,6 +183,8 @@ def _controlled(
 ) -> Tensor:
     """Scores [rows, q, vocab] after all controls but truncation: what reads the history, processors, constraints, temperature."""
     own = sampling.reads_history or bool(sampling.logit_bias) or allowed is not None
+    if sampling.greedy and not own:
+        return logits  # in whatever number format: the order is the same
     scores = logits.to(_dtype(logits), copy=own, memory_format=torch.contiguous_format if own else torch.preserve_format)
     if own:
         penalties.bias_and_penalise(scores, sampling, positions)

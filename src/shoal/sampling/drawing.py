@@ -42,6 +42,24 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (block * _BLOCK + within).squeeze(-1)
 
 
+def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest score of each position [..., vocab], NaN if one is, and the lowest id that has it: two tensors [...].
+
+    Over a large vocabulary by way of the highest scores of blocks: torch finds values many times faster than their indices.
+    """
+    vocab = scores.shape[-1]
+    if vocab <= _ONE_LEVEL:
+        values, ids = scores.max(-1)
+        return values, ids
+    whole = vocab // _BLOCK * _BLOCK
+    tops = scores[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
+    if whole < vocab:
+        tops = torch.cat([tops, scores[..., whole:].amax(-1, keepdim=True)], dim=-1)
+    values, block = tops.max(-1, keepdim=True)
+    ids = (block * _BLOCK + torch.arange(_BLOCK, device=scores.device)).clamp_(max=vocab - 1)
+    return values.squeeze(-1), ids.gather(-1, scores.gather(-1, ids).argmax(-1, keepdim=True)).squeeze(-1)
+
+
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums of `_BLOCK` weights each, the last of what is left, [rows, blocks] float64."""
     whole = weights.shape[-1] // _BLOCK * _BLOCK

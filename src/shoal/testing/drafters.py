@@ -10,9 +10,10 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
 from shoal.lookahead.fixed import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.scores import Scores
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Scores, Verdict
+from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 

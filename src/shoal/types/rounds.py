@@ -6,7 +6,7 @@ Shapes: `rows` active rows, `m` the most nodes of a row's draft tree, `vocab` th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -27,43 +27,20 @@ a draft that might have been rejected. Neither its committed tokens nor other ro
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What the target says of a draft tree, by the m + 1 columns of the pass (`shoal.types.trees`).
-
-    Attributes:
-        logits: raw, [rows, m + 1, vocab]. p: the declared distribution, same shape.
-        normaliser: log of the sum of exp(logits), [rows, m + 1].
-        faults: columns that p does not exist for, some of them on paths that may be rejected.
-    """
-
-    logits: Tensor
-    p: Tensor
-    normaliser: Tensor
-    faults: Faults = field(default_factory=dict)
-
-    def along(self, verdict: Verdict) -> Scores:
-        """The scores of the positions on each row's accepted path, in their order; the same where trees are chains."""
-        if verdict.path is None:
-            return self
-        columns = torch.nn.functional.pad(verdict.path + 1, (1, 0))
-        rows = torch.arange(len(columns), device=columns.device)[:, None]
-        logits, p, normaliser = (values[rows, columns] for values in (self.logits, self.p, self.normaliser))
-        return Scores(logits, p, normaliser, self.faults)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What a round decided.
 
     Attributes:
         accepted: drafts kept, [rows] int64: the depth that the row's accepted path reaches.
         token: the replacement or bonus that follows them, [rows] int64.
+        probs: of the drafts kept under p, then of `token`, [rows, at least as many], padded.
         path: the nodes kept, from the root on, [rows, longest path] int64, padded; None where all trees are chains: the first
             `accepted` nodes.
     """
 
     accepted: Tensor
     token: Tensor
+    probs: Tensor
     path: Tensor | None = None
 
     @cached_property

@@ -1,0 +1,87 @@
+"""Log-probabilities of a round's tokens under the target, before and after processing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.sampling.scores import Block, Scores
+from shoal.types.requests import Row
+from shoal.types.rounds import Verdict
+from shoal.types.samples import TopLogprobs
+
+_TOGETHER = 1 << 21
+"""Logits normalised at a time: more of them leave a CPU's caches."""
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural-log probabilities of the tokens of a row's round, before and after processing, and of the most probable ones where
+    the row's request asks for them."""
+
+    raw: Sequence[float]
+    processed: Sequence[float]
+    top: Sequence[TopLogprobs]
+
+    def add(self, row: Row, taken: int) -> None:
+        """Adds those of the first `taken` tokens to the row."""
+        row.logprobs += self.raw[:taken]
+        row.processed_logprobs += self.processed[:taken]
+        row.top_logprobs += self.top[:taken]
+
+
+def reported(
+    rows: Sequence[Row], blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]], scores: Scores, verdict: Verdict
+) -> list[Logprobs]:
+    """Of the tokens of each row's block, before the round is committed.
+
+    Args:
+        columns: of the pass, those that say the blocks' tokens.
+    """
+    raw, processed = iter(_raw(scores.logits, blocks, columns)), verdict.probs.log().tolist()
+    return [
+        Logprobs(list(itertools.islice(raw, len(block))), processed[b], _top(scores, row, b, columns[b]))
+        for b, (row, block) in enumerate(zip(rows, blocks, strict=True))
+    ]
+
+
+def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> Iterable[float]:
+    """Log-probabilities of the blocks' tokens by the logits alone, one block after the other."""
+    places = [
+        (b, column, token)
+        for b, block in enumerate(blocks)
+        for column, token in zip(columns[b], block, strict=True)
+    ]  # fmt: skip
+    at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(places))
+    for start in range(0, len(places), at):
+        row, column, token = torch.tensor(places[start : start + at], device=logits.device).unbind(1)
+        yield from _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[TopLogprobs]:
+    """The most probable tokens at the columns of a row that asks for them; fewer after processing if fewer are possible."""
+    n = row.request.top_logprobs
+    if not n or not columns:
+        return []
+    index = torch.tensor([place], device=scores.logits.device)
+    whole = Block(range(scores.logits.shape[1]), [place], index)
+    probs = scores.p(whole)[0, list(columns)]
+    tops = [_pairs(_log_softmax(scores.logits[place, list(columns)]), n), _pairs(probs.log(), n)]
+    return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
+
+
+def _pairs(logprobs: Tensor, n: int) -> list[tuple[tuple[int, float], ...]]:
+    top = logprobs.topk(n)
+    return [
+        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]

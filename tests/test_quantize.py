@@ -15,6 +15,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
+from shoal.models.formats import cpu as formats_of_this_cpu
 from shoal.models.loading import wrap
 from shoal.models.quantize import Int8Linear, parse, quantized
 from shoal.testing import VOCABULARY, save_pair, tiny_model
@@ -99,14 +100,51 @@ def test_a_layer_is_close_to_the_one_it_replaces(dtype: torch.dtype, bias: bool)
     assert float((found - exact).float().abs().max()) > 0  # it did round
 
 
-def test_rows_do_not_influence_each_other() -> None:
+BYTES = torch.int8 in formats_of_this_cpu().packs
+"""Whether oneDNN multiplies bytes here by instructions that keep the sums exact."""
+PACKINGS = [False, pytest.param(True, marks=pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX"))]
+
+
+@pytest.mark.parametrize("pack", PACKINGS)
+def test_rows_do_not_influence_each_other(pack: bool) -> None:
     torch.manual_seed(0)
-    layer = Int8Linear(nn.Linear(64, 48))
+    layer = Int8Linear(nn.Linear(64, 48), pack)
     x = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]  # one scale for all would leave nothing of the small rows
     together = layer(x)
     for row in range(40):
         assert torch.equal(layer(x[row : row + 1])[0], together[row])
     assert torch.equal(layer(torch.zeros(2, 64)), layer.bias.expand(2, -1))
+
+
+@pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_packed_bytes_give_the_same_bits(dtype: torch.dtype) -> None:
+    for width, out, bias in ((96, 40, True), (1024, 257, False), (33, 5, True)):
+        linear = nn.Linear(width, out, bias=bias).to(dtype)
+        plain, packed = Int8Linear(linear), Int8Linear(linear, pack=True)
+        assert torch.equal(packed.weight, plain.weight)
+        for tokens in (0, 1, 8, 40):
+            x = (100 * torch.randn(tokens, width)).to(dtype)
+            assert torch.equal(packed(x), plain(x))
+
+
+@pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
+@torch.no_grad()
+def test_a_matrix_of_bytes_computes_as_its_layer() -> None:
+    layer = Int8Linear(nn.Linear(64, 48), pack=True)
+    matrix, x, other = layer.weight.matrix, torch.randn(3, 64), torch.randn(3, 48)  # type: ignore[attr-defined]
+    y = layer(x)
+    assert torch.equal(matrix.linear(x, "silu"), nn.functional.silu(y))
+    assert torch.equal(matrix.linear_add(x, other), y + other)
+    assert torch.equal(matrix.linear_mul(x, other), y * other)
+    twin = copy.deepcopy(layer)
+    twin.weight.data.zero_()  # type: ignore[operator]
+    assert torch.equal(layer(x), y)
+    assert torch.equal(twin(x), layer.bias.expand(3, -1))
+    for scales in (twin.scales, layer.scales):
+        scales.mul_(2)
+    torch.testing.assert_close(layer(x) - layer.bias, 2 * (y - layer.bias))
 
 
 # ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -70,7 +70,7 @@ def shaped_pair(
         order = weights.lay_out(
             hf, weights.by_facts if compile == "on" or formats[role] != "off" else weights.by_measurement
         )
-        hf, how = quantized(hf, formats[role])
+        hf, how = quantized(hf, formats[role], compile != "on")
         runner = loading.wrap(hf, f"{name} {role}, random weights", attention)
         runner.notes |= {"quantize": how, "weights": order}
         runner.use_static_passes(executor_for(compile, place))

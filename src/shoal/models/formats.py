@@ -31,6 +31,10 @@ FLAGS = {
 """CPU flags, as `torch.cpu.get_capabilities` or /proc/cpuinfo spell them, of instructions that multiply a 16-bit format."""
 
 
+INT8_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
+"""CPU flags of instructions that add products of bytes exactly; without them oneDNN's sums saturate at 16 bits."""
+
+
 @dataclass(frozen=True)
 class Cpu:
     """What the choice of formats needs to know of this machine.
@@ -60,8 +64,8 @@ def cpu() -> Cpu:
     facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
     if not onednn:
         return facts
-    wide = {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
-    return replace(facts, packs=frozenset({torch.float32} | wide))
+    also = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.int8: bool(INT8_FLAGS & cpu_flags())}
+    return replace(facts, packs=frozenset({torch.float32, *(dtype for dtype, can in also.items() if can)}))
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:

@@ -128,7 +128,7 @@ def load_runner(
         raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
     plain = strict or not pack or quantize != "off"
     order = "sharded" if sharding else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
-    hf, how = quantized(hf, quantize)
+    hf, how = quantized(hf, quantize, pack and not strict)
     runner = wrap(hf, str(source), attention, strict=strict)
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
     return lead(runner) if sharding else runner

@@ -49,14 +49,13 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor: ...
 
 
+Products = tuple[Linear, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+"""`Matrix.linear`, `linear_add` and `linear_mul`."""
+
+
 def input_major(weight: Tensor) -> Tensor:
     """The same matrix [out, in], laid out in memory as [in, out]."""
     return weight.t().contiguous().t()
-
-
-def packed(weight: Tensor) -> Tensor:
-    """The same matrix [out, in], float32 or bfloat16, as an opaque tensor of oneDNN; its `to_dense()` is `weight` exactly."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
 
 class Matrix:
@@ -91,19 +90,26 @@ class Matrix:
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.clone() if weight.is_inference() else weight  # else it could be written only there
             if self.form == PACKED:
-                self.table = weight.contiguous() if table else None
-                self._weight = packed(weight)
-                self.linear, self.linear_add, self.linear_mul = _of_packed(self._weight, self.bias)
-                return
-            self._weight = input_major(weight) if self.form == INPUT_MAJOR else weight
-            self.table = self._weight if table else None
-            self.linear, self.linear_add, self.linear_mul = _of_dense(self._weight, self.bias)
+                self.table, self._weight = weight.contiguous() if table else None, self._packed(weight)
+            else:
+                self._weight = input_major(weight) if self.form == INPUT_MAJOR else weight
+                self.table = self._weight if table else None
+            self.linear, self.linear_add, self.linear_mul = self._products()
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def _unpacked(self) -> Tensor:
+        return self._weight.to_dense()
+
+    def _products(self) -> Products:
+        return (_of_packed if self.form == PACKED else _of_dense)(self._weight, self.bias)
 
     def dense(self) -> Tensor:
         """The weights [out, in], exactly; not always a copy of its own."""
         if self.form != PACKED:
             return self._weight
-        return self._weight.to_dense() if self.table is None else self.table
+        return self._unpacked() if self.table is None else self.table
 
     def layout(self) -> Tensor:
         """A tensor without data of the shape and strides of `dense()`."""
@@ -144,7 +150,7 @@ def _again(weight: Tensor, bias: Tensor | None, form: str, table: bool) -> Matri
     return Matrix(weight, bias, form, table=table)
 
 
-def _of_packed(weight: Tensor, bias: Tensor | None) -> tuple[Linear, Callable[..., Tensor], Callable[..., Tensor]]:
+def _of_packed(weight: Tensor, bias: Tensor | None) -> Products:
     unary = torch.ops.mkldnn._linear_pointwise.default
     binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -160,7 +166,7 @@ def _of_packed(weight: Tensor, bias: Tensor | None) -> tuple[Linear, Callable[..
     return linear, linear_add, linear_mul
 
 
-def _of_dense(weight: Tensor, bias: Tensor | None) -> tuple[Linear, Callable[..., Tensor], Callable[..., Tensor]]:
+def _of_dense(weight: Tensor, bias: Tensor | None) -> Products:
     def linear(x: Tensor, activation: str = "none") -> Tensor:
         y = F.linear(x, weight, bias)
         return y if activation == "none" else ACTIVATIONS[activation](y)

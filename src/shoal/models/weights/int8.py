@@ -1,0 +1,84 @@
+"""A weight matrix of int8 whose products round their activations to 8 bits, too.
+
+Every output has a scale, and every token, so that rows do not influence each other. Sums are integers and exact: a CPU whose oneDNN
+multiplies bytes by packed weights and one that does not get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, PACKED, Matrix, Products
+
+ZERO = 128
+"""What stands for zero in the unsigned bytes that x86 multiplies by signed ones."""
+
+
+Sums = Callable[[Tensor], Tensor]
+"""q [tokens, in] int8 -> q Wᵀ * scales, [tokens, out] float32; q may be overwritten."""
+
+
+def product(x: Tensor, sums: Sums, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in float32, x [tokens, in] rounded to int8 with one scale per token."""
+    rows = x.float()
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    y = sums((rows / scales).round().to(torch.int8)).mul_(scales)
+    return y if bias is None else y + bias
+
+
+def plain_sums(q: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """See `Sums`: by weights that are not packed."""
+    return torch._int_mm(q, weight.t()).float().mul_(scales)
+
+
+class Int8Matrix(Matrix):
+    """y = x Wᵀ + b with W int8 [out, in] and a scale per output. x is of any floating dtype, and so is what is returned.
+
+    Attributes:
+        scales: [out] float32; the weights are W * scales[:, None]. Else as `Matrix`, its forms "as-is" and "packed".
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, form: str = AS_IS) -> None:
+        self.scales = scales
+        super().__init__(weight, bias, form)
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+
+    def _unpacked(self) -> Tensor:
+        return self._weight.to_dense().t().contiguous()
+
+    def _products(self) -> Products:
+        sums, bias = self._sums(), self.bias
+
+        def linear(x: Tensor, activation: str = "none") -> Tensor:
+            y = product(x, sums, bias)
+            return (y if activation == "none" else ACTIVATIONS[activation](y)).to(x.dtype)
+
+        def linear_add(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, sums, bias).add_(other).to(x.dtype)
+
+        def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, sums, bias).mul_(other).to(x.dtype)
+
+        return linear, linear_add, linear_mul
+
+    def _sums(self) -> Sums:
+        weight, scales = self._weight, self.scales
+        if self.form != PACKED:
+            return lambda q: plain_sums(q, weight, scales)
+        pointwise = torch.ops.onednn.qlinear_pointwise.default
+        zeros = torch.zeros(self.shape[0], dtype=torch.int32)
+
+        def sums(q: Tensor) -> Tensor:
+            shifted = q.view(torch.uint8).bitwise_xor_(ZERO)  # q + 128
+            return pointwise(shifted, 1.0, ZERO, weight, scales.float(), zeros, None, 1.0, 0, torch.float32, "none", [], "")
+
+        return sums
+
+    def __reduce__(self) -> Any:
+        return Int8Matrix, (self.dense(), self.scales, self.bias, self.form)

@@ -107,6 +107,16 @@ def test_layers_of_unlike_forms_take_that_of_the_first() -> None:
 
 
 @torch.no_grad()
+def test_the_order_of_layers_matters() -> None:
+    for form in FORMS:
+        each = layers(form)
+        matrix = matrix_of(each)
+        other = [each[0], each[2], each[1]]
+        assert not matches(matrix, other)
+        close(matrix_of(other).linear(X), expected(other))
+
+
+@torch.no_grad()
 def test_one_layer_has_its_own_matrix() -> None:
     for form in FORMS:
         layer = layers(form)[0]

@@ -1,24 +1,25 @@
 """The steps that read one position's scores alone: top_k, top_p, min_p, typical_p.
 
 Which tokens stay is decided as Transformers' warpers decide it, ties included. The work is done on each position's
-highest-scoring candidates, sorted, instead of the whole vocabulary: the list is widened only for the positions whose
-kept set does not provably end inside it.
+highest-scoring candidates, sorted, instead of the whole vocabulary. Where a mass decides and the kept set does not provably end
+inside that list, the lowest score that is kept is found by bisection; no vocabulary is sorted.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from shoal.config import Sampling
+from shoal.sampling.selection import largest, last_needed, row_sums, weights_from
 
 _FIRST = 64
 """Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they are not."""
 _TIES = 16
 """Candidates beyond top_k, so that a few ties with the k-th score do not force a wider list."""
 _WIDEN = 4
+_TOGETHER = 1 << 19
+"""Scores computed together on a CPU: the temporaries of more leave its caches."""
 
 
 def truncates(sampling: Sampling) -> bool:
@@ -42,30 +43,41 @@ def truncated_softmax(scores: Tensor, sampling: Sampling, whole: bool = False) -
     Returns:
         [n, vocab] probabilities, same dtype.
     """
-    vocab = scores.shape[-1]
+    rows, vocab = scores.shape
     if sampling.top_k:
         return _truncate(scores, sampling, vocab if whole else min(sampling.top_k, vocab) + _TIES)
-    if sampling.top_p < 1:
-        mass = (scores - scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
-        return _truncate(scores, sampling, vocab if whole else _FIRST, mass)
+    together = max(1, _TOGETHER // vocab)
+    if rows > together and not whole and scores.device.type == "cpu":
+        truncated = torch.empty_like(scores)
+        for start in range(0, rows, together):
+            truncated[start : start + together] = truncated_softmax(scores[start : start + together], sampling)
+        return truncated
     probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        return _truncate(scores, sampling, vocab if whole else _FIRST, probs)
+    return _min_and_typical(probs, sampling, vocab if whole else _FIRST)
+
+
+def _min_and_typical(probs: Tensor, sampling: Sampling, width: int) -> Tensor:
+    """Probabilities [n, vocab] after min_p and typical_p."""
     if sampling.min_p:
-        probs = torch.where(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0, probs)
-        probs = probs.div_(probs.sum(-1, keepdim=True))
-    return _typical(probs, sampling.typical_p, vocab if whole else _FIRST) if sampling.typical_p < 1 else probs
+        probs = weights_from(probs, sampling.min_p * probs.amax(-1, keepdim=True), probs)
+        probs = probs.div_(row_sums(probs).to(probs.dtype))
+    return _typical(probs, sampling.typical_p, width) if sampling.typical_p < 1 else probs
 
 
-def _truncate(scores: Tensor, sampling: Sampling, width: int, mass: Tensor | None = None) -> Tensor:
-    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], wider where they do not suffice.
+def _truncate(scores: Tensor, sampling: Sampling, width: int, before: Tensor | None = None) -> Tensor:
+    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], from more where they do not suffice.
 
-    mass: [n, 1], sum of exp(score - highest score) over the row; needed when top_p comes without top_k.
+    before: softmax of the scores; needed when top_p comes without top_k.
     """
-    values, ids, complete = _highest(scores, width)
+    values, ids, complete = largest(scores, width)
     kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
         if not complete:
             ids = _lower_id_first(values, ids)
-        kept = _keep_top_p(kept, mass, sampling.top_p)
+        # The highest probability is 1 / the sum of exp(score - highest score).
+        kept = _keep_top_p(kept, None if before is None else before.amax(-1, keepdim=True).reciprocal(), sampling.top_p)
         end = end if sampling.top_k else kept
     if sampling.min_p:
         kept = _keep_min_p(kept, sampling.min_p)
@@ -74,50 +86,51 @@ def _truncate(scores: Tensor, sampling: Sampling, width: int, mass: Tensor | Non
         kept = kept.masked_fill(_typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf)
     probs = torch.zeros_like(scores).scatter_(-1, ids, kept.softmax(-1))
     # Outside the list no score is above the list's last; where the first cut kept that one, it may have ties out there.
-    if not complete and bool((short := _lowest(end) <= values[:, -1]).any()):
-        probs[short] = _truncate(scores[short], sampling, _WIDEN * width, None if mass is None else mass[short])
-    return probs
+    if complete or not bool((short := _lowest(end) <= values[:, -1]).any()):
+        return probs
+    rows = short.nonzero().squeeze(1)
+    some = scores.index_select(0, rows)
+    if before is None:
+        return probs.index_copy_(0, rows, _truncate(some, sampling, _WIDEN * width))
+    kept = _nucleus(some, before.index_select(0, rows), sampling.top_p)
+    return probs.index_copy_(0, rows, _min_and_typical(kept, sampling, width))
+
+
+def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
+    """Probabilities [n, vocab] of the highest scores until they hold `top_p`, the lower id first of equal ones; 0 elsewhere."""
+    limit, taken = last_needed(scores, probs, top_p, scores.amax(-1, keepdim=True) + _never_needed(probs, top_p))
+    kept = weights_from(scores, limit, probs)
+    ties = torch.eq(scores, limit, out=torch.empty_like(scores))
+    split = (row_sums(ties) > taken).squeeze(1).nonzero().squeeze(1)
+    if len(split):
+        tied = ties[split] > 0
+        kept[split] *= ~tied | (tied.cumsum(-1) <= taken[split])
+    return kept.div_(row_sums(kept).to(kept.dtype))
+
+
+def _never_needed(probs: Tensor, mass: float) -> Tensor:
+    """A logarithm [n, 1]: all tokens that are so much less probable than the first hold less than 1 - mass together."""
+    least = max((1 - mass) / (2 * probs.shape[-1]), torch.finfo(probs.dtype).tiny)
+    return (least / probs.amax(-1, keepdim=True)).log_()
 
 
 def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
     """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold `mass`; 0 elsewhere."""
     logp = probs.log()
-    distance = (logp - (logp * probs).nansum(-1, keepdim=True)).abs()
-    nearest, ids, complete = _highest(-distance, width)
+    entropy = (logp * probs).nansum(-1, keepdim=True).neg_()
+    nearness = logp.add_(entropy).abs_().neg_()
+    nearest, ids, complete = largest(nearness, width)
     cumulative = probs.gather(-1, ids).cumsum(-1)
     needed = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
     limit = nearest.gather(-1, needed)
-    kept = torch.where(-distance < limit, 0.0, probs)
-    kept = kept.div_(kept.sum(-1, keepdim=True))
     if not complete and bool((short := cumulative[:, -1] < mass).any()):
-        kept[short] = _typical(probs[short], mass, _WIDEN * width)
-    return kept
-
-
-def _highest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
-    """The `width` highest scores of each row [n, vocab] and their ids, highest first; or all, and True, if width is near
-    vocab. Equal scores: lowest id first in a full list, in any order in a short one."""
-    if 2 * width > scores.shape[-1]:
-        values, ids = scores.sort(dim=-1, descending=True, stable=True)
-        return values, ids, True
-    return *_largest(scores, width), False
-
-
-def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """torch.topk for a long last dimension, in two levels: the `width` highest of the maxima of disjoint columns hold the
-    `width` highest scores, and both selections are much shorter than one over the vocabulary."""
-    n, vocab = scores.shape
-    depth = 1 << round(0.5 * math.log2(vocab / width))
-    if depth < 4:
-        values, ids = scores.topk(width, dim=-1)
-        return values, ids
-    stride = vocab // depth
-    columns = scores[:, : depth * stride].reshape(n, depth, stride).amax(1).topk(width, dim=-1, sorted=False).indices
-    ids = (columns[:, None] + torch.arange(0, depth * stride, stride, device=scores.device)[:, None]).flatten(1)
-    rest = torch.arange(depth * stride, vocab, device=scores.device)
-    ids = torch.cat([ids, rest.expand(n, -1)], dim=-1)
-    values, order = scores.gather(-1, ids).topk(width, dim=-1)
-    return values, ids.gather(-1, order)
+        rows = short.nonzero().squeeze(1)
+        some, own = probs.index_select(0, rows), entropy[rows]
+        # Improbable tokens are the farthest from the entropy, but for those that are more probable than it.
+        far = torch.maximum(-_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own)
+        limit.index_copy_(0, rows, last_needed(nearness.index_select(0, rows), some, mass, -far)[0])
+    kept = weights_from(nearness, limit, probs)
+    return kept.div_(row_sums(kept).to(kept.dtype))
 
 
 def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:

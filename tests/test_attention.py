@@ -40,7 +40,9 @@ def cheap_calls(inputs: AttentionInputs) -> Tensor:
 
 
 WAYS = {**METHODS, "mixed, cheap calls": cheap_calls}
-FAST = [name for name in WAYS if name not in ("reference", "fused", "strict")]  # the last two have tests of their own
+FAST = [
+    name for name in WAYS if name not in ("reference", "fused", "native", "strict")
+]  # the last three have tests of their own
 POISON = {torch.float64: 1e4, torch.float32: 1e4, torch.bfloat16: 1e4, torch.float16: 30.0}  # float16 ends at 65504
 PROMPTS = [Prefix(2, 7), Prefix(9, 1), Prefix(12, 18)]
 CELLS = 31
@@ -267,10 +269,16 @@ def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[i
     assert error(inputs, out) <= tolerance(inputs)
 
 
-def test_auto_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "kernels", "dtype"), [
+    ("native", True, torch.float32), ("mixed", False, torch.float32), ("mixed", True, torch.float64)
+])  # fmt: skip
+def test_auto_takes_the_kernel_where_there_is_one(
+    method: str, kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[AttentionInputs] = []
-    monkeypatch.setattr(methods, "mixed", asked.append)
-    inputs = build([5, 9], [1, 1], torch.float32)
+    monkeypatch.setattr(methods, method, asked.append)
+    monkeypatch.setattr("shoal.models.native.attention.missing", lambda: "" if kernels else "no C compiler")
+    inputs = build([5, 9], [1, 1], dtype)
     methods.auto(inputs)
     assert asked == [inputs]
 

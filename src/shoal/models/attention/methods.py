@@ -4,10 +4,11 @@ reference   explicit softmax, one row at a time, float32: the definition of corr
 pad         BASS-PAD: one padded batched call
 split       BASS-SPLIT: one call per row at its exact length
 fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
+native      one kernel in C, each row at its exact length, shared prompts included; CPU with a C compiler; prompts by mixed
 strict      bits that depend on the query's own row only; CPU (`shoal.models.strict`)
 bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
 mixed       pad for most rows, split for the longest; how many those are is what costs least
-auto        fused where it runs on CUDA; else mixed
+auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else mixed
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from shoal.models.attention.pad import pad
 from shoal.models.attention.reference import reference
 from shoal.models.attention.split import split
 from shoal.models.attention.strict import KV_BLOCK, strict
+from shoal.models.native.attention import available as native_available
+from shoal.models.native.attention import native
 
 Method = Callable[[AttentionInputs], Tensor]
 
 
 def auto(inputs: AttentionInputs) -> Tensor:
-    """The kernel where there is a GPU; else as much padding as is cheaper than calls."""
-    return fused(inputs) if inputs.query.is_cuda and available(inputs.query) else mixed(inputs)
+    """A kernel where there is one; else as much padding as is cheaper than calls."""
+    if inputs.query.is_cuda:
+        return fused(inputs) if available(inputs.query) else mixed(inputs)
+    return native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else mixed(inputs)
 
 
 METHODS: dict[str, Method] = {
@@ -42,6 +47,7 @@ METHODS: dict[str, Method] = {
     "mixed": mixed,
     "bifurcated": bifurcated,
     "fused": fused,
+    "native": native,
     "reference": reference,
     "strict": strict,
 }
@@ -60,8 +66,12 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-def resolved(name: str, device: torch.device, dtype: torch.dtype, otherwise: str = "mixed") -> str:
-    """The method that "auto" comes to there, `otherwise` where the kernel does not run on CUDA; any other name as it is."""
+def resolved(name: str, device: torch.device, dtype: torch.dtype, static: bool = False) -> str:
+    """The method that "auto" comes to there; any other name as it is. static: in passes of fixed shape, where some cannot be."""
     if name != "auto":
         return name
-    return "fused" if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)) else otherwise
+    if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)):
+        return "fused"
+    if static:
+        return "pad"
+    return "native" if native_available(device, dtype) else "mixed"

@@ -71,7 +71,7 @@ class Passes:
         self._bridge, self.hf, self.name = bridge, bridge.hf, name
         self.executor, self._execute = executor, EXECUTORS[executor]()
         # "auto" is the kernel where it runs on CUDA, else the padded call.
-        self._method = METHODS[resolved(attention, self.hf.device, self.hf.dtype, otherwise="pad")]
+        self._method = METHODS[resolved(attention, self.hf.device, self.hf.dtype, static=True)]
         self.knows_prefixes = self._method is METHODS["fused"]
         self._of: weakref.WeakKeyDictionary[SlotCache, _Built] = weakref.WeakKeyDictionary()
         self._idle: list[SlotCache] = []

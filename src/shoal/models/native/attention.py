@@ -1,0 +1,80 @@
+"""The attention method "native": one call of the kernel for a whole ragged pass on a CPU, every row at its exact length."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.mixed import mixed
+from shoal.models.cache.plan import Plan
+from shoal.models.native.build import library, missing
+from shoal.models.native.structs import Attention
+
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What the kernels compute in; sums and softmax are float32 always."""
+
+MOST_COLUMNS = 64
+"""Most tokens per row that the kernel takes. For prompts, products of whole matrices are faster."""
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run there."""
+    return device.type == "cpu" and dtype in SUFFIXES and not missing()
+
+
+def takes(plan: Plan) -> bool:
+    """Whether the kernel attends in this pass; not for prompts."""
+    return plan.q <= MOST_COLUMNS and plan.into is None
+
+
+def native(inputs: AttentionInputs) -> Tensor:
+    """The kernel, or `mixed` where it does not attend; returns [rows, q, heads, value dim]; unused query columns come back zero.
+
+    Raises:
+        RequestError: not on a CPU, no C compiler, or a dtype that the kernel does not have.
+    """
+    query, plan = inputs.query, inputs.plan
+    if not available(query.device, query.dtype):
+        raise RequestError(
+            "attention='native' needs a CPU, a C compiler and float32 or bfloat16; got "
+            f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; attention='auto' runs anywhere"
+        )
+    if not takes(plan):
+        return mixed(inputs)
+    rows, heads, q, dim = query.shape
+    query = query.transpose(1, 2).contiguous()
+    key, value = _dense(inputs.key), _dense(inputs.value)
+    tree, sinks = inputs.masks.tree(inputs.window), None if inputs.sinks is None else inputs.sinks.float().contiguous()
+    out = query.new_zeros(rows, q, heads, value.shape[-1])
+    every = np.arange(rows)
+    starts = [every * q, every * key.stride(0), every * value.stride(0)]  # kept for as long as the kernel runs
+    shared_key, shared_value = inputs.shared_key, inputs.shared_value
+    if shared_key is None or shared_value is None:
+        shared_key, shared_value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # of no row: every offset is 0
+    shared_strides = (tensor.stride(i) for tensor in (shared_key, shared_value) for i in (0, 1))
+    attention = Attention(
+        rows, heads, key.shape[1], dim, value.shape[-1], torch.get_num_threads(), inputs.scale, inputs.softcap or 0.0,
+        inputs.window or 0, plan.bounds.data_ptr(), *(start.ctypes.data for start in starts),
+        *((None, None) if tree is None else (tensor.data_ptr() for tensor in tree)), q,
+        None if sinks is None else sinks.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+        shared_key.data_ptr(), shared_value.data_ptr(), heads * dim, dim, key.stride(2), key.stride(1), value.stride(2),
+        value.stride(1), *shared_strides, out.data_ptr(),
+    )  # fmt: skip
+    attend(query.dtype, attention)
+    return out
+
+
+def attend(dtype: torch.dtype, attention: Attention) -> None:
+    """Calls the kernel. Raises MemoryError."""
+    if getattr(library(), f"attend_{SUFFIXES[dtype]}")(ctypes.byref(attention)):
+        raise MemoryError("no memory for the scores of attention")
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The kernel takes any strides but the last."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,144 @@
+/* Native kernels of passes on a CPU: ragged attention, rotary embedding with the write to the cache, RMS norm.
+
+   Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
+   types come by including typed.h once for each. No -ffast-math: NaN and infinity must come out as PyTorch would have them. */
+#include "kernels.h"
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define PARALLEL 65536 /* least work worth a second thread */
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(name) PASTE(name, SUFFIX)
+
+static inline float bits_to_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t float_to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+static inline float widen_float32(float x) { return x; }
+static inline float narrow_float32(float x) { return x; }
+static inline float widen_bfloat16(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
+
+/* Rounds to nearest, ties to even; NaN stays NaN. */
+static inline uint16_t narrow_bfloat16(float x) {
+    uint32_t bits = float_to_bits(x);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)0x7fc0u : (uint16_t)rounded;
+}
+
+/* Sixteen lanes; the compiler cuts them up for processors with narrower registers. */
+#define LANES 16
+#define AHEAD 16 /* keys that memory is asked for before they are used */
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE vec load(const float *from) { vec x; memcpy(&x, from, sizeof x); return x; }
+INLINE void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
+INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+INLINE float sum_of(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* e^x for x <= 0 to two units in the last place: Cody and Waite's reduction, a polynomial of degree 6. 0 below -87; NaN of NaN. */
+INLINE vec exponential(vec x) {
+    ivec small = x < -87.0f;
+    vec y = choose(small, (vec){} - 87.0f, x);
+    vec n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to nearest */
+    vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vec scale = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    return choose(small, (vec){}, p * scale);
+}
+
+#define SWAPPED(s, l) ((l) & (s) ? 16 + ((l) ^ (s)) : (l))
+#define KEPT(s, l) ((l) & (s) ? 16 + (l) : ((l) ^ (s)))
+#define ALL(m, s) m(s, 0), m(s, 1), m(s, 2), m(s, 3), m(s, 4), m(s, 5), m(s, 6), m(s, 7), m(s, 8), m(s, 9), m(s, 10), m(s, 11), \
+                  m(s, 12), m(s, 13), m(s, 14), m(s, 15)
+#define EXCHANGE(s)                                                                    \
+    for (int i = 0; i < LANES; i++)                                                    \
+        if (!(i & s)) {                                                                \
+            vec a = x[i], b = x[i | s];                                                \
+            x[i] = __builtin_shufflevector(a, b, ALL(SWAPPED, s));                     \
+            x[i | s] = __builtin_shufflevector(a, b, ALL(KEPT, s));                    \
+        }
+
+/* A square of lanes: rows become columns. */
+INLINE void transpose(vec x[LANES]) {
+    EXCHANGE(1)
+    EXCHANGE(2)
+    EXCHANGE(4)
+    EXCHANGE(8)
+}
+
+/* Queries by one block of keys. query: [queries, width]; keys: transposed, [width, LANES]; scores: [queries, span] at the block. */
+INLINE void dot_products(int queries, const float *query, const float *keys, float *scores, int64_t width, int64_t span) {
+    vec sum[4] = {{0}};
+    for (int64_t d = 0; d < width; d++) {
+        vec key = load(keys + d * LANES);
+        for (int i = 0; i < queries; i++) sum[i] += query[i * width + d] * key;
+    }
+    for (int i = 0; i < queries; i++) store(scores + i * span, sum[i]);
+}
+
+/* sums [queries, width] += weights [queries, span] of a block of keys, times its values [LANES, width]; so many vectors of width. */
+INLINE void add_weighted(int queries, int vectors, const float *weights, const float *values, float *sums, int64_t width,
+                         int64_t span) {
+    vec sum[4][4];
+    for (int i = 0; i < queries; i++)
+        for (int d = 0; d < vectors; d++) sum[i][d] = load(sums + i * width + d * LANES);
+    for (int t = 0; t < LANES; t++)
+        for (int d = 0; d < vectors; d++) {
+            vec value = load(values + t * width + d * LANES);
+            for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
+        }
+    for (int i = 0; i < queries; i++)
+        for (int d = 0; d < vectors; d++) store(sums + i * width + d * LANES, sum[i][d]);
+}
+
+INLINE void add_weighted_rows(int queries, const float *weights, const float *values, float *sums, int64_t width, int64_t span) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= width; d += 4 * LANES) add_weighted(queries, 4, weights, values + d, sums + d, width, span);
+    for (; d < width; d += LANES) add_weighted(queries, 1, weights, values + d, sums + d, width, span);
+}
+
+/* A buffer of the calling thread, at least so many floats; kept for its next call. NULL: no memory. */
+static float *scratch(size_t floats) {
+    static _Thread_local float *held = NULL;
+    static _Thread_local size_t size = 0;
+    if (floats > size) {
+        free(held);
+        held = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+        size = held ? floats : 0;
+    }
+    return held;
+}
+
+INLINE vec lanes_float32(const float *x) { return load(x); }
+INLINE vec lanes_bfloat16(const uint16_t *x) {
+    hvec half;
+    memcpy(&half, x, sizeof half);
+    return (vec)(__builtin_convertvector(half, ivec) << 16);
+}
+
+#define SUFFIX float32
+#define T float
+#include "typed.h"
+#undef SUFFIX
+#undef T
+#define SUFFIX bfloat16
+#define T uint16_t
+#include "typed.h"

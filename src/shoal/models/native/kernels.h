@@ -1,0 +1,34 @@
+/* What Python fills in: src/shoal/models/native/structs.py has the same fields in the same order. */
+#include <stdint.h>
+
+/* One layer's ragged attention. Strides and offsets count elements. A row is a sequence of the batch; its columns are the tokens
+   that it feeds in this pass. */
+typedef struct {
+    int64_t rows, heads, kv_heads, dim, value_dim, threads;
+    double scale, softcap;            /* softcap 0: none */
+    int64_t window;                   /* most recent positions that a query sees, itself included; 0: all */
+    const int32_t *bounds;            /* [4, rows]: starts, counts, offsets, bases (shoal.models.attention.fused) */
+    const int64_t *query_rows;        /* [rows]: token of each row's column 0 in query and out */
+    const int64_t *key_rows;          /* [rows]: where each row's keys begin */
+    const int64_t *value_rows;
+    const int64_t *positions, *words; /* [rows, columns]: draft trees; NULL: all rows are chains */
+    int64_t columns;
+    const float *sinks;               /* [heads], or NULL */
+    const void *query, *key, *value, *shared_key, *shared_value;
+    int64_t query_token, query_head;
+    int64_t key_token, key_head, value_token, value_head;
+    int64_t shared_key_token, shared_key_head, shared_value_token, shared_value_head;
+    void *out;                        /* [tokens, heads, value dim], contiguous */
+} Attention;
+
+/* Heads of one layer: rotary embedding of queries and keys, keys and values to their cells. */
+typedef struct {
+    int64_t tokens, heads, kv_heads, dim, rotary, threads;
+    double eps;
+    const float *cos, *sin;           /* [positions, rotary] */
+    const int64_t *positions;         /* [tokens] */
+    const int64_t *cells;             /* [tokens] */
+    const void *query_norm, *key_norm;/* [dim], RMS norm of each head before the rotation; NULL: none */
+    void *states;                     /* [tokens, heads + 2 kv_heads, dim]; queries are rotated in place */
+    void *keys, *values;              /* [cells, kv_heads, dim] each */
+} Heads;

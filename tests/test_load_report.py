@@ -17,12 +17,14 @@ from shoal.cli import run
 from shoal.models.attention import methods
 from shoal.models.load_report import described
 from shoal.models.loading import wrap
+from shoal.models.native.build import missing
 from shoal.testing import save_pair, tiny_model
 from shoal.types.stats import Stats
 
+ATTENTION = "mixed" if missing() else "native"
 CHOSEN = {
     "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",
-    "quantize": "off", "attention": "mixed", "compile": "off", "strict": "off",
+    "quantize": "off", "attention": ATTENTION, "passes": "lean", "strict": "off",
 }  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.
     (line,) = [record for record in caplog.records if record.name == "shoal" and record.message.startswith("loaded:")]
     assert line.levelno == logging.INFO
     for word in ("target float32 on cpu (the checkpoint is in float32)", "weights input-major", "quantize off", "; draft float32",
-                 "attention mixed", "compile off"):  # fmt: skip
+                 f"attention {ATTENTION}", "passes lean"):  # fmt: skip
         assert word in line.message
     assert str(places[0]) not in line.message
     assert load((places[0], None)).loaded["draft"] is None  # type: ignore[arg-type]
@@ -52,9 +54,9 @@ def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.
     ("options", "target", "draft"),
     [
         ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "as-is"}, None),
-        ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
+        ({"quantize": "draft=int8"}, {}, {"quantize": "int8", "passes": "modules"}),
         ({"attention": "split"}, {"attention": "split"}, None),
-        ({"compile": "on"}, {"compile": "compiled"}, None),
+        ({"compile": "off"}, {"attention": "mixed", "passes": "lean"}, None),
     ],
 )
 def test_the_report_follows_the_options(places: Any, options: Any, target: Any, draft: Any) -> None:
@@ -70,7 +72,7 @@ def test_strict_is_said(places: tuple[Path, Path]) -> None:
 
 def test_a_model_that_was_handed_over() -> None:
     made = described(wrap(tiny_model("llama"), "own"))
-    assert made == CHOSEN | {"dtype_reason": "that of the model object", "weights": "as given"}
+    assert made == CHOSEN | {"dtype_reason": "that of the model object", "weights": "as given", "passes": "modules"}
     own_code = wrap(tiny_model("gptj"), "gptj")
     assert own_code.attention_path == "mask"
     assert described(own_code)["attention"] == "the model's own"
@@ -82,7 +84,7 @@ def test_attention_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, expected in ((True, "fused"), (False, "mixed")):
         monkeypatch.setattr(methods, "available", lambda query, there=there: there)
         assert methods.resolved("auto", cuda, torch.bfloat16) == expected
-        assert methods.resolved("auto", torch.device("cpu"), torch.float32) == "mixed"
+        assert methods.resolved("auto", torch.device("cpu"), torch.float32) == ATTENTION
         assert methods.resolved("pad", cuda, torch.bfloat16) == "pad"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import command
-import compiled
+import cpu_passes
 import prompts
 import ragged
 import scaling
@@ -148,14 +148,14 @@ def test_bench_refuses_before_it_loads(
     assert "commit the changes first" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [scaling, virtual, prompts, compiled, ragged])
+@pytest.mark.parametrize("module", [scaling, virtual, prompts, cpu_passes, ragged])
 def test_commands_refuse_before_they_measure(
     module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
     monkeypatch.setattr("shoal.load", _never)
     monkeypatch.setattr(prompts, "random_llama", _never)
-    monkeypatch.setattr(compiled, "load_runner", _never)
+    monkeypatch.setattr(cpu_passes, "load_runner", _never)
     monkeypatch.setattr(ragged, "load_runner", _never)
     monkeypatch.setattr(sys, "argv", ["script", "--json", str(results / "a.json")])
     with pytest.raises(SystemExit) as ended:

@@ -26,8 +26,8 @@ from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
 from shoal.models import loading, pairing
-from shoal.models.compiled import executor_for
 from shoal.models.load_report import load_report, one_line
+from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
@@ -71,8 +71,8 @@ def load(
         max_batch: most rows decoded together; more rows than that take turns. "auto": as many as memory holds and as raise tokens
             per second, by measured rounds (see `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from
             run to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a seed's tokens to hold.
-        compile: "on": passes of fixed shapes (see `shoal.models.compiled`), as CUDA graphs or, on a CPU, compiled, which
-            takes many seconds for each shape; "off"; "auto": on for CUDA.
+        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see `shoal.models.native`), compiled
+            once per machine in about a second; "off": neither; "auto": on, on a CPU only where there is a C compiler.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.
         strict: tokens do not depend on the composition of the batch, in 16 bit either (docs/explanation/exactness.md); CPU only.
@@ -98,16 +98,15 @@ def load(
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
-    placed["pack"] = compile != "on"
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
     draft_runner = None
     if draft is not None:
         draft_tokenizer = _tokenizer(draft, draft_revision, common)
         draft_runner = _runner(draft, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
         pairing.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
-    for model in (runner, draft_runner):
+    for source, model in ((target, runner), (draft, draft_runner)):
         if model is not None:
-            model.use_static_passes(executor_for(compile, model.device))
+            choose_passes(model, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     pair = Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing)
     LOG.info(one_line(pair.loaded))
     return pair

@@ -15,7 +15,7 @@ import transformers
 from shoal.api import Shoal
 from shoal.errors import RequestError
 from shoal.models import loading, weights
-from shoal.models.compiled import executor_for
+from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
@@ -67,13 +67,11 @@ def shaped_pair(
         dtype = "float32" if place.type == "cpu" else "bfloat16"
     for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
         hf = _random(shape.config(), loading.DTYPES[dtype], place, seed + i)
-        order = weights.lay_out(
-            hf, weights.by_facts if compile == "on" or formats[role] != "off" else weights.by_measurement
-        )
-        hf, how = quantized(hf, formats[role], compile != "on")
+        order = weights.lay_out(hf, weights.by_facts if formats[role] != "off" else weights.by_measurement)
+        hf, how = quantized(hf, formats[role])
         runner = loading.wrap(hf, f"{name} {role}, random weights", attention)
         runner.notes |= {"quantize": how, "weights": order}
-        runner.use_static_passes(executor_for(compile, place))
+        choose_passes(runner, compile, owned=True)
         runners.append(runner)
     return Shoal(*runners, max_batch=max_batch)
 

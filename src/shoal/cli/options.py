@@ -154,7 +154,7 @@ class ModelSource(PlacedPair):
         Compile,
         speed_option(
             "--compile",
-            help="Passes of fixed shapes: CUDA graphs, or compiled code on a CPU (slow to start). auto = on for CUDA.",
+            help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is possible.",
         ),
     ] = "auto"
     strict: Annotated[

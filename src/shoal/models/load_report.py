@@ -15,18 +15,23 @@ def described(runner: Runner) -> dict[str, str]:
     """The choices for one model.
 
     Returns:
-        dtype and dtype_reason: its number format, and why. device. weights: their order in memory (`shoal.models.linears`).
-        quantize: the
-        8-bit format, or off. attention: the method, "auto" resolved. compile: the executor of static passes, or off. strict: how it
-        was proved, or off.
+        dtype and dtype_reason: its number format, and why. device. weights: their order in memory (`shoal.models.weights`).
+        quantize: the 8-bit format, or off. attention: the method, "auto" resolved. passes: what computes them: "modules" of the
+        model, "lean", or an executor of static passes. strict: how it was proved, or off.
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
     return {
         "dtype": name, "dtype_reason": reason, "device": str(runner.device), "weights": notes.get("weights", "as given"),
         "quantize": notes.get("quantize", "off"), "attention": _attention(runner),
-        "compile": "off" if runner.static is None else runner.static.executor, "strict": notes.get("strict", "off"),
+        "passes": _passes(runner), "strict": notes.get("strict", "off"),
     }  # fmt: skip
+
+
+def _passes(runner: Runner) -> str:
+    if runner.static is not None:
+        return runner.static.executor
+    return "modules" if runner.lean is None else "lean"
 
 
 def _attention(runner: Runner) -> str:
@@ -43,5 +48,5 @@ def one_line(report: dict[str, dict[str, str] | None]) -> str:
 def _words(chosen: dict[str, str] | None) -> str:
     if chosen is None:
         return "none"
-    rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "compile", "strict"))
+    rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "passes", "strict"))
     return f"{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"

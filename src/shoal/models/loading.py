@@ -97,7 +97,7 @@ def load_runner(
     Args:
         dtype: "auto" is the checkpoint's own on an accelerator, and decided by `shoal.models.formats` on a CPU.
         quantize: a format of `shoal.models.quantize`. strict: see `wrap`. target_dtype: for a drafter, that of its target.
-        pack: weights may be packed (`shoal.models.weights`); not for passes that are compiled, whose compiler cannot read them.
+        pack: weights may be packed (`shoal.models.weights`).
         tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
             `shoal.models.tensor_parallel`).
 

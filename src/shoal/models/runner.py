@@ -17,8 +17,10 @@ from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.bridge import Bridge
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
+from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
 from shoal.models.weights import nbytes
 from shoal.types.prefix import Prefix
@@ -32,7 +34,8 @@ class Runner:
         attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds: forward calls and time spent in them, see `take_counters`.
-        static: passes of fixed shapes, if any. packs: blocks with many unused columns are fed without them, as one sequence.
+        static: passes of fixed shapes, if any. lean: computes ordinary passes in place of the model's modules, if set.
+        packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
         takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
@@ -56,6 +59,7 @@ class Runner:
         self.passes = 0
         self.seconds = 0.0
         self.static: compiled.Passes | None = None
+        self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
         self._bridge = Bridge(hf, attention_path, context)
         self.takes_trees = self._bridge.takes_positions
@@ -99,6 +103,16 @@ class Runner:
         self.feed([0], torch.zeros(1, 1, dtype=torch.long, device=self.device), [1], want_logits=False)
         self.cache.rollback(0, 0)
         self.take_counters()
+
+    def use_attention(self, name: str, *, instead_of: str) -> None:
+        """Another attention method, unless the caller asked for one that is not `instead_of`. Raises RequestError: no such name."""
+        if self.attention == instead_of and self.attention_path == "interface":
+            self.attention, self._method = name, methods.method_named(name)
+
+    @property
+    def can_be_lean(self) -> bool:
+        """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
+        return self.packs and self.forward_context is nullcontext
 
     def use_static_passes(self, executor: str | None) -> None:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None
@@ -235,13 +249,18 @@ class Runner:
     ) -> Plan:
         """Appending counts[b] tokens to each row."""
         starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
+        share = PACK_FROM if self.lean is None else 0.0
         return Plan(
-            slots, starts, counts, self.device, packed=packed, prefixes=prefixes, kv_block=self._kv_block, parents=parents
-        )
+            slots, starts, counts, self.device, packed=packed, pack_from=share, prefixes=prefixes, kv_block=self._kv_block,
+            parents=parents,
+        )  # fmt: skip
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         """An ordinary pass, as long as its rows are."""
         self.cache.begin(plan)
-        logits = self._bridge.ordinary(plan.pack(tokens), self.cache, self._method, self.forward_context(), want_logits)
+        if self.lean is not None and not self.lean.decoder.stale:
+            logits = self.lean(plan, plan.pack(tokens), self.cache, self._method, want_logits)
+        else:
+            logits = self._bridge.ordinary(plan.pack(tokens), self.cache, self._method, self.forward_context(), want_logits)
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits

@@ -33,9 +33,7 @@ def self_check(runner: Runner) -> float:
     Raises:
         UnsupportedModel: if it exceeds `TOLERANCE` of the model's dtype.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
-    plain = runner.hf(ids, use_cache=False).logits.double()
+    ids, plain = _reference(runner)
     with runner.noting_windows() as windows:
         error = _guarded(_error, runner, ids, plain) if runner.packs else math.inf
         if not error <= TOLERANCE[runner.dtype]:
@@ -55,6 +53,22 @@ def self_check(runner: Runner) -> float:
             f"more than {runner.dtype} allows ({TOLERANCE[runner.dtype]:.3g}); this architecture cannot be used"
         )
     return error
+
+
+@torch.inference_mode()
+def largest_error(runner: Runner) -> float:
+    """The largest difference to plain forwards, in standard deviations of the logits, of all that the runner's passes may be asked
+    for: ragged blocks, a shared prompt, a draft tree."""
+    ids, plain = _reference(runner)
+    checks = [_error, *([_sharing_error] if runner.shares else []), *([_tree_error] if runner.takes_trees else [])]
+    return max(_guarded(check, runner, ids, plain) for check in checks)
+
+
+def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
+    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab] float64."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
+    return ids, runner.hf(ids, use_cache=False).logits.double()
 
 
 def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:

@@ -25,14 +25,14 @@ from shoal.models.cache.tree import Array, Parents, branching, layout
 from shoal.types.prefix import Prefix
 
 PACK_FROM = 1 / 8
-"""A pass is packed if at least this share of its columns is unused; packing itself costs about 5 % of a small pass."""
+"""A pass of Transformers' modules is packed if at least this share of its columns is unused: packing costs 5 % of a small one."""
 
 
 class Plan:
     """One ragged forward pass.
 
     Args:
-        packed: leave out unused columns, if enough of them are (`PACK_FROM`).
+        packed: leave out unused columns, if there are any and at least the share `pack_from` of all columns is unused.
         prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row has one.
         into: set when the one row of the pass is a prompt on its way into the shared store; it has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
@@ -53,8 +53,8 @@ class Plan:
 
     def __init__(
         self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device, *, packed: bool = False,
-        prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None, kv_block: int = 1,
-        parents: Parents | None = None,
+        pack_from: float = PACK_FROM, prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None,
+        kv_block: int = 1, parents: Parents | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
@@ -63,7 +63,9 @@ class Plan:
         self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]
         self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
         self.tails = [length - offset for length, offset in zip(self.lengths, self.offsets, strict=True)]
-        self.packed = packed and PACK_FROM * self.rows * self.q <= self.rows * self.q - sum(self.counts)
+        columns = self.rows * self.q
+        unused = columns - sum(self.counts)
+        self.packed = packed and unused > 0 and unused >= pack_from * columns
         consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
         self.first_slot = self.slots[0] if consecutive else None
         starts_, offsets = np.array(self.starts)[:, None], np.array(self.offsets)[:, None]

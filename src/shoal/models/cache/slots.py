@@ -179,6 +179,64 @@ class SlotCache(Cache):
         """Bytes allocated."""
         return (self.slots * self.capacity + self.cells) * self.bytes_per_token()
 
+    # ── during a pass ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def make_layers(self, layers: int, states: Tensor) -> None:
+        """Makes the layers that a model of so many has and no pass has made yet.
+
+        Args:
+            states: keys, or values, of the shape [rows, heads, q, dim].
+        """
+        for _ in range(len(self._layers), layers):
+            self._add_layer(states, states)
+
+    def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
+        sizes, pair = ((self.slots, self.capacity), (self.cells,)), (key_states, value_states)
+        self._layers.append(Layer(*(allocated(states, *size) for size in sizes for states in pair)))
+
+    @property
+    def written(self) -> Tensor:
+        """The flat cells that the pass under way writes to, [tokens of the pass] int64 (`Plan.cells`)."""
+        if self._written is None:
+            raise InternalError("a SlotCache was used outside of a planned forward pass")
+        return self._written
+
+    def write(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the keys and values of the pass's tokens in layer `index`, [tokens, heads, dim] each."""
+        for store, states in zip(self._stores(index), (keys, values), strict=True):
+            store.view(-1, store.shape[-2] * store.shape[-1]).index_copy_(
+                0, self.written, states.reshape(self.written.numel(), -1)
+            )
+
+    def rows(self, index: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim] each; views when the slots are
+        consecutive."""
+        keys, values = self._stores(index)
+        return self._rows(keys).transpose(1, 2), self._rows(values).transpose(1, 2)
+
+    def _rows(self, store: Tensor) -> Tensor:
+        plan = self.plan
+        assert plan is not None
+        if plan.into is not None:
+            return store[None, plan.into.base : plan.into.base + plan.kv]
+        if plan.first_slot is not None:
+            return store[plan.first_slot : plan.first_slot + plan.rows, : plan.kv]
+        return store[torch.tensor(plan.slots, device=store.device), : plan.kv]
+
+    def _stores(self, index: int) -> tuple[Tensor, Tensor]:
+        """Where the pass under way writes keys and values."""
+        self._layer = layer = self._layers[index]
+        if self.plan is None:
+            raise InternalError("a SlotCache was used outside of a planned forward pass")
+        return layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
+
+    def shared(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Keys and values in the shared store of the layer that was updated last, [cells, heads, dim]; (None, None) in a pass
+        without a prefix."""
+        if self._layer is None or self.plan is None or not self.plan.shares:
+            return None, None
+        return self._layer.shared_keys, self._layer.shared_values
+
     # ── what a Transformers model asks of it ────────────────────────────────────────────────────────────────────────
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -187,31 +245,9 @@ class SlotCache(Cache):
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
         if layer_idx == len(self._layers):
-            slots, shared = (self.slots, self.capacity), (self.cells,)
-            pair = key_states, value_states
-            self._layers.append(Layer(*(allocated(states, *size) for size in (slots, shared) for states in pair)))
-        self._layer = layer = self._layers[layer_idx]
-        keys, values = layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
-        return self._append(keys, key_states, self.plan), self._append(values, value_states, self.plan)
-
-    def _append(self, store: Tensor, states: Tensor, plan: Plan) -> Tensor:
-        assert self._written is not None
-        flat = store.view(-1, store.shape[-2] * store.shape[-1])
-        flat.index_copy_(0, self._written, states.transpose(1, 2).reshape(self._written.numel(), -1))
-        if plan.into is not None:
-            rows = store[None, plan.into.base : plan.into.base + plan.kv]
-        elif plan.first_slot is not None:
-            rows = store[plan.first_slot : plan.first_slot + plan.rows, : plan.kv]
-        else:
-            rows = store[torch.tensor(plan.slots, device=store.device), : plan.kv]
-        return rows.transpose(1, 2)
-
-    def shared(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Keys and values in the shared store of the layer that was updated last, [cells, heads, dim]; (None, None) in a pass
-        without a prefix."""
-        if self._layer is None or self.plan is None or not self.plan.shares:
-            return None, None
-        return self._layer.shared_keys, self._layer.shared_values
+            self._add_layer(key_states, value_states)
+        self.write(layer_idx, *(states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)))
+        return self.rows(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Transformers only uses this for default positions and masks, which shoal always passes itself."""

@@ -1,13 +1,13 @@
-"""Forward passes of fixed shape: functions of static buffers that can be compiled, or captured into CUDA graphs.
+"""Forward passes of fixed shape: functions of static buffers that can be captured into CUDA graphs.
 
 The ordinary path (`Runner.feed`) makes each pass as long as its rows are. On a GPU, launching the kernels of a small pass one by
-one takes longer than running them; on a CPU, the Python of a small model costs as much as its arithmetic. A static pass is the same
-computation over a *bucket* of (rows, columns, keys), padded up, whose every input lies in a buffer of fixed address.
+one takes longer than running them. A static pass is the same computation over a *bucket* of (rows, columns, keys), padded up,
+whose every input lies in a buffer of fixed address.
 
     buckets     the sizes there are
     block       the buffers of one: tokens, positions, cells
     view        the cache that a model meets inside
-    executors   eager (to test), compiled (CPU), graphed (CUDA)
+    executors   eager (to test), graphed (CUDA)
     passes      builds, checks and runs them, and falls back to ordinary passes
     drafting    a drafter's step with its draw
 """

@@ -1,4 +1,4 @@
-"""Three ways to run a function of static buffers: as it is, compiled, or captured into a CUDA graph and replayed.
+"""Two ways to run a function of static buffers: as it is, or captured into a CUDA graph and replayed.
 
 The function takes nothing, reads and writes buffers whose address and shape never change, and returns tensors. What it returns is
 good until it is run again.
@@ -7,12 +7,9 @@ good until it is run again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
-
-from shoal.errors import RequestError
 
 Run = Callable[[], Any]
 Executor = Callable[[Run], Run]
@@ -25,19 +22,6 @@ WARM_UPS = 2
 def eager(run: Run) -> Run:
     """The function itself: shows that the static formulation is right, on any machine."""
     return run
-
-
-def compiled(run: Run) -> Run:
-    """torch.compile for exactly these shapes, in one piece.
-
-    The compiler keeps a list of variants per code object and gives up on one with many, so each function gets its own.
-    """
-    assert isinstance(run, FunctionType)
-    code = run.__code__.replace(co_name=f"{run.__code__.co_name}_{id(run):x}")
-    own = FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-    fast: Run = torch.compile(own, fullgraph=True, dynamic=False)
-    fast()
-    return fast
 
 
 class Graphs:
@@ -77,24 +61,11 @@ class Graphs:
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {
     "eager": lambda: eager,
-    "compiled": lambda: compiled,
     "graphed": Graphs,
 }
 
 
 def executor_for(mode: str, device: torch.device) -> str | None:
-    """The executor that a setting of `compile` means on a device; None = the dynamic path.
-
-    "auto" is graphs on CUDA, whose launches they save at the cost of a moment per shape, and nothing elsewhere: on a CPU
-    a shape takes many seconds to compile, more than most runs last.
-
-    Raises:
-        RequestError: for another word.
-    """
-    if mode == "off":
-        return None
-    if mode == "auto":
-        return "graphed" if device.type == "cuda" else None
-    if mode == "on":
-        return "graphed" if device.type == "cuda" else "compiled"
-    raise RequestError(f"compile must be 'auto', 'on' or 'off', got {mode!r}")
+    """The executor that a setting of `compile` means on a device; None = ordinary passes. Graphs save the launches of kernels, at
+    the cost of a moment per shape; on a CPU there is nothing to launch."""
+    return "graphed" if mode != "off" and device.type == "cuda" else None

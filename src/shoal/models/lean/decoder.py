@@ -1,0 +1,147 @@
+"""What the lean pass computes: a decoder of the Llama family, read off a Transformers model.
+
+Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, rotary positions, and a gated MLP (Touvron et al.
+2023). Which of these a model is, is known by its class: what merely looks alike may compute something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.weights import LINEARS, Matrix, matrix_of
+from shoal.models.weights.parameter import PackedWeight
+
+FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Classes of Transformers whose layers are those above."""
+
+FIXED_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Rotary embeddings whose angles depend on the position alone, not on the length of the text."""
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+"""Activations of the gate, by their names in Transformers, as `Matrix.linear` calls them."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm: weight [width], eps."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer.
+
+    Attributes:
+        states: queries, keys and values of all heads. out: back to the width of the model. gate, up, down: of the MLP.
+        query_norm, key_norm: of each head before the rotation (Qwen3), or None. window: sliding window, or None.
+    """
+
+    attention_norm: Norm
+    states: Matrix
+    query_norm: Norm | None
+    key_norm: Norm | None
+    out: Matrix
+    mlp_norm: Norm
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model of the family.
+
+    Attributes:
+        embedding: tokens [...] int64 -> [..., width]. rotary: the model's own module of cosines and sines. scale: of the scores.
+        activation: of the gate, as `Matrix.linear` names it. width: of the model, features. dtype: of weights and states.
+        addresses: parameters of linear layers that are ordinary tensors, as (owner, name, address).
+    """
+
+    embedding: Any
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    head: Matrix
+    rotary: Any
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    activation: str
+    width: int
+    dtype: torch.dtype
+    addresses: Sequence[tuple[nn.Module, str, int]]
+
+    @property
+    def stale(self) -> bool:
+        """Whether some weights were replaced by other tensors, so that only the model's modules know them."""
+        return any(matrix.stale for matrix in self.matrices) or any(
+            getattr(owner, name).data_ptr() != address for owner, name, address in self.addresses
+        )
+
+    @cached_property
+    def matrices(self) -> list[Matrix]:
+        """Of all layers, and the head's."""
+        return [
+            *(matrix for layer in self.layers for matrix in (layer.states, layer.out, layer.gate, layer.up, layer.down)), self.head
+        ]  # fmt: skip
+
+
+def decoder_of(hf: Any) -> Decoder | None:
+    """The decoder that a Transformers model is; None where it is none of the family, or its owner has changed it."""
+    config = hf.config
+    if type(hf).__name__ not in FAMILY or not type(hf).__module__.startswith("transformers.") or _altered(hf):
+        return None
+    if config.rope_parameters["rope_type"] not in FIXED_ROTARY or config.hidden_act not in ACTIVATIONS:
+        return None
+    windowed = type(hf).__name__ == "MistralForCausalLM"
+    layers = [_layer(layer, config.sliding_window if windowed else None) for layer in hf.model.layers]
+    first, head = hf.model.layers[0].self_attn, matrix_of([hf.lm_head])
+    return Decoder(
+        hf.model.embed_tokens, layers, _norm(hf.model.norm), head, hf.model.rotary_emb, config.num_attention_heads,
+        config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act], config.hidden_size, hf.dtype,
+        _addresses(hf),
+    )  # fmt: skip
+
+
+def _addresses(hf: Any) -> list[tuple[nn.Module, str, int]]:
+    linear = [module for module in hf.modules() if type(module) in LINEARS]
+    return [
+        (module, name, parameter.data_ptr())
+        for module in linear
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(parameter, PackedWeight)
+    ]
+
+
+def _layer(layer: Any, window: int | None) -> DecoderLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [_norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")]
+    return DecoderLayer(
+        _norm(layer.input_layernorm), matrix_of([attention.q_proj, attention.k_proj, attention.v_proj]), norms[0], norms[1],
+        matrix_of([attention.o_proj]), _norm(layer.post_attention_layernorm), matrix_of([mlp.gate_proj]), matrix_of([mlp.up_proj]),
+        matrix_of([mlp.down_proj]), getattr(attention, "sliding_window", window),
+    )  # fmt: skip
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _altered(hf: Any) -> bool:
+    """Whether some module has hooks or a forward of its own, or a linear layer is another class: adapters, quantisation."""
+    names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
+    layers = [layer.get_submodule(name) for layer in hf.model.layers for name in names]
+    return (
+        any(type(layer) not in LINEARS for layer in [*layers, hf.lm_head])
+        or type(hf.model.embed_tokens) is not nn.Embedding
+        or any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
+    )

@@ -1,0 +1,59 @@
+"""The pass: tokens in, logits out, over the slot cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.models.attention.methods import Method
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.lean.decoder import Decoder, Norm
+
+
+class Operations(Protocol):
+    """What a layer does between its products; for the length of a pass."""
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """[tokens, width] -> the same, normalised. The result is good until the next call."""
+
+    def attend(self, states: Tensor, index: int) -> Tensor:
+        """Queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim] -> [tokens, heads * dim].
+
+        Rotates queries and keys, writes keys and values to the cache, attends. `states` is overwritten.
+        """
+
+
+Begin = Callable[[Plan, SlotCache, Method], Operations]
+
+
+class LeanPass:
+    """Computes the passes of a model.
+
+    Args:
+        decoder: the model. begin: makes the operations of one pass.
+    """
+
+    def __init__(self, decoder: Decoder, begin: Begin) -> None:
+        self.decoder = decoder
+        self._begin = begin
+
+    def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
+        """A pass over the plan's tokens, [rows, q] or packed [1, tokens] int64.
+
+        Args:
+            cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
+
+        Returns:
+            Logits [rows, q, vocab] or [1, tokens, vocab]; without `want_logits`, nothing of use.
+        """
+        decoder = self.decoder
+        do = self._begin(plan, cache, method)
+        x = decoder.embedding(tokens.flatten())
+        for index, layer in enumerate(decoder.layers):
+            states = layer.states.linear(do.norm(x, layer.attention_norm))
+            x = layer.out.linear_add(do.attend(states, index), x)
+            h = do.norm(x, layer.mlp_norm)
+            x = layer.down.linear_add(layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x)
+        return decoder.head.linear(do.norm(x, decoder.norm)).view(*tokens.shape, -1) if want_logits else x

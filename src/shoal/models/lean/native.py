@@ -1,0 +1,113 @@
+"""The operations of a lean pass by the kernels in C."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import Method
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.lean.angles import Angles
+from shoal.models.lean.decoder import Decoder, Norm
+from shoal.models.lean.plain import attended
+from shoal.models.native.attention import SUFFIXES, takes
+from shoal.models.native.build import library
+from shoal.models.native.structs import Attention, Heads
+
+
+class NativeKernels:
+    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.models.native.build`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        made = library()
+        self.decoder, self.angles = decoder, Angles(decoder.rotary)
+        names = (f"{name}_{SUFFIXES[decoder.dtype]}" for name in ("rms_norm", "heads", "attend"))
+        self.rms_norm, self.heads, self.attend = (getattr(made, name) for name in names)
+
+    def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> NativePass:
+        return NativePass(self, plan, cache, method)
+
+
+class NativePass:
+    """The operations of one pass. Kernels take addresses: every tensor that they read is held here, or by the caller, meanwhile."""
+
+    def __init__(self, kernels: NativeKernels, plan: Plan, cache: SlotCache, method: Method) -> None:
+        decoder = kernels.decoder
+        self._kernels, self._plan, self._cache, self._method = kernels, plan, cache, method
+        self._threads = torch.get_num_threads()
+        if not len(cache):
+            cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
+        self._stores = cache.stores()
+        kernels.angles.reach(max(plan.lengths))
+        self._positions = plan.pack(plan.positions).reshape(-1)
+        tokens, width = self._positions.numel(), decoder.heads * decoder.dim
+        self._normed = torch.empty(tokens, decoder.width, dtype=decoder.dtype)
+        self._normed_at = self._normed.data_ptr()
+        self._out = torch.empty(tokens, width, dtype=decoder.dtype)
+        self._heads = self._heads_of(plan, cache)
+        self._heads_at = ctypes.byref(self._heads)
+        self._attends = takes(plan)
+        self._masks = Masks(plan)
+        if self._attends:
+            self._attention = self._attention_of(plan, cache)
+            self._attention_at = ctypes.byref(self._attention)
+
+    def _heads_of(self, plan: Plan, cache: SlotCache) -> Heads:
+        decoder, angles = self._kernels.decoder, self._kernels.angles
+        return Heads(
+            len(self._positions), decoder.heads, decoder.kv_heads, decoder.dim, angles.cos.shape[1], self._threads, 0.0,
+            angles.cos.data_ptr(), angles.sin.data_ptr(), self._positions.data_ptr(), cache.written.data_ptr(),
+        )  # fmt: skip
+
+    def _attention_of(self, plan: Plan, cache: SlotCache) -> Attention:
+        """All but the addresses of a layer's tensors."""
+        decoder = self._kernels.decoder
+        heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
+        token = kv_heads * dim
+        self._row_starts = self._first_tokens(plan), np.array(plan.slots) * (cache.capacity * token)
+        firsts, slots = (starts.ctypes.data for starts in self._row_starts)
+        return Attention(
+            plan.rows, heads, kv_heads, dim, dim, self._threads, decoder.scale, 0.0, 0, plan.bounds.data_ptr(), firsts, slots,
+            slots, None, None, plan.q, None, None, None, None, None, None, (heads + 2 * kv_heads) * dim, dim, *(token, dim) * 4,
+            self._out.data_ptr(),
+        )  # fmt: skip
+
+    def _first_tokens(self, plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Where in the pass each row's tokens begin, [rows]."""
+        if not plan.packed:
+            return np.arange(plan.rows) * plan.q
+        counts = np.array(plan.counts)
+        return np.cumsum(counts) - counts
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        kernels, (tokens, width) = self._kernels, x.shape
+        kernels.rms_norm(x.data_ptr(), norm.weight.data_ptr(), self._normed_at, tokens, width, norm.eps, self._threads)
+        return self._normed
+
+    def attend(self, states: Tensor, index: int) -> Tensor:
+        keys, values, shared_keys, shared_values = (store.data_ptr() for store in self._stores[index])
+        heads, layer = self._heads, self._kernels.decoder.layers[index]
+        heads.states = states.data_ptr()
+        heads.keys, heads.values = (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads.query_norm, heads.key_norm = layer.query_norm.weight.data_ptr(), layer.key_norm.weight.data_ptr()
+            heads.eps = layer.query_norm.eps
+        self._kernels.heads(self._heads_at)
+        if not self._attends:
+            decoder = self._kernels.decoder
+            query = states.view(len(states), -1, decoder.dim)[:, : decoder.heads]
+            return attended(self._method, self._cache, self._masks, decoder, index, query)
+        attention = self._attention
+        attention.query, attention.key, attention.value = heads.states, keys, values
+        attention.shared_key, attention.shared_value = shared_keys, shared_values
+        attention.window = layer.window or 0
+        tree = self._masks.tree(layer.window)
+        if tree is not None:
+            attention.positions, attention.words = tree[0].data_ptr(), tree[1].data_ptr()
+        if self._kernels.attend(self._attention_at):
+            raise MemoryError("no memory for the scores of attention")
+        return self._out

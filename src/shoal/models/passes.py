@@ -1,0 +1,62 @@
+"""How a runner computes its passes, by the setting `compile`: decided when a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+
+from shoal.errors import RequestError
+from shoal.models.bridge import TOLERANCE
+from shoal.models.compiled import executor_for
+from shoal.models.lean.decoder import decoder_of
+from shoal.models.lean.forward import Begin, LeanPass
+from shoal.models.lean.native import NativeKernels
+from shoal.models.lean.plain import PlainKernels
+from shoal.models.native.attention import SUFFIXES
+from shoal.models.native.build import missing
+from shoal.models.runner import Runner
+from shoal.models.selfcheck import largest_error
+
+log = logging.getLogger("shoal")
+
+MODES = ("auto", "on", "off")
+
+
+def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
+    """CUDA: passes of fixed shape as graphs. CPU: kernels in C for attention, and lean passes for models of the family.
+
+    Args:
+        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without waiting.
+        owned: shoal loaded the model, so that nobody else has put hooks on its modules, or will.
+
+    Raises:
+        RequestError: another mode; "on" where the kernels cannot be built.
+    """
+    if mode not in MODES:
+        raise RequestError(f"compile must be 'auto', 'on' or 'off', got {mode!r}")
+    if runner.device.type != "cpu":
+        runner.use_static_passes(executor_for(mode, runner.device))
+        return
+    if mode == "on" and missing():
+        raise RequestError(f"compile='on' needs kernels in C, and they could not be built here: {missing()}")
+    native = mode != "off" and not missing()
+    if not native:
+        runner.use_attention("mixed", instead_of="auto")
+    if owned:
+        use_lean_passes(runner, native)
+
+
+def use_lean_passes(runner: Runner, native: bool) -> None:
+    """Makes the passes of a model of the family lean, if they then still compute what the model does.
+
+    Args:
+        native: by the kernels in C, else by PyTorch.
+    """
+    decoder = decoder_of(runner.hf) if runner.dtype in SUFFIXES and runner.can_be_lean else None
+    if decoder is None:
+        return
+    kernels: Begin = NativeKernels(decoder) if native else PlainKernels(decoder)
+    runner.lean = LeanPass(decoder, kernels)
+    error = largest_error(runner)
+    if not error <= TOLERANCE[runner.dtype]:
+        runner.lean = None
+        log.warning("%s: its modules compute passes: lean ones differ by %.3g deviations of the logits", runner.name, error)

@@ -128,7 +128,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "demo": (("-p", "ab", "-n", "2", "--repeats", "1", *SMALL), lambda answer: answer["loaded"]),
     "check": (("-p", "ab", "-n", "2", "--repeats", "1", *SMALL), _check),
     "bench": (
-        ("--batch-sizes", "1", "--lookahead", "off,fixed:2", "--baselines", "", "--repeats", "1", "--max-new-tokens", "4"),
+        (*"--batch-sizes 1 --lookahead off,fixed:2 --repeats 1 --max-new-tokens 4 --wait 0".split(), "--baselines", ""),
         _bench,
     ),
     "batch": ((), lambda answer: answer["loaded"]),

@@ -1,0 +1,58 @@
+"""OpenVINO GenAI's continuous batching, plain or with a draft model: the class that `shoal bench --baselines openvino` uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from engines.tasks import Answer, Setup, Task
+
+SOURCE = Path(__file__).parents[2] / "src/shoal/bench/openvino.py"
+
+
+def _module() -> ModuleType:
+    """shoal.bench.openvino from its file: shoal may not be installed here."""
+    spec = importlib.util.spec_from_file_location("openvino_of_shoal", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _export(setup: Setup, model: str) -> Path:
+    return Path(setup.cache) / f"{Path(model).name}-openvino-{'int8' if setup.dtype == 'int8' else 'fp32'}"
+
+
+def prepare(setup: Setup) -> None:
+    """Exports both models, weights in float32 (the arithmetic is chosen when they are loaded) or int8."""
+    import openvino_genai  # noqa: F401 - says what is missing before minutes of exporting
+    import optimum.intel  # noqa: F401
+
+    for model in filter(None, (setup.target, setup.draft)):
+        out = _export(setup, model)
+        if not (out / "openvino_model.xml").exists():
+            weights = "int8" if setup.dtype == "int8" else "fp32"
+            command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model, str(out)]
+            command += ["--task", "text-generation-with-past", "--weight-format", weights]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+class Engine:
+    """See `engines.tasks.Engine`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.module, self.drafted = _module(), setup.drafted
+        draft = str(_export(setup, setup.draft)) if setup.draft is not None and setup.drafted else None
+        self.engine = self.module.OpenVinoEngine(str(_export(setup, setup.target)), setup.dtype, setup.threads, draft)
+        self.version = self.engine.version
+        self.settings = {name: str(value) for name, value in self.engine.properties.items()}
+
+    def generate(self, task: Task) -> Answer:
+        """One call."""
+        sampling = self.module.OpenVinoSampling(task.new_tokens, task.temperature, task.seed, task.top_p, self.drafted)
+        return Answer(self.engine.generate(task.prompts, task.n, sampling))

@@ -1,0 +1,82 @@
+"""What a worker is told: which engine on which models, then one task after another. Plain data that JSON carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PLAIN = "plain"
+"""The method without a drafter; the others name a draft length: "auto", "fixed:4"."""
+
+
+class Absent(Exception):
+    """The engine, or what it would need for this configuration, is not there; says why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine's configuration.
+
+    Attributes:
+        engine: its module. target, draft: directories that `save_pretrained` wrote, in float32.
+        dtype: "float32", "bfloat16" or "int8" (weights of 8 bits, bfloat16 beside them).
+        cache: directory for what the engine converts the models to.
+        rows, length: at most, of a task; prompts included.
+    """
+
+    engine: str
+    method: str
+    target: str
+    draft: str | None
+    dtype: str
+    threads: int
+    cache: str
+    rows: int
+    length: int
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a peer drafts per round."""
+        return int(self.method.removeprefix("fixed:")) if self.method.startswith("fixed:") else 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """n rows of each prompt, each of `new_tokens` tokens; no token ends a row. temperature: 0 is greedy."""
+
+    prompts: Sequence[Sequence[int]]
+    n: int
+    new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """New ids of every row, prompt by prompt.
+
+    Attributes:
+        drafted, accepted: tokens, where the engine says. acceptance_length: tokens per row and target pass.
+    """
+
+    ids: Sequence[Sequence[int]]
+    drafted: int | None = None
+    accepted: int | None = None
+    acceptance_length: float | None = None
+
+
+class Engine(Protocol):
+    """What each engine's module has under the name `Engine`; made with a `Setup`, after `prepare(setup)` in another process.
+
+    Attributes:
+        version: of the package. settings: what it was told, for the report.
+    """
+
+    version: str
+    settings: dict[str, str]
+
+    def generate(self, task: Task) -> Answer:
+        """Decodes the task. What it does is timed."""
+        ...

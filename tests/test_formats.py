@@ -214,3 +214,14 @@ def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, stric
     assert ("seeds hold" in found.advice or "seed's tokens hold: --dtype float32" in found.advice) != holds
     if found.status == "ok" and not holds:
         assert ("--strict" in found.advice) == (device == "cpu")  # strict passes exist on a CPU only
+
+
+def test_packing_is_tried_and_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not formats.can_pack(torch.float64)
+    if torch.backends.mkldnn.is_available():
+        assert formats.can_pack(F32)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to_dense", lambda self: torch.zeros(self.shape))  # a version that loses weights
+            assert not formats.can_pack(F32)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # a version without these operations
+    assert not formats.can_pack(F32)

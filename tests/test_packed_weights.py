@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -178,6 +179,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "another size": (lambda w: w.detach().resize_(2, IN), "assign weight.data"),
     "another dtype in place": (lambda w: w.detach().view(torch.int32), "clone"),
     "an address": (lambda w: w.data_ptr(), "no address"),
+    "a file of addresses": (lambda w: save_file({"w": w.detach()}, "never.safetensors"), "no address"),
     "an array": (lambda w: w.detach().numpy().fill(0), "read-only"),
 }
 

@@ -64,8 +64,24 @@ def cpu() -> Cpu:
     facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
     if not onednn:
         return facts
-    also = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.int8: bool(INT8_FLAGS & cpu_flags())}
-    return replace(facts, packs=frozenset({torch.float32, *(dtype for dtype, can in also.items() if can)}))
+    wanted = {torch.float32, torch.bfloat16} | ({torch.int8} if INT8_FLAGS & cpu_flags() else set())
+    return replace(facts, packs=frozenset(filter(can_pack, wanted)))
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch packs weights of a format, multiplies by them, and gives them back; versions and CPUs differ."""
+    weight = torch.arange(-8, 8).view(4, 4).to(dtype)
+    try:
+        if dtype == torch.int8:
+            packed = torch.ops.onednn.qlinear_prepack(weight, None)
+            back = packed.to_dense().t()
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            torch.ops.mkldnn._linear_pointwise.binary(weight, weight, packed, None, "mul")
+            back = packed.to_dense()
+        return torch.ops.mkldnn._nbytes(packed) >= weight.nbytes and torch.equal(back, weight)
+    except (RuntimeError, AttributeError):  # no such operation, or not for this format
+        return False
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:

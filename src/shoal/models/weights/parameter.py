@@ -89,9 +89,15 @@ class PackedWeight(Tensor):
         return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
-        if self.matrix.form != PACKED:
-            return self.of(self.matrix.dense()).data_ptr()
-        raise RuntimeError("packed weights have no address: take weight.detach().clone(), and weight.copy_() to write")
+        return self._memory().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._memory().untyped_storage()
+
+    def _memory(self) -> Tensor:
+        if self.matrix.form == PACKED:
+            raise RuntimeError("packed weights have no address: take weight.detach().clone(), and weight.copy_() to write")
+        return self.of(self.matrix.dense())
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self.detach().clone())

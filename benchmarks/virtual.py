@@ -4,6 +4,10 @@ Two runs of the same work on a shared machine differ by more than two good contr
 passes and how the pair agrees along texts that the target wrote. Then every controller decodes the same texts in simulation: a
 draft at a position is accepted with that position's sum of min(p, q), as in rejection sampling, and a round takes the cost of its
 passes, times noise. Hundreds of runs take a minute.
+
+In the i-th run all controllers have the same luck: one uniform per text and position decides whether a draft there is accepted.
+That is rejection sampling still, as a position is decided once at most: it is committed then, whatever came of it. Without this,
+two runs of a batch of 16 differ by more than a good controller loses, and the best of ten draft lengths is the luckiest one.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from time import thread_time
 from typing import Annotated, Any, cast
 
@@ -53,6 +57,8 @@ NOISE = 0.1
 """A pass takes exp(x) times its cost, x exponential with this mean: disturbances only ever slow down."""
 SHUFFLED, UNSURE = 0.02, 0.3
 """Acceptance and confidence of a shuffled drafter."""
+PROMPT = 48
+"""Tokens of a prompt, which the drafter computes before it drafts for a row."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,17 @@ class Trace:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a round with one target pass, by positions; of a drafter step, by rows: {size: seconds}."""
+    """Seconds of a round with one target pass, of a drafter's pass, by positions: {size: seconds}."""
 
     verify: dict[int, float]
     step: dict[int, float]
 
     def of(self, table: dict[int, float], size: int, rng: Generator) -> float:
-        """Between the measured sizes, on a straight line."""
-        return float(np.interp(size, list(table), list(table.values())) * np.exp(rng.exponential(NOISE)))
+        """Between the measured sizes, on a straight line; beyond the largest, on the last one."""
+        sizes, costs = list(table), list(table.values())
+        slope = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+        seconds = np.interp(size, sizes, costs) + slope * max(size - sizes[-1], 0)
+        return float(seconds * np.exp(rng.exponential(NOISE)))
 
 
 # ── facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +123,8 @@ def pass_costs(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> PassCost
         for batch in rows:
             for k in (0, 1, 3, 7):
                 verify.setdefault(batch * (k + 1), []).append(_timed(pair.target, batch, k + 1))
-            step.setdefault(batch, []).append(_timed(pair.draft_model, batch, 1))
+            for k in (1, PROMPT):
+                step.setdefault(batch * k, []).append(_timed(pair.draft_model, batch, k))
     rest = _seconds_beside_the_pass(pair)
     whole = {size: rest + median(seconds) for size, seconds in sorted(verify.items())}
     return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())})
@@ -141,12 +151,20 @@ _serials = itertools.count()
 
 
 class _Text:
-    """A row as far as a controller sees it."""
+    """A row as far as a controller sees it, and whether a draft at each of its positions would be accepted."""
 
-    def __init__(self, trace: Trace, most: int, stops: bool) -> None:
-        self.trace, self.most, self.done, self.lag = trace, most, 0, 1
+    prompt_length = PROMPT
+
+    def __init__(self, trace: Trace, most: int, stops: bool, rng: Generator) -> None:
+        self.trace, self.most, self.done = trace, most, 0
         self.end = min(trace.length, most) if stops else most
-        self.serial = next(_serials)
+        self.serial = self.group = next(_serials)
+        self.accepts = rng.random(len(trace.acceptance)) < trace.acceptance
+        self.held = 0  # tokens that the drafter has computed
+
+    @property
+    def tokens(self) -> range:
+        return range(self.prompt_length + self.done)
 
     @property
     def remaining(self) -> int:
@@ -156,37 +174,49 @@ class _Text:
     def max_draft_length(self) -> int:
         return self.remaining - 1
 
+    def accepted(self, drafted: int) -> int:
+        """How many of so many drafts would be accepted."""
+        decided = self.accepts[self.done : self.done + drafted]
+        return len(decided) if decided.all() else int(decided.argmin())
+
 
 def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch: int, rng: Generator) -> float:
     """Tokens per second of decoding `texts`, `batch` at a time."""
     rows, waiting = list(texts[:batch]), list(texts[batch:])
     seconds, tokens = 0.0, 0
     while rows:
-        ends, steps, drafting = _draft(controller, facts, rows, len(waiting), rng)
+        with _processor_time() as controlling:
+            lengths = list(controller.lengths(cast(Sequence[Row], rows), len(waiting)))
+        preparing = _catch_up(facts, rows, lengths, rng)
+        ends, steps, drafting = _draft(controller, facts, rows, lengths, rng)
+        drafting += controlling.seconds
         time = drafting + facts.of(facts.verify, len(rows) + sum(ends), rng)
-        accepted = [_accepted(row, end, rng) for row, end in zip(rows, ends, strict=True)]
-        for row, taken, end in zip(rows, accepted, ends, strict=True):
+        accepted = [row.accepted(end) for row, end in zip(rows, ends, strict=True)]
+        for row, taken, length in zip(rows, accepted, lengths, strict=True):
             committed = min(taken + 1, row.end - row.done)
             row.done, tokens = row.done + committed, tokens + committed
-            row.lag = 1 + (taken == end > 0) if steps else row.lag + committed
+            row.held = len(row.tokens) - 1 if length else row.held
         with _processor_time() as controlling:
-            controller.learn(Outcome(ends, accepted, steps, time, drafting))
-        seconds += time + controlling.seconds
+            controller.learn(Outcome(ends, accepted, steps, time, drafting, preparing))
+        seconds += time + preparing + controlling.seconds
         rows = [row for row in rows if row.done < row.end]
         rows, waiting = rows + waiting[: batch - len(rows)], waiting[batch - len(rows) :]
     return tokens / seconds
 
 
+def _catch_up(facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], rng: Generator) -> float:
+    """Seconds of the drafter's pass over what it lacks of the rows that are drafted for."""
+    lacking = sum(len(row.tokens) - 1 - row.held for row, length in zip(rows, lengths, strict=True) if length)
+    return facts.of(facts.step, lacking, rng) if lacking else 0.0
+
+
 def _draft(
-    controller: Controller, facts: PassCosts, rows: list[_Text], waiting: int, rng: Generator
+    controller: Controller, facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], rng: Generator
 ) -> tuple[list[int], int, float]:
     """Draft lengths, drafter steps and their seconds."""
-    with _processor_time() as controlling:
-        ends = list(controller.lengths(cast(Sequence[Row], rows), waiting))
-    steps, seconds = 0, controlling.seconds
+    ends, steps, seconds = list(lengths), 0, 0.0
     while steps < max(ends):
-        fed = sum(row.lag for row in rows) if steps == 0 else len(rows)
-        seconds += facts.of(facts.step, fed, rng)
+        seconds += facts.of(facts.step, len(rows), rng)
         if controller.shorten is not None:
             sure = [row.trace.confidence[min(row.done + steps, row.most - 1)] for row in rows]
             with _processor_time() as controlling:
@@ -204,15 +234,9 @@ def _processor_time() -> Iterator[Stopwatch]:
     watch.seconds = thread_time() - started
 
 
-def _accepted(row: _Text, drafted: int, rng: Generator) -> int:
-    chances = row.trace.acceptance[row.done : row.done + drafted]
-    rejected = np.flatnonzero(rng.random(len(chances)) >= chances)
-    return int(rejected[0]) if len(rejected) else len(chances)
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """One line of the table: speed-ups over plain decoding, medians over runs."""
+    """One line of the table: speed-ups over plain decoding, geometric means over runs."""
 
     drafter: str
     queue: str
@@ -239,7 +263,9 @@ def lines(
         for queue, more in QUEUES.items():
             for batch in batches:
                 rates = {name: _rates(name, facts, known, batch, batch * (1 + more), tokens, runs, stops) for name in names}
-                speedups = {name: median(a / b for a, b in zip(rates[name], rates["off"], strict=True)) for name in names}
+                speedups = {
+                    name: geometric_mean(a / b for a, b in zip(rates[name], rates["off"], strict=True)) for name in names
+                }
                 yield Comparison(drafter, queue, batch, speedups)
 
 
@@ -252,7 +278,7 @@ def _rates(
     for i in range(-WARM_UP, runs):
         rng = np.random.default_rng(abs(i) if i >= 0 else 1000 - i)
         chosen = rng.integers(len(known), size=rows)
-        texts = [_Text(known[j], tokens, stops) for j in chosen]
+        texts = [_Text(known[j], tokens, stops, rng) for j in chosen]
         rates.append(run(as_controller(by_name(name, pair_costs)), facts, texts, batch, rng))
     return rates[WARM_UP:]
 

@@ -18,6 +18,7 @@ from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import DraftInputs
 from shoal.errors import RequestError
+from shoal.lookahead.acceptance import Tried
 from shoal.lookahead.controller import Fixed, PairCosts, by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
@@ -279,21 +280,18 @@ def test_padding_of_silent_rows_teaches_auto_nothing() -> None:
     """Their confidences are those of no text; only rows that were drafted for move the estimates."""
     target, drafter = (scripted(hashed(12, 0), 12, context) for context in (40, 8))
     controller = auto({1: 1.0, 64: 1.0}, 0.01, 0.9)
-    learned: list[Any] = []
+    learned: list[Tried] = []
     acceptance = controller.costs.acceptance
     learn = acceptance.learn
-    acceptance.learn = lambda rows, drafted, accepted, sure: (
-        learned.append((drafted, sure)),
-        learn(rows, drafted, accepted, sure),
-    )  # type: ignore[method-assign, assignment, func-returns-value]
+    acceptance.learn = lambda rows, rounds: (learned.extend(rounds), learn(rows, rounds))  # type: ignore[method-assign, assignment, func-returns-value]
     engine = engine_of(target, drafter, controller, rule=Coupled())
     for ids in ((1, 2), (1,) * 20):
         engine.submit(Request(ids, 1, Sampling(seed=1), Limits(12)))
     while engine.step():
         pass
-    looked = [(drafted, sure) for drafted, sure in learned if len(sure) and len(drafted) == 2]
+    looked = [tried for tried in learned if tried.confidence and len(tried.drafted) == 2]
     assert looked
-    assert all(drafted[1] == 0 and bool((sure[:, 1] != sure[:, 1]).all()) for drafted, sure in looked)
+    assert all(tried.drafted[1] == 0 and all(sure[1] != sure[1] for sure in tried.confidence) for tried in looked)
 
 
 def test_the_transformers_entry_does_the_same() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Fixed
+from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
@@ -214,6 +214,13 @@ def test_the_first_token_waits_for_one_prompt_of_the_drafter() -> None:
     assert run.computed == 5
     assert len(run.steps) == K
     assert run.engine.stats.target_passes == 1
+
+
+def test_the_first_token_of_auto_waits_for_nothing_of_an_unknown_drafter() -> None:
+    run = Counted(by_name("auto"))
+    run.ask((1, 2, 3, 4, 5, 6), 4)
+    assert run.engine.step()
+    assert (run.prompts, run.steps, run.stored) == ([], [], 0)
 
 
 class HostReads(TorchDispatchMode):

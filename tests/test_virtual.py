@@ -23,8 +23,9 @@ def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode(name: str, trace: Trace, rows: int = 2, batch: int = 2, tokens: int = 30) -> float:
-    texts = [_Text(trace, tokens, stops=True) for _ in range(rows)]
-    rate = run(as_controller(by_name(name)), FACTS, texts, batch, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    texts = [_Text(trace, tokens, stops=True, rng=rng) for _ in range(rows)]
+    rate = run(as_controller(by_name(name)), FACTS, texts, batch, rng)
     assert all(text.done == text.end for text in texts)
     return rate
 
@@ -33,10 +34,10 @@ def decode(name: str, trace: Trace, rows: int = 2, batch: int = 2, tokens: int =
 def test_a_run_takes_what_its_passes_cost() -> None:
     sure, never = Trace([1.0] * 30, [1.0] * 30, 30), Trace([0.0] * 30, [0.5] * 30, 30)
     assert decode("off", sure) == pytest.approx(60 / 30, rel=1e-3)
-    # five tokens a round, four steps; the last round's room leaves all its drafts
-    assert decode("fixed:4", sure) == pytest.approx(60 / (6 * 1.4), rel=1e-2)
+    # both prompts, then five tokens a round, four steps; the last round's room leaves all its drafts
+    assert decode("fixed:4", sure) == pytest.approx(60 / (0.1 + 6 * 1.4), rel=1e-2)
     # one token a round; the last four rounds have room for 3, 2, 1, 0 drafts
-    assert decode("fixed:4", never) == pytest.approx(60 / (30 + 0.1 * (26 * 4 + 6)), rel=1e-2)
+    assert decode("fixed:4", never) == pytest.approx(60 / (0.1 + 30 + 0.1 * (26 * 4 + 6)), rel=1e-2)
     # two rows after two others
     assert decode("off", sure, rows=4) == pytest.approx(60 / 30, rel=1e-3)
     # a text that ends early

@@ -53,7 +53,11 @@ def count_round(
     stats.seconds_prefill += drafter.preparing
 
 
-def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], laps: Sequence[float]) -> Outcome:
-    """What the draft length controller is told: of a tree that branches, its depth counts as drafted."""
+def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], laps: Sequence[float], preparing: float) -> Outcome:
+    """What the draft length controller is told: of a tree that branches, its depth counts as drafted.
+
+    Args:
+        laps: see `count_round`. preparing: seconds of the drafter for prompts.
+    """
     drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
-    return Outcome(drafted, [len(path) for path in paths], tree.steps, sum(laps), laps[0])
+    return Outcome(drafted, [len(path) for path in paths], tree.steps, sum(laps), laps[0], preparing)

@@ -199,8 +199,9 @@ class Engine:
         commits = commit(rows, tree, scores, verdict, self._clock)
         self._settle(commits, scores, verdict)
         watch.lap()
-        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), self._draft_counters())
-        self.lookahead.learn(outcome(tree, paths, watch.laps))
+        drafter = self._draft_counters()
+        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter)
+        self.lookahead.learn(outcome(tree, paths, watch.laps, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits
 

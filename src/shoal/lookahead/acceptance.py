@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.intp]
 LIMIT = 16
 """Longest draft of `lookahead="auto"`: beyond, even a good drafter's next token is rarely committed."""
 
@@ -21,12 +23,12 @@ class Frequencies:
         self._prior, self._weight = prior, weight
         self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
 
-    def add(self, bins: npt.NDArray[np.intp], hits: Array) -> None:
-        """One round's trials: the bin of each, and its outcome in 0..1."""
-        self._hits *= self.FADE
-        self._trials *= self.FADE
-        np.add.at(self._hits, bins, hits)
-        np.add.at(self._trials, bins, 1.0)
+    def add(self, bins: npt.NDArray[np.intp], hits: Array, ages: npt.NDArray[np.intp], rounds: int) -> None:
+        """Trials of so many rounds: the bin of each, its outcome in 0..1, and how many of the rounds came after it."""
+        faded, size = self.FADE**rounds, len(self._prior)
+        weights = self.FADE**ages
+        self._hits = faded * self._hits + np.bincount(bins, weights * hits, size)
+        self._trials = faded * self._trials + np.bincount(bins, weights, size)
 
     @property
     def mean(self) -> float:
@@ -37,6 +39,21 @@ class Frequencies:
         """Hit rate of each bin; `prior`: that of a bin without trials."""
         prior = self._prior if prior is None else prior
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
+
+
+class Tried(NamedTuple):
+    """What became of the drafts of a round.
+
+    Attributes:
+        drafted, accepted: tokens of each row; of some row at least one was looked at.
+        confidence: [rows] at each position looked at. May hold one more position per row than it drafted (the drafter made the
+            step, and its draft was not taken): that position counts with its estimated acceptance, so that the estimates by
+            position are those of all text, not of confident places only. NaN where the drafter made no step. Empty if unknown.
+    """
+
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    confidence: Sequence[Array]
 
 
 class Acceptance:
@@ -74,43 +91,64 @@ class Acceptance:
 
     def by_confidence(self, rows: Sequence[Hashable]) -> Callable[[Array], Array]:
         """confidence [rows] -> acceptance [rows] of drafts that the drafter draws with it (its highest probability)."""
-        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a round, read at every step
-        every = np.arange(len(rows))
-        return lambda confidence: table[every, self._bins(confidence)]
+        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a plan, read at every step
+        flat, first = table.ravel(), np.arange(len(rows)) * table.shape[1]
+        edges = self.EDGES
+        return lambda confidence: flat[first + edges.searchsorted(confidence)]
 
-    def learn(self, rows: Sequence[Hashable], drafted: Array, accepted: Array, confidence: Array) -> None:
-        """Learns from a round's outcome.
-
-        Args:
-            drafted, accepted: tokens per row, [rows]. confidence: [steps, rows], steps >= max(drafted); may hold one more
-                position per row than it drafted (the drafter made the step, and its draft was not taken): that position counts with
-                its estimated acceptance, so that the estimates by position are those of all text, not of confident places only.
-                NaN where the drafter made no step.
-                [0, rows] if unknown.
-        """
-        self._rows = {row: self._rows.get(row, 0.0) * self.ROW_FADE for row in rows}
-        width = max(len(confidence), int(drafted.max(initial=0)))
-        place = np.arange(width)[:, None]
+    def learn(self, rows: Sequence[Hashable], rounds: Sequence[Tried]) -> None:
+        """Learns from the outcomes of rounds of the same rows, the oldest first."""
+        fade = self.ROW_FADE ** len(rounds)
+        self._rows = {row: self._rows.get(row, 0.0) * fade for row in rows}
+        widths = [max(len(tried.confidence), max(tried.drafted)) for tried in rounds]
+        which = np.repeat(np.arange(len(rounds)), widths)  # the round of each line of what follows: a place in a draft
+        place = np.concatenate([np.arange(width) for width in widths])[:, None]
+        drafted, accepted = (np.array([getattr(tried, name) for tried in rounds])[which] for name in ("drafted", "accepted"))
+        confidence = np.concatenate(
+            [_padded(tried.confidence, width, len(rows)) for tried, width in zip(rounds, widths, strict=True)]
+        )
+        ages = len(rounds) - 1 - which
         decided = (place < drafted) & (place <= accepted) & (place < self.limit)
-        places, which = decided.nonzero()
-        hits = (places < accepted[which]).astype(float)
-        if not len(confidence):
-            self._positions.add(places, hits)
-            return
+        lines, columns = decided.nonzero()
+        hits = (place[lines, 0] < accepted[lines, columns]).astype(float)
         bins = self._bins(confidence)
         expected = _shifted(self._confidences.rates()[bins], self._offsets(rows))
-        self._confidences.add(bins[places, which], hits)
-        for row, residual in zip(which.tolist(), (hits - expected[places, which]).tolist(), strict=True):
-            self._rows[rows[row]] += self.ROW_STEP * residual
-        looked = (place == drafted) & (drafted == accepted) & (place < self.limit) & np.isfinite(confidence)
-        more, whose = looked.nonzero()
-        self._positions.add(np.concatenate([places, more]), np.concatenate([hits, expected[more, whose]]))
+        seen = np.isfinite(confidence)
+        known = seen[lines, columns]
+        self._learn_rows(rows, expected, hits, lines, columns, ages, known)
+        self._confidences.add(bins[lines, columns][known], hits[known], ages[lines][known], len(rounds))
+        more, whose = (seen & (place == drafted) & (drafted == accepted) & (place < self.limit)).nonzero()
+        where, outcomes = np.concatenate([lines, more]), np.concatenate([hits, expected[more, whose]])
+        self._positions.add(place[where, 0], outcomes, ages[where], len(rounds))
+
+    def _learn_rows(
+        self, rows: Sequence[Hashable], expected: Array, hits: Array, lines: Index, columns: Index, ages: Index,
+        known: npt.NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """Moves the log-odds of rows by the outcomes at lines and columns that are known; as far as `ROW_STEP` says for a few of
+        them, and never beyond what many of them say together (an implicit step of the logistic loss)."""
+        lines, columns = lines[known], columns[known]
+        weights = self.ROW_FADE ** ages[lines]
+        chance = expected[lines, columns]
+        residual = np.bincount(columns, weights * (hits[known] - chance), len(rows))
+        curvature = np.bincount(columns, weights * chance * (1 - chance), len(rows))
+        moves = self.ROW_STEP * residual / (1 + self.ROW_STEP * curvature)
+        for row, move in zip(rows, moves.tolist(), strict=True):
+            self._rows[row] += move
 
     def _offsets(self, rows: Sequence[Hashable]) -> Array:
         return np.array([self._rows.get(row, 0.0) for row in rows])
 
     def _bins(self, confidence: Array) -> npt.NDArray[np.intp]:
         return np.searchsorted(self.EDGES, confidence)
+
+
+def _padded(confidence: Sequence[Array], width: int, rows: int) -> Array:
+    """[width, rows], NaN where nothing was looked at."""
+    padded = np.full((width, rows), np.nan)
+    if confidence:
+        padded[: len(confidence)] = confidence
+    return padded
 
 
 def _shifted(probability: Array, offset: Array) -> Array:

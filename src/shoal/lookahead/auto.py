@@ -1,10 +1,12 @@
 """Draft lengths by measured costs: every round maximises expected committed tokens per second, no draft at all included.
 
 The gain of drafting follows from estimates of acceptance (`shoal.lookahead.acceptance`), its cost from passes that were made
-(`shoal.lookahead.costs`). Both are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them
-before a round. While drafting, the drafter's own confidence decides row by row whether the next draft is worth its cost (after
-DISCO, Mamou et al. 2024). The decision on a position is made before its token is drawn, so that the uniforms of a position never
-decide whether they are used.
+(`shoal.lookahead.costs`). Both are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them;
+a plan holds for several rounds, as making one takes time. While drafting, the drafter's own confidence decides row by row whether
+the next draft is worth its cost (after DISCO, Mamou et al. 2024). The decision on a position is made before its token is drawn, so
+that the uniforms of a position never decide whether they are used.
+
+Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose against plain decoding.
 """
 
 from __future__ import annotations
@@ -13,20 +15,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Array
+from shoal.lookahead.acceptance import LIMIT, Array, Tried
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.plan import Plan, best_plan, remaining_weights
+from shoal.lookahead.plan import Plan, best_plan, remaining_weights, repays
+from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
-FIRST_LENGTHS = (4, 0, 4, 0)
-"""Draft lengths of the very first rounds, when no cost is known: each kind of round twice, as first passes are slow."""
+FIRST_LENGTHS = (0, 1, 0, 1)
+"""Draft lengths of the very first rounds, when no cost is known: each kind of round twice, as first passes are slow. The first
+round of all is plain, so that no token waits for an unknown drafter."""
 MIN_ACCEPTANCE = 0.1
-"""Acceptance below which not even the prompts are fed to the drafter."""
+"""Acceptance below which an engine is made without the drafter, until it is time for another trial."""
 TRIAL_ROWS = 16
 """Rows assumed before a run is known."""
-TRIAL_SHARE = 0.005
-"""Share of the time that goes into trying again whether a rejected drafter has become useful."""
+LEARNED = 32
+"""Rounds after which plans are kept for several rounds."""
+PLAN_ROUNDS = 8
+"""Rounds for which a plan holds while the rows are the same."""
 MAX_BACKOFF = 16
 """Most plain rounds before a new plan is made for as many rows."""
 
@@ -43,104 +49,150 @@ class Auto:
 
     def __init__(self, costs: PairCosts) -> None:
         self.costs = costs
-        self._plain_rounds = 0  # since the last draft
         self._backoff = Backoff()
-        self._begin([], np.ones(0))
-
-    def _begin(self, rows: Sequence[Row], longest: Array) -> None:
-        """Forgets the last round's drafting. longest: most drafts of each row, [rows]."""
-        self._rows, self._longest = [row.serial for row in rows], longest
+        self._unfed = Unfed()
+        self._rows: list[int] = []  # serial numbers
+        self._waiting = False
         self._plan: Plan | None = None
+        self._age = 0  # rounds since the plan was made
+        self._tried: list[Tried] = []  # rounds of the plan
+        self._seconds = self._tokens = 0.0  # of these rounds; tokens weighted as planned
+        self._unfed_tokens = 0
+        self._longest: list[int] = []
         self._confidence: list[Array] = []  # [rows] at each position looked at
-        self._weights = np.ones(len(longest))
+        self._weights = np.ones(0)
 
     @property
     def may_speculate(self) -> bool:
         """False for a pair with next to no acceptance, until it is time for another trial."""
         costs = self.costs
         learning = costs.rounds < len(FIRST_LENGTHS)
-        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(TRIAL_ROWS)
+        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(TRIAL_ROWS, 0)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Longest draft of each row; drafting may stop earlier."""
-        self._begin(rows, np.minimum([row.max_draft_length for row in rows], self.limit))
-        self._longest = np.minimum(self._longest, self._longest_of_any(rows, waiting))
-        return self._longest.tolist()
+        serials = [row.serial for row in rows]
+        if serials != self._rows or (waiting > 0) != self._waiting:
+            self._learn_acceptance()
+            self._unfed.change(rows)
+            self._rows, self._waiting, self._plan = serials, waiting > 0, None
+            self._weights = np.ones(len(rows))
+        self._confidence = []
+        longest = self._longest_of_any(rows)
+        self._longest = [min(row.max_draft_length, longest) for row in rows]
+        self._unfed_tokens = self._unfed.feed(rows) if longest else self._unfed.leave(rows)
+        return self._longest
 
-    def _longest_of_any(self, rows: Sequence[Row], waiting: int) -> int:
-        if self.costs.rounds < len(FIRST_LENGTHS):
-            return FIRST_LENGTHS[self.costs.rounds]
-        if self._backoff.is_over(len(rows)):
-            self._make_plan(np.array([0 if waiting else row.remaining for row in rows]))
-            if self._plan is not None:
-                self._backoff = Backoff()
-                return self.limit
-            self._backoff.extend(len(rows))
-        return int(self._trial_is_due(len(rows)))
-
-    def _make_plan(self, remaining: Array) -> None:
-        """remaining: see `remaining_weights`."""
-        acceptance = self.costs.acceptance
-        self._next = acceptance.by_position(self._rows)
-        survival = self._next.cumprod(axis=1)
-        survival[np.arange(self.limit) >= self._longest[:, None]] = 0.0
-        self._weights = remaining_weights(remaining, survival)
-        self._plan = best_plan(survival, self._weights, self.costs)
+    def _longest_of_any(self, rows: Sequence[Row]) -> int:
+        costs = self.costs
+        if costs.rounds < len(FIRST_LENGTHS):
+            return FIRST_LENGTHS[costs.rounds]
+        if self._plan is not None and costs.credit.allows_plans and (self._age < PLAN_ROUNDS and costs.rounds > LEARNED):
+            self._age += 1
+            return self.limit
+        if self._plan is None and not self._backoff.is_over(len(rows)):
+            return 0
+        self._learn_acceptance()
+        self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
         if self._plan is not None:
-            self._by_confidence = acceptance.by_confidence(self._rows)
+            self._backoff, self._age = Backoff(), 1
+            return self.limit
+        self._backoff.extend(len(rows))
+        return int(self._trial_is_due(len(rows), self._unfed.tokens(rows)))
 
-    def _trial_is_due(self, rows: int) -> bool:
-        """Whether one draft per row takes a small share of the plain rounds since the last. Its cost includes feeding the drafter
-        what was decoded meanwhile."""
-        verify = self.costs.verify.table(2 * rows)
-        cost = self.costs.seconds_of_step(rows) * (1 + self._plain_rounds / 4) + verify[2 * rows] - verify[rows]
-        return self.costs.plain_seconds * TRIAL_SHARE > cost
+    def _new_plan(self, rows: Sequence[Row]) -> Plan | None:
+        costs, longest = self.costs, np.array([row.max_draft_length for row in rows])
+        following = costs.acceptance.by_position(self._rows)
+        survival = following.cumprod(axis=1)
+        survival[np.arange(self.limit) >= longest[:, None]] = 0.0
+        remaining = np.array([row.remaining for row in rows])
+        self._weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
+        plan = best_plan(survival, self._weights, costs)
+        if plan is None or not repays(plan, remaining, costs.preparing.seconds(self._unfed.tokens(rows)), costs):
+            return None
+        self._by_confidence = costs.acceptance.by_confidence(self._rows)
+        self._following = np.ascontiguousarray(following.T)
+        return plan
+
+    def _trial_is_due(self, rows: int, unfed: int) -> bool:
+        """Whether there is credit for one draft per row. unfed: tokens that the drafter would have to compute first."""
+        costs = self.costs
+        plain = costs.verify.seconds(rows)
+        cost = costs.draft.seconds(rows) + costs.verify.seconds(2 * rows) - plain + costs.preparing.seconds(unfed)
+        return costs.credit.allows_trial(cost, plain)
 
     # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         """How long each row's draft may still become, given the drafter's highest probability at `position`: `position` if the
         draft there is not worth verifying, and at most one more if another step is not worth its time."""
-        now = np.asarray(confidence)
+        now = np.array(confidence)
         self._confidence[position:] = [now]
-        if self._plan is None:
-            return self._longest.tolist()
+        plan = self._plan
+        if plan is None:
+            return self._longest
         if position == 0:
-            self._survival, self._ends = self._weights, self._longest
-        self._survival = self._survival * self._by_confidence(now) * (self._ends > position)
-        draws = self._survival > self._plan.position_cost
-        self._survival = np.where(draws, self._survival, 0.0)
-        self._ends = np.where(draws, self._ends, np.minimum(self._ends, position))
+            self._ends = list(self._longest)
+            self._open = self._survival_at(0, self._weights)
+        survival = self._open * self._by_confidence(now)
+        draws = survival > plan.position_cost
+        if not draws.all():
+            self._ends = [end if on else min(end, position) for end, on in zip(self._ends, draws.tolist(), strict=True)]
+            survival = survival * draws
         if position + 1 < self.limit:
-            expected = self._survival * self._next[:, position + 1] * (self._ends > position + 1)
-            if np.maximum(expected - self._plan.position_cost, 0.0).sum() <= self._plan.step_cost:
-                self._ends = np.minimum(self._ends, position + 1)
-        return self._ends.tolist()
+            self._open = self._survival_at(position + 1, survival)
+            worth = self._open * self._following[position + 1] - plan.position_cost
+            if worth[worth > 0].sum() <= plan.step_cost:
+                self._ends = [min(end, position + 1) for end in self._ends]
+        return self._ends
+
+    def _survival_at(self, position: int, survival: Array) -> Array:
+        """0 for rows whose drafts are no longer than `position`."""
+        if min(self._ends) > position:
+            return survival
+        return survival * [end > position for end in self._ends]
 
     # ── after a round ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def learn(self, outcome: Outcome) -> None:
         """Adds what the round cost and brought to what is known of the pair."""
         costs, rows = self.costs, len(outcome.drafted)
-        costs.learn_verify([1 + drafted for drafted in outcome.drafted], outcome.seconds - outcome.seconds_drafting)
+        learning = costs.rounds < len(FIRST_LENGTHS)
+        costs.rounds += 1
+        positions = costs.positions(outcome.drafted)
+        costs.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
+        plain = costs.verify.seconds(rows)
         if not outcome.steps:
-            costs.learn_plain(outcome.seconds)
-            self._plain_rounds += 1
+            costs.forget_calibration()
+            costs.credit.add(plain, plain)
             return
-        step = outcome.seconds_drafting / outcome.steps
-        if self._plain_rounds <= 1 or step < costs.seconds_of_step(
-            rows
-        ):  # else the drafter was fed what was decoded meanwhile
-            costs.draft.observe(rows, step)
-        costs.plain_seconds, self._plain_rounds = 0.0, 0
-        if self._plan is not None:
-            costs.calibrate(float(self._weights @ np.add(outcome.accepted, 1)) / outcome.seconds / self._plan.rate)
-        confidence = np.array(self._confidence) if self._confidence else np.empty((0, rows))
-        # Beyond a row's longest draft the drafter may have seen padding, which tells nothing about its drafts.
-        confidence[np.arange(len(confidence))[:, None] >= self._longest] = np.nan
-        costs.acceptance.learn(self._rows, np.array(outcome.drafted), np.array(outcome.accepted), confidence)
+        costs.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
+        spent = costs.verify.seconds(positions) + outcome.steps * costs.draft.seconds(rows)
+        if self._unfed_tokens:
+            costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
+            spent += min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
+        tokens = float(self._weights @ outcome.accepted) + rows
+        if not learning:  # the first drafts are made to learn what they cost
+            costs.credit.add(plain, spent, tokens / rows * plain - spent)
+        self._seconds, self._tokens = self._seconds + outcome.seconds, self._tokens + tokens
+        self._tried.append(Tried(outcome.drafted, outcome.accepted, self._known_confidence()))
+
+    def _known_confidence(self) -> list[Array]:
+        """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about its drafts."""
+        if min(self._longest) < len(self._confidence):
+            for position, confidence in enumerate(self._confidence):
+                confidence[[longest <= position for longest in self._longest]] = np.nan
+        return self._confidence
+
+    def _learn_acceptance(self) -> None:
+        """From the rounds since it was last asked, which were of the same rows."""
+        if self._tried:
+            self.costs.acceptance.learn(self._rows, self._tried)
+            if self._plan is not None:
+                self.costs.calibrate(self._tokens / self._seconds / self._plan.rate, len(self._tried))
+        self._tried, self._seconds, self._tokens = [], 0.0, 0.0
 
 
 class Backoff:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
+from shoal.lookahead.credit import Credit
 
 CALIBRATION_SHARE = 0.02
 """Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
@@ -29,21 +32,30 @@ class CostCurve:
     """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
     SHARE = 0.2
     """Weight of a new observation."""
+    FADE_EVERY = 16
+    """Observations between two fadings of all weights."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
+        self._observed = 0
+        self._line: tuple[list[int], list[float]] | None = (
+            None  # sizes and seconds from (0, 0) on; None after an observation
+        )
 
     def observe(self, size: int, seconds: float) -> None:
         """One pass of that size took that long."""
-        for point in self._points.values():
-            point[1] *= self.FADE
-        self._points = {key: point for key, point in self._points.items() if point[1] >= self.FORGOTTEN}
+        self._observed += 1
+        if self._observed % self.FADE_EVERY == 0:
+            kept = self.FADE**self.FADE_EVERY
+            faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
+            self._points = {key: point for key, point in faded.items() if point[1] >= self.FORGOTTEN}
         value, weight = self._points.setdefault(rounded(size), [seconds, 0.0])
         if weight < 2:
             value = min(value, seconds)
         else:
             value += self.SHARE * (min(seconds, 2 * value) - value)
         self._points[rounded(size)] = [value, min(weight + 1, self.TRUST)]
+        self._line = None
 
     @property
     def known(self) -> bool:
@@ -60,50 +72,69 @@ class CostCurve:
         point = self._points.get(rounded(size))
         return None if point is None else point[0]
 
+    def seconds(self, size: int) -> float:
+        """Seconds of any size, by its neighbours where it was not observed; 0 if nothing was."""
+        sizes, table = self._corners()
+        right = bisect_left(sizes, size)
+        if right == len(sizes):
+            return table[-1]
+        if not right:
+            return 0.0
+        share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return table[right - 1] + share * (table[right] - table[right - 1])
+
     def table(self, largest: int) -> Array:
         """Seconds of every size 0..largest, [largest + 1]; never falling with the size."""
-        sizes = sorted(self._points)
-        seconds = np.array([self._points[size][0] for size in sizes])
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        return np.interp(np.arange(largest + 1), [0, *sizes], [0.0, *seconds])
+        return np.interp(np.arange(largest + 1), *self._corners())
+
+    def _corners(self) -> tuple[list[int], list[float]]:
+        if self._line is None:
+            sizes = sorted(self._points)
+            seconds = [self._points[size][0] for size in sizes]
+            for i in range(len(sizes) - 2, -1, -1):
+                seconds[i] = min(seconds[i], seconds[i + 1])
+            self._line = [0, *sizes], [0.0, *seconds]
+        return self._line
 
 
 def rounded(size: int) -> int:
     """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
-    return size if size <= 16 else round(2 ** (round(np.log2(size) * 12) / 12))
+    return size if size <= 16 else round(2 ** (round(math.log2(size) * 12) / 12))
 
 
 class PairCosts:
     """What is known of a pair on this machine; outlives the engines that use it.
 
+    It stays honest because everything is an observation that is replaced or forgotten: costs of sizes that are not met any more
+    fade away, acceptance is a fading average, the calibration returns to 1 in plain rounds, and `credit` never holds more than a
+    few rounds, so that a pair which was good for hours is left as soon as any other.
+
     Attributes:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
-        draft: seconds of a drafter step, by rows. packed: a pass costs its real positions, not rows times the longest.
-        plain_seconds: spent without drafting since the last draft. rounds: learned from so far.
+        draft: seconds of a drafter step, by rows. preparing: seconds in which the drafter computes prompts and what was decoded
+            without it, by tokens. packed: a pass costs its real positions, not rows times the longest.
+        rounds: learned from so far.
         calibration: tokens per second that rounds with drafts bring, over what their plans promised. Plans are corrected by it.
+        credit: time that drafting may lose.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
-        self.verify, self.draft = CostCurve(), CostCurve()
-        self.plain_seconds, self.rounds, self.calibration = 0.0, 0, 1.0
+        self.verify, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve()
+        self.rounds, self.calibration = 0, 1.0
+        self.credit = Credit()
 
-    def seconds_of_step(self, rows: int) -> float:
-        """Of one drafter step; 0 if none was made yet."""
-        return float(self.draft.table(rows)[rows]) if self.draft.known else 0.0
+    def positions(self, drafted: Sequence[int]) -> int:
+        """Of a target pass over so many drafts of each row."""
+        rows = len(drafted)
+        return rows + (sum(drafted) if self.packed else rows * max(drafted))
 
-    def learn_verify(self, fed: Sequence[int], seconds: float) -> None:
-        """A round took so many seconds beside its drafting. fed: positions of each row in the target's pass."""
-        self.rounds += 1
-        self.verify.observe(sum(fed) if self.packed else len(fed) * max(fed), seconds)
-
-    def learn_plain(self, seconds: float) -> None:
-        """A round without drafts took so many seconds."""
-        self.plain_seconds += seconds
-        self.calibration += CALIBRATION_SHARE * (1 - self.calibration)
-
-    def calibrate(self, ratio: float) -> None:
-        """A round brought `ratio` times the tokens per second that its plan promised."""
-        corrected = self.calibration * (1 + CALIBRATION_SHARE * (min(max(ratio, 0.5), 2.0) - 1))
+    def calibrate(self, ratio: float, rounds: int) -> None:
+        """So many rounds brought `ratio` times the tokens per second that their plan promised."""
+        corrected = self.calibration * (1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1))
         self.calibration = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
+
+    def forget_calibration(self) -> None:
+        """A round without drafts."""
+        self.calibration += CALIBRATION_SHARE * (1 - self.calibration)

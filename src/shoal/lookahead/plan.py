@@ -15,6 +15,14 @@ import numpy as np
 from shoal.lookahead.acceptance import Array
 from shoal.lookahead.costs import PairCosts
 
+TYPICAL = 4
+"""Draft length at which the costs of one row and of all are compared."""
+STEP_MARGIN = 1.3
+"""A drafter step must bring so many times what the average plan brings in its time. Long drafts of a few rows leave the others
+behind, which costs time in the end; by `benchmarks/virtual.py`."""
+HORIZON = 64
+"""Tokens of a row within which a plan must bring back what is computed for it beforehand."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,8 +52,10 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     steps = np.maximum.accumulate(order % limit) + 1
     drafts = np.arange(1, len(order) + 1)
     positions = rows + (drafts if costs.packed else rows * steps)
-    verify, step = costs.verify.table(rows * (limit + 1)), costs.seconds_of_step(rows)
+    verify, step = costs.verify.table(rows * (limit + 1)), costs.draft.seconds(rows)
     rates = (rows + gains[order].cumsum()) / (verify[positions] + step * steps)
+    # Of passes larger than any that was made nothing is known: a plan may grow by doubling.
+    rates[positions > 2 * max(costs.verify.largest, rows)] = 0.0
     best = int(rates.argmax())
     rate = costs.calibration * float(rates[best])
     if rate <= rows / verify[rows]:
@@ -53,17 +63,33 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     # The slope from plain decoding to the plan: between neighbouring sizes most of the difference is noise, and beyond the plan
     # nothing was measured.
     seconds_per_position = (verify[positions[best]] - verify[rows]) / (positions[best] - rows)
-    return Plan(rate, rate * float(seconds_per_position), rate * step)
+    return Plan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
 
 
-def remaining_weights(remaining: Array, survival: Array) -> Array:
-    """[rows]: what a committed token of each row counts, 1 on average: once nothing waits for a slot, the run takes as long as its
-    slowest row, so tokens of rows further from their end count more.
+def repays(plan: Plan, remaining: Array, preparing: float, costs: PairCosts) -> bool:
+    """Whether the plan brings back, over the next tokens of the rows, the seconds that the drafter needs before it can begin.
 
     Args:
-        remaining: [rows], tokens that each row may still get; zeros if others wait for its slot, and all weights are 1.
+        remaining: [rows], tokens that each row may still get. Rows mostly end before.
     """
-    if not remaining.any():
-        return np.ones(len(remaining))
-    rounds = remaining / (1 + survival.sum(axis=1))
-    return np.asarray(rounds / rounds.mean())
+    plain = costs.verify.seconds(len(remaining)) / len(remaining)
+    return float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / plan.rate) >= preparing
+
+
+def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Array:
+    """[rows]: what a committed token of each row counts, 1 on average, once nothing waits for a slot.
+
+    A token saves its row a part of a round, the more the fewer tokens the row gets in one. What a round less of a row saves is what
+    the row costs beside the others, as it ends sooner; for the row that ends last it is a whole round of a single row, which
+    costs many times as much. Which row that will be is not known: the further from its end, the more likely.
+
+    Args:
+        remaining: [rows], tokens that each row may still get, at least 1. survival: see `best_plan`.
+    """
+    rows, speed = len(remaining), 1 + survival.sum(axis=1)
+    rounds = remaining / speed
+    last = np.exp((rounds - rounds.max()) / np.sqrt(rounds.max()))  # counts of rounds differ by their square roots
+    alone, together = (costs.verify.seconds((1 + TYPICAL) * n) + TYPICAL * costs.draft.seconds(n) for n in (1, rows))
+    beside = max((together - alone) / max(rows - 1, 1), 0.01 * alone)
+    weights = (beside + alone * last / last.sum()) / speed
+    return np.asarray(weights / weights.mean())

@@ -60,6 +60,7 @@ class Outcome:
     Attributes:
         drafted, accepted: tokens per row; replacement and bonus not counted.
         steps: positions the drafter looked at. seconds: of the whole round. seconds_drafting: of them, for the proposal.
+        seconds_preparing: beside the round, for what the drafter had to compute of prompts, and of what was decoded without it.
     """
 
     drafted: list[int]
@@ -67,6 +68,7 @@ class Outcome:
     steps: int
     seconds: float
     seconds_drafting: float
+    seconds_preparing: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Compiles the kernels with the system's C compiler, once per machine: the library is kept on disk.
 
-Compiling takes about a second. The file name has a digest of the sources, the compiler and the processor, so that another machine
-that shares the folder compiles its own.
+Compiling takes seconds. The file name has a digest of the sources, the compiler and the processor, so that another machine that
+shares the folder compiles its own, and one of the file's own bytes: a file that a crash has damaged would end the process.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -22,7 +25,8 @@ from shoal.durable import cache_folder
 from shoal.models.formats import cpu_flags
 from shoal.models.native.structs import Attention, Heads
 
-FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
+         "-ffp-contract=fast")  # fmt: skip
 SOURCES = ("kernels.c", "typed.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
@@ -50,36 +54,73 @@ def missing() -> str:
 def _attempt() -> ctypes.CDLL | str:
     """The kernels, or why there are none. A build that failed is not tried again in the process."""
     try:
-        return _loaded(_built())
-    except NotBuilt as reason:
+        return _kept_or_made()
+    except (NotBuilt, OSError) as reason:
         return str(reason)
 
 
-def _built() -> Path:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if sys.platform not in ("linux", "darwin") or not compiler:
+def _kept_or_made() -> ctypes.CDLL:
+    """The kernels that an earlier process has left, or new ones."""
+    command, texts = compiler(), sources()
+    facts = "|".join([_run([*command, "--version"]), platform.machine(), *FLAGS, *sorted(cpu_flags())])
+    folder, stem = cache_folder(), f"kernels-{_digest(b'|'.join([*texts.values(), facts.encode()]))}"
+    kept = None if folder is None else _kept(folder, stem)
+    if kept is not None:
+        return kept
+    with _beside(folder) as work:
+        place = compiled(texts, Path(work), command)
+        made = loaded(place)
+        if folder is not None:
+            with suppress(OSError):  # the next process compiles again
+                place.replace(folder / f"{stem}-{_digest(place.read_bytes())}.so")
+    return made
+
+
+def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
+    """The first undamaged library of that name; damaged ones are removed."""
+    for place in sorted(folder.glob(f"{stem}-*.so")):
+        with suppress(NotBuilt, OSError):
+            if place.stem.endswith(_digest(place.read_bytes())):
+                return loaded(place)
+            place.unlink()
+    return None
+
+
+def _beside(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Where to compile: in the folder, so that the library can be moved into it, unless nobody may write there."""
+    with suppress(OSError):
+        return tempfile.TemporaryDirectory(dir=folder, prefix="kernels-")
+    return tempfile.TemporaryDirectory(prefix="kernels-")
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
+
+
+def compiler() -> list[str]:
+    """The command of the C compiler. Raises NotBuilt: there is none."""
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if sys.platform not in ("linux", "darwin") or not found:
         raise NotBuilt("no C compiler (cc, gcc or clang)")
-    sources = {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
-    version = _run([compiler, "--version"])
-    facts = [*sources.values(), version.encode(), platform.machine().encode(), " ".join(sorted(cpu_flags())).encode()]
-    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="shoal-"))
-    place = folder / f"kernels-{hashlib.blake2b(b'|'.join(facts), digest_size=12).hexdigest()}.so"
-    return place if place.exists() else _compile(compiler, sources, place)
+    return shlex.split(found)
 
 
-def _compile(compiler: str, sources: dict[str, bytes], place: Path) -> Path:
-    """Compiles in a folder of its own and moves the result into place, so that processes may do it at the same time."""
-    with tempfile.TemporaryDirectory(dir=place.parent) as work:
-        for name, text in sources.items():
-            Path(work, name).write_bytes(text)
-        made = Path(work, "kernels.so")
-        command = [compiler, *FLAGS, str(Path(work, "kernels.c")), "-lm", "-o", str(made)]
-        try:
-            _run([*command, "-fopenmp"])
-        except NotBuilt:
-            _run(command)  # a compiler without OpenMP: one thread
-        made.replace(place)
-    return place
+def sources() -> dict[str, bytes]:
+    """The kernels in C, by file name."""
+    return {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
+
+
+def compiled(texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str] = FLAGS) -> Path:
+    """Compiles sources into a library in that folder. Raises NotBuilt."""
+    for name, text in texts.items():
+        Path(folder, name).write_bytes(text)
+    made = Path(folder, "kernels.so")
+    whole = [*command, *flags, str(Path(folder, "kernels.c")), "-lm", "-o", str(made)]
+    try:
+        _run([*whole, "-fopenmp"])
+    except NotBuilt:
+        _run(whole)  # a compiler without OpenMP: one thread
+    return made
 
 
 def _run(command: list[str]) -> str:
@@ -93,7 +134,8 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _loaded(place: Path) -> ctypes.CDLL:
+def loaded(place: Path) -> ctypes.CDLL:
+    """The library as Python calls it. Raises NotBuilt."""
     try:
         made = ctypes.CDLL(str(place))
         for suffix in ("float32", "bfloat16"):

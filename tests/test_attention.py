@@ -25,6 +25,7 @@ from shoal.models.attention.methods import METHODS
 from shoal.models.attention.mixed import CALL_BYTES, mixed, split_rows
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
+from shoal.models.cache.tree import Parents
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix
 
@@ -51,10 +52,10 @@ CELLS = 31
 def build(
     starts: list[int], counts: list[int], dtype: torch.dtype = torch.float64, *, kv_heads: int = 2, group: int = 2, dim: int = 8,
     value_dim: int = 8, window: int | None = None, softcap: float | None = None, sinks: bool = False, seed: int = 0,
-    prefixes: Sequence[Prefix | None] | None = None, packed: bool = False,
+    prefixes: Sequence[Prefix | None] | None = None, packed: bool = False, parents: Parents | None = None,
 ) -> AttentionInputs:  # fmt: skip
     """Random inputs; scores of a few units, so that softmax is neither flat nor one-hot."""
-    plan = Plan(range(len(starts)), starts, counts, CPU, prefixes=prefixes, packed=packed)
+    plan = Plan(range(len(starts)), starts, counts, CPU, prefixes=prefixes, packed=packed, parents=parents)
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:

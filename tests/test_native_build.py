@@ -1,0 +1,233 @@
+"""How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import RequestError
+from shoal.models.lean.native import NativeKernels
+from shoal.models.lean.plain import PlainKernels
+from shoal.models.native import attention as native_attention
+from shoal.models.native import build as building
+from shoal.models.native.build import NotBuilt, missing
+from shoal.testing import save_pair
+from test_attention import build
+from test_native import excess
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
+
+
+def script(place: Path, body: str) -> str:
+    """A program of the shell."""
+    place.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    place.chmod(place.stat().st_mode | stat.S_IXUSR)
+    return str(place)
+
+
+class Calls:
+    """The machine's C compiler as CC, counted, and without optimisation: that is faster.
+
+    Attributes:
+        folder: where libraries are kept.
+    """
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch, first: str = "") -> None:
+        self._log, self.folder = place / "calls", place / "kept" / "shoal"
+        self._log.touch()
+        real = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        counted = script(place / "counted cc", f'{first}echo "$@" >> "{self._log}"; exec "{real}" "$@" -O0')
+        monkeypatch.setenv("CC", shlex.quote(counted))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place / "kept"))
+        monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))
+        (place / "temporary").mkdir()
+
+    @property
+    def compiled(self) -> int:
+        return sum("kernels.c" in line for line in self._log.read_text(encoding="utf-8").splitlines())
+
+    @property
+    def kept(self) -> list[Path]:
+        return sorted(self.folder.iterdir())
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(tmp_path, monkeypatch)
+
+
+def built() -> Any:
+    """The kernels as a new process gets them; they compute."""
+    made = building._kept_or_made()
+    with patch.object(native_attention, "library", lambda: made):
+        assert excess(build([9, 3], [2, 1], torch.float32)) <= 1
+    return made
+
+
+def test_the_second_process_compiles_nothing(calls: Calls) -> None:
+    built()
+    (place,) = calls.kept
+    assert calls.compiled == 1
+    assert built()._name == str(place)
+    assert (calls.compiled, calls.kept) == (1, [place])
+
+
+def test_other_sources_or_another_compiler_are_another_library(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    built()
+    texts = building.sources()
+    monkeypatch.setattr(building, "sources", lambda: {**texts, "kernels.c": texts["kernels.c"] + b"/* newer */"})
+    built()
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"another processor"}))
+    built()
+    assert (calls.compiled, len(calls.kept)) == (3, 3)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "half of it": lambda whole: whole[: len(whole) // 2],
+    "zeros": lambda whole: bytes(len(whole)),
+    "empty": lambda whole: b"",
+    "its last byte": lambda whole: whole[:-1],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_compiled_again(damage: str, calls: Calls) -> None:
+    built()
+    (place,) = calls.kept
+    place.unlink()  # this process has it mapped
+    whole = building.compiled(building.sources(), calls.folder.parent, building.compiler()).read_bytes()
+    place.write_bytes(DAMAGE[damage](whole))
+    before = calls.compiled
+    built()
+    assert calls.compiled == before + 1
+    assert [path.stem.endswith(building._digest(path.read_bytes())) for path in calls.kept] == [True]
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_again(calls: Calls) -> None:
+    """Undamaged, but linked against what is not here: a folder shared by unlike containers."""
+    built()
+    (place,) = calls.kept
+    text = b"no library"
+    place.unlink()
+    (place.parent / f"{place.stem.rpartition('-')[0]}-{building._digest(text)}.so").write_bytes(text)
+    built()
+    built()
+    assert calls.compiled == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_processes_at_once(calls: Calls) -> None:
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                building._kept_or_made()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert 1 <= calls.compiled <= 2
+    assert 1 <= len(calls.kept) <= 2
+    assert all(place.suffix == ".so" for place in calls.kept)
+    before = calls.compiled
+    built()
+    assert calls.compiled == before
+
+
+@pytest.mark.parametrize("folder", ["none", "not writable"])
+def test_without_a_folder_every_process_compiles(folder: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = calls.folder.parent.parent / "file"
+    file.touch()
+    monkeypatch.setattr(building, "cache_folder", lambda: None if folder == "none" else file)
+    built()
+    built()
+    assert calls.compiled == 2
+    assert not os.listdir(tempfile.gettempdir())  # nothing is left there
+
+
+def test_a_compiler_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Calls(tmp_path, monkeypatch, 'case "$*" in *-fopenmp*) exit 1;; esac; ')
+    built()
+
+
+# ── where they cannot be built ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo 'cc: this machine is out of order' >&2; exit 1", "failed: cc: this machine is out of order"),
+        ("exit 3", "failed: 3"),
+        ("sleep 9", "failed: .*timed out"),
+        (
+            'echo text; for last; do :; done; echo text > "$last"',
+            "invalid ELF header|file too short|not a mach-o|kernels.so: ",
+        ),
+    ],
+)
+def test_why_there_are_none(body: str, reason: str, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "SECONDS", 0.5)
+    monkeypatch.setenv("CC", script(tmp_path / "cc", body))
+    with pytest.raises(NotBuilt, match=reason):
+        built()
+
+
+def test_no_compiler(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotBuilt, match="no C compiler"):
+        built()
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_attempt", lambda: "no C compiler (cc, gcc or clang)")
+
+
+def test_a_library_that_is_asked_for_says_why_it_is_missing(without: None) -> None:
+    with pytest.raises(NotBuilt, match="no C compiler"):
+        building.library()
+    with pytest.raises(RequestError, match=r"float32 or bfloat16; got cpu, torch\.float32, no C compiler"):
+        native_attention.native(build([3], [1], torch.float32))
+
+
+def test_compile_on_needs_them(without: None, tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
+    with pytest.raises(
+        RequestError, match="compile='on' needs kernels in C, and they could not be built here: no C compiler"
+    ):
+        shoal.load(target, compile="on")
+
+
+def test_auto_does_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same greedy tokens by PyTorch's operations."""
+    target, draft = save_pair(tmp_path)
+    expected = said(shoal.load(target, draft), NativeKernels)
+    monkeypatch.setattr(building, "_attempt", lambda: "no C compiler")
+    pair = shoal.load(target, draft)
+    assert said(pair, PlainKernels) == expected
+    assert pair.target.attention == "mixed"
+
+
+def said(pair: shoal.Shoal, kernels: type) -> list[list[int]]:
+    """Greedy tokens of a pair whose lean passes have these operations."""
+    for model in (pair.target, pair.draft_model):
+        assert model is not None
+        assert model.lean is not None
+        assert isinstance(model.lean._begin, kernels)
+    result = pair.generate("Hello", 2, temperature=0.0, max_new_tokens=20)
+    return [list(sample.token_ids) for output in result for sample in output.samples]

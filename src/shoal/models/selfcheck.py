@@ -7,7 +7,7 @@ it, and every such model to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def largest_error(runner: Runner) -> float:
     for: ragged blocks, a shared prompt, a draft tree."""
     ids, plain = _reference(runner)
     checks = [_error, *([_sharing_error] if runner.shares else []), *([_tree_error] if runner.takes_trees else [])]
-    return max(_guarded(check, runner, ids, plain) for check in checks)
+    return _worst(_guarded(check, runner, ids, plain) for check in checks)
 
 
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
         runner.cache.enter(slot, prefix)
     logits = runner.feed([1, 0], tail, [2, 1]).double()
     expected = plain[0, split:]
-    worst = max(float((logits[0] - expected).abs().max()), float((logits[1, 0] - expected[0]).abs().max()))
+    worst = _worst(float((own - truth).abs().max()) for own, truth in ((logits[0], expected), (logits[1, 0], expected[0])))
     return worst / max(float(plain.std()), 1e-9)
 
 
@@ -113,8 +113,13 @@ def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     """The largest difference of a ragged decode to `plain` logits, in their standard deviations."""
     ragged = _ragged_decode(runner, ids)
-    worst = max(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
+    worst = _worst(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
     return worst / max(float(plain.std()), 1e-9)
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; infinite if one is NaN, which compares as neither larger nor smaller."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor]]:

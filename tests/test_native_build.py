@@ -173,10 +173,7 @@ def test_a_compiler_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("echo 'cc: this machine is out of order' >&2; exit 1", "failed: cc: this machine is out of order"),
         ("exit 3", "failed: 3"),
         ("sleep 9", "failed: .*timed out"),
-        (
-            'echo text; for last; do :; done; echo text > "$last"',
-            "invalid ELF header|file too short|not a mach-o|kernels.so: ",
-        ),
+        ('while [ $# -gt 0 ]; do [ "$1" = -o ] && echo text > "$2"; shift; done; true', "kernels.so: "),
     ],
 )
 def test_why_there_are_none(body: str, reason: str, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     if not native:
         runner.use_attention("mixed", instead_of="auto")
     if owned:
-        use_lean_passes(runner, native)
+        use_lean_passes(runner, native and runner.attention in ("auto", "native"))
 
 
 def use_lean_passes(runner: Runner, native: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Angles:
@@ -12,11 +13,13 @@ class Angles:
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
-        self.cos = self.sin = torch.empty(0, 0)
+        self._tables = torch.empty(0, 0), torch.empty(0, 0)
 
-    def reach(self, positions: int) -> None:
-        """Makes room for positions 0 .. positions - 1."""
-        if len(self.cos) < positions:
+    def reach(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions 0 .. positions - 1, or more. They never change: another thread gets larger ones."""
+        tables = self._tables
+        if len(tables[0]) < positions:
             device, known = self._rotary.inv_freq.device, 1 << (positions - 1).bit_length()
             cos, sin = self._rotary(torch.empty(0, device=device), torch.arange(known, device=device)[None])
-            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+            self._tables = tables = cos[0].contiguous(), sin[0].contiguous()
+        return tables

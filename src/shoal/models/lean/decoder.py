@@ -6,7 +6,7 @@ Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,7 +63,7 @@ class Decoder:
     Attributes:
         embedding: tokens [...] int64 -> [..., width]. rotary: the model's own module of cosines and sines. scale: of the scores.
         activation: of the gate, as `Matrix.linear` names it. width: of the model, features. dtype: of weights and states.
-        addresses: parameters of linear layers that are ordinary tensors, as (owner, name, address).
+        parameters: of all modules, as (those of the module, name, parameter or None, its address unless it is packed).
     """
 
     embedding: Any
@@ -78,13 +78,14 @@ class Decoder:
     activation: str
     width: int
     dtype: torch.dtype
-    addresses: Sequence[tuple[nn.Module, str, int]]
+    parameters: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]
 
     @property
     def stale(self) -> bool:
         """Whether some weights were replaced by other tensors, so that only the model's modules know them."""
         return any(matrix.stale for matrix in self.matrices) or any(
-            getattr(owner, name).data_ptr() != address for owner, name, address in self.addresses
+            own.get(name) is not known or (address is not None and known is not None and known.data_ptr() != address)
+            for own, name, known, address in self.parameters
         )
 
     @cached_property
@@ -108,17 +109,15 @@ def decoder_of(hf: Any) -> Decoder | None:
     return Decoder(
         hf.model.embed_tokens, layers, _norm(hf.model.norm), head, hf.model.rotary_emb, config.num_attention_heads,
         config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act], config.hidden_size, hf.dtype,
-        _addresses(hf),
+        _parameters(hf),
     )  # fmt: skip
 
 
-def _addresses(hf: Any) -> list[tuple[nn.Module, str, int]]:
-    linear = [module for module in hf.modules() if type(module) in LINEARS]
+def _parameters(hf: nn.Module) -> list[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]:
     return [
-        (module, name, parameter.data_ptr())
-        for module in linear
-        for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(parameter, PackedWeight)
+        (module._parameters, name, known, None if known is None or isinstance(known, PackedWeight) else known.data_ptr())
+        for module in hf.modules()
+        for name, known in module._parameters.items()
     ]
 
 
@@ -143,5 +142,6 @@ def _altered(hf: Any) -> bool:
     return (
         any(type(layer) not in LINEARS for layer in [*layers, hf.lm_head])
         or type(hf.model.embed_tokens) is not nn.Embedding
+        or any(parameter.dtype != hf.dtype for parameter in hf.parameters())
         or any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
     )

@@ -42,7 +42,7 @@ class NativePass:
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
         self._stores = cache.stores()
-        kernels.angles.reach(max(plan.lengths))
+        self._cos, self._sin = kernels.angles.reach(max(plan.starts) + plan.q)
         self._positions = plan.pack(plan.positions).reshape(-1)
         tokens, width = self._positions.numel(), decoder.heads * decoder.dim
         self._normed = torch.empty(tokens, decoder.width, dtype=decoder.dtype)
@@ -57,10 +57,10 @@ class NativePass:
             self._attention_at = ctypes.byref(self._attention)
 
     def _heads_of(self, plan: Plan, cache: SlotCache) -> Heads:
-        decoder, angles = self._kernels.decoder, self._kernels.angles
+        decoder = self._kernels.decoder
         return Heads(
-            len(self._positions), decoder.heads, decoder.kv_heads, decoder.dim, angles.cos.shape[1], self._threads, 0.0,
-            angles.cos.data_ptr(), angles.sin.data_ptr(), self._positions.data_ptr(), cache.written.data_ptr(),
+            len(self._positions), decoder.heads, decoder.kv_heads, decoder.dim, self._cos.shape[1], self._threads, 0.0,
+            self._cos.data_ptr(), self._sin.data_ptr(), self._positions.data_ptr(), cache.written.data_ptr(),
         )  # fmt: skip
 
     def _attention_of(self, plan: Plan, cache: SlotCache) -> Attention:

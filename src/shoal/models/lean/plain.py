@@ -28,11 +28,9 @@ class PlainPass:
 
     def __init__(self, kernels: PlainKernels, plan: Plan, cache: SlotCache, method: Method) -> None:
         self.decoder, self.plan, self.cache, self.method = kernels.decoder, plan, cache, method
-        kernels.angles.reach(max(plan.lengths))
+        tables = kernels.angles.reach(max(plan.starts) + plan.q)
         positions = plan.pack(plan.positions).flatten()
-        self._cos, self._sin = (
-            table.index_select(0, positions)[:, None] for table in (kernels.angles.cos, kernels.angles.sin)
-        )
+        self._cos, self._sin = (table.index_select(0, positions)[:, None] for table in tables)
         self._masks = Masks(plan)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

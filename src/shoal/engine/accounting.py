@@ -43,9 +43,11 @@ def count_round(
     stats.accepted += sum(done.accepted for done in commits)
     stats.committed += sum(len(done.tokens) for done in commits)
     stats.seconds_rounds += sum(laps)
-    for stage, seconds in zip(("propose", "verify", "accept", "commit"), laps, strict=True):
-        name = f"seconds_{stage}"
-        setattr(stats, name, getattr(stats, name) + seconds)
+    propose, verify, accept, commit = laps
+    stats.seconds_propose += propose
+    stats.seconds_verify += verify
+    stats.seconds_accept += accept
+    stats.seconds_commit += commit
     stats.target_passes += target[0]
     stats.seconds_target += target[1]
     stats.draft_passes += drafter.passes

@@ -69,16 +69,17 @@ def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 
 def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
     """Commits tokens until the row ends; returns how many."""
+    room = row.remaining
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
-        row.finish_reason = _end(row, token, vocab_size)
+        row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= room else None)
         if row.finish_reason:
             return count
     return len(block)
 
 
 def _end(row: Row, token: int, vocab_size: int) -> str | None:
-    """Why the row ends with this token, if it does."""
+    """Why the row ends with this token, if it does, its length aside."""
     if row.needs_text:
         row.detokenizer.push(token)
     if row.needs_text and row.detokenizer.stopped:
@@ -91,7 +92,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
         return "stop"
     if row.request.criteria and _criteria_met(row):
         return "stop"
-    return "length" if row.remaining <= 0 else None
+    return None
 
 
 def _criteria_met(row: Row) -> bool:

@@ -30,6 +30,7 @@ from shoal.models.available import kv_budget
 from shoal.models.out_of_memory import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
+from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Verdict
@@ -75,6 +76,7 @@ class Engine:
             require_trees(self.target, self.drafter)
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
         self.lookahead, self.rule = controller, rule or Rejection()
+        self._uniforms = UniformsAhead(self.rule, self.target.device)
         nodes = 0 if self.drafter is None else self.drafter.max_nodes
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
         available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
@@ -217,6 +219,8 @@ class Engine:
     def _expire(self) -> list[Commit]:
         """Ends the rows whose deadline has passed; those that had no round yet were not started."""
         due = self.scheduler.expire(self._clock())
+        if not due:
+            return []
         started, others = [row for row in due if row.rounds], [row for row in due if not row.rounds]
         return self._cut(started, "time") + self._cut(others, "not started")
 
@@ -279,9 +283,7 @@ class Engine:
         lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
         longest = max(lengths)
         self._drafting = longest > 0 or not self.lookahead.adaptive
-        rounds = [row.rounds for row in rows] if self.lookahead.adaptive else None
-        seeds, firsts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        uniforms = self.rule.uniforms(seeds, firsts, longest + 1, rounds).to(self.target.device)
+        uniforms = self._uniforms.of_round(rows, longest + 1, self.lookahead.adaptive)
         if self.drafter is None or longest == 0:
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
         inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, self.lookahead.shorten)

@@ -16,7 +16,7 @@ from shoal.types.trees import DraftTree, Positions
 def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
     """Scores the m + 1 columns of every row at once; with an empty tree this is a step of plain decoding."""
     last = torch.tensor([[row.tokens[-1]] for row in rows], device=target.device)
-    block = torch.cat([last, tree.tokens], dim=1)
+    block = torch.cat([last, tree.tokens], dim=1) if tree.m else last
     counts = [1 + len(drafts) for drafts in tree.drafts]
     if min(counts) < max(counts):
         # Padding is the row's own token: hidden keys count with weight 0, but where they are NaN, 0 * NaN is NaN.

@@ -137,6 +137,8 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
 
     def verdict_of(block: Block) -> Verdict:
         said, probs = scores.draws(block, sampler, uniforms)
+        if not tree.m:
+            return Verdict(tree.lengths, said[:, 0], probs)
         drafts = block.of(tree.tokens)
         accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, _lengths(tree, block))
         return Verdict(accepted, said.gather(1, accepted.clamp(max=said.shape[1] - 1)[:, None]).squeeze(1), probs)
@@ -190,7 +192,14 @@ def _in_blocks(tree: DraftTree, scores: Scores, verdict_of: Callable[[Block], Ve
 
 
 class Rule(Protocol):
-    """How drafts are drawn and judged. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position."""
+    """How drafts are drawn and judged. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position.
+
+    Attributes:
+        numbers_rounds: whether its uniforms depend on the number of a row's round where that is given.
+    """
+
+    @property
+    def numbers_rounds(self) -> bool: ...
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         """Noise of a round for `width` positions from each row's first open one; `rounds`: see
@@ -210,6 +219,8 @@ class Rule(Protocol):
 class Rejection:
     """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2). Drafts without a
     distribution are verified by exact match."""
+
+    numbers_rounds = True
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
@@ -236,6 +247,8 @@ class Coupled:
     Inside the bucket the token is drawn by inverse transform, for which there is no bound: distributions in one bucket may never
     agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
     """
+
+    numbers_rounds = False
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(race_uniforms(seeds, firsts, width))

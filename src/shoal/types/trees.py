@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -66,8 +66,8 @@ class DraftTree:
 
     @staticmethod
     def empty(rows: int, device: torch.device, steps: int = 0) -> DraftTree:
-        """Nothing proposed: the round is a step of plain decoding."""
-        return DraftTree.of([[]] * rows, device=device, steps=steps)
+        """Nothing proposed: the round is a step of plain decoding. Made once for so many rows."""
+        return _empty(rows, device, steps)
 
     @property
     def m(self) -> int:
@@ -90,6 +90,11 @@ class DraftTree:
         padded = [depths + [0] * (self.m + 1 - len(depths)) for depths in self.depths]
         index = torch.tensor(padded, device=values.device)
         return values[torch.arange(len(padded), device=values.device)[:, None], index]
+
+
+@lru_cache(maxsize=1024)
+def _empty(rows: int, device: torch.device, steps: int) -> DraftTree:
+    return DraftTree.of([[] for _ in range(rows)], device=device, steps=steps)
 
 
 def chains(drafts: Sequence[Sequence[int]]) -> list[range]:

@@ -1,0 +1,72 @@
+"""A rule's uniforms, computed for many positions of a row at once: they depend on nothing that a round decides.
+
+A round then reads a few rows of a table, instead of some twenty operations on arrays too small to be worth one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.sampling.acceptance import Rule
+from shoal.types.requests import Row
+
+AHEAD = 64
+"""Positions computed at once."""
+
+
+class UniformsAhead:
+    """The uniforms of the rows of one engine.
+
+    Args:
+        rule: whose they are. device: of the target.
+    """
+
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        self._rule, self._device = rule, device
+        self._table = torch.empty(0)  # [places * AHEAD, ...]
+        self._places: dict[int, tuple[int, int]] = {}  # by the row's serial: its place in the table, and its first position there
+
+    def of_round(self, rows: Sequence[Row], width: int, numbered: bool) -> Tensor:
+        """What `Rule.uniforms` has for the rows' next `width` positions, [rows, width, ...].
+
+        Args:
+            numbered: every round has numbers of its own, if the rule's depend on rounds at all.
+        """
+        firsts = [len(row.tokens) for row in rows]
+        if width > AHEAD or (numbered and self._rule.numbers_rounds):
+            rounds = [row.rounds for row in rows] if numbered else None
+            return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds).to(self._device)
+        used = [first - self._first_of(row) for row, first in zip(rows, firsts, strict=True)]
+        if max(used) > AHEAD - width:
+            # Together with rows that need it soon, or each round would have one that does.
+            self._compute([row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows)
+        columns = range(width)
+        starts = [AHEAD * place - base + first for (place, base), first in zip(map(self._place, rows), firsts, strict=True)]
+        index = torch.tensor([[start + column for column in columns] for start in starts], device=self._device)
+        return self._table[index]
+
+    def _place(self, row: Row) -> tuple[int, int]:
+        return self._places[row.serial]
+
+    def _first_of(self, row: Row) -> int:
+        """The first position that the table has of the row; long ago if it has none."""
+        place = self._places.get(row.serial)
+        return -AHEAD if place is None else place[1]
+
+    def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
+        """The next positions of the rows that are `wanted`, in places of their own or those of rows that have left."""
+        kept = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
+        taken = {place for place, _ in kept.values()}
+        free = (place for place in range(len(rows)) if place not in taken)
+        places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
+        firsts = [len(row.tokens) for row in wanted]
+        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None).to(self._device)
+        self._places = kept | {row.serial: both for row, both in zip(wanted, zip(places, firsts), strict=True)}
+        missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
+        if missing > 0:
+            empty = found.new_empty(missing, *found.shape[2:])
+            self._table = torch.cat([self._table, empty]) if len(self._table) else empty
+        self._table.unflatten(0, (-1, AHEAD))[torch.tensor(places, device=self._device)] = found

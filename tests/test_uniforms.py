@@ -5,6 +5,10 @@ The statistical tests are deterministic; on an ideal generator each would fail w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.ahead import AHEAD, UniformsAhead
 from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.testing.significance import chi_square
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6
 COUNT = 200_000
@@ -109,3 +115,56 @@ def test_requests_without_a_seed_have_seeds_of_their_own() -> None:
     assert len(set(seeds)) == len(seeds)
     assert flat(np.bincount(np.array(seeds) >> 55, minlength=256)) > ALPHA  # the high bits as well
     assert flat(np.bincount(np.array(seeds) % 256, minlength=256)) > ALPHA
+
+
+# ── ahead of the rounds ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Counted:
+    """A rule that counts how often it is asked for uniforms."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.calls = rule, 0
+        self.numbers_rounds = rule.numbers_rounds
+        self.draw, self.decide = rule.draw, rule.decide
+
+    def uniforms(self, *asked: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.rule.uniforms(*asked)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("rule", [Rejection, Coupled])
+def test_uniforms_computed_ahead_are_those_of_the_rule(rule: Callable[[], Rule], numbered: bool) -> None:
+    """Rows join, leave, change their order, and go on by different lengths; each number is what the rule gives for that round."""
+    random, counted = Random(0), Counted(rule())
+    ahead = UniformsAhead(counted, torch.device("cpu"))
+    request = Request((1, 2), 1)
+    rows: list[Row] = []
+    for round_ in range(400):
+        rows = [row for row in rows if random.random() > 0.02]
+        while len(rows) < 4 or (len(rows) < 9 and random.random() < 0.1):
+            rows.append(Row(request, 0, 0, random.getrandbits(62), [1] * random.randrange(2, 90), frozenset(), 1 << 20))
+        random.shuffle(rows)
+        width = AHEAD + 3 if round_ % 100 == 99 else random.choice([1, 5, 17])
+        rounds = [row.rounds for row in rows] if numbered else None
+        expected = rule().uniforms([row.seed for row in rows], [len(row.tokens) for row in rows], width, rounds)
+        assert torch.equal(ahead.of_round(rows, width, numbered), expected)
+        for row in rows:
+            row.tokens += [1] * random.randrange(1, 7)
+            row.rounds += 1
+    by_round = numbered and rule is Rejection
+    assert counted.calls == 400 if by_round else counted.calls < 200
+    assert by_round or len(ahead._table) <= 9 * AHEAD
+
+
+def test_rows_of_one_call_need_new_uniforms_together() -> None:
+    """Eight rows that go on by 1 to 5 tokens a round: the rule is asked once in ten rounds or more rarely."""
+    random, counted = Random(1), Counted(Coupled())
+    ahead = UniformsAhead(counted, torch.device("cpu"))
+    rows = [Row(Request((1,), 1), 0, i, i, [1], frozenset(), 1 << 20) for i in range(8)]
+    for _ in range(200):
+        ahead.of_round(rows, 5, numbered=True)
+        for row in rows:
+            row.tokens += [1] * random.randrange(1, 6)
+    assert counted.calls <= 20

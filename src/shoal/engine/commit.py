@@ -69,10 +69,10 @@ def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 
 def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
     """Commits tokens until the row ends; returns how many."""
-    room = row.remaining
+    left = row.remaining
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
-        row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= room else None)
+        row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= left else None)
         if row.finish_reason:
             return count
     return len(block)

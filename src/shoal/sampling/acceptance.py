@@ -138,7 +138,7 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
     def verdict_of(block: Block) -> Verdict:
         said, probs = scores.draws(block, sampler, uniforms)
         if not tree.m:
-            return Verdict(tree.lengths, said[:, 0], probs)
+            return Verdict(block.of_rows(tree.lengths), said[:, 0], probs)
         drafts = block.of(tree.tokens)
         accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, _lengths(tree, block))
         return Verdict(accepted, said.gather(1, accepted.clamp(max=said.shape[1] - 1)[:, None]).squeeze(1), probs)

@@ -27,7 +27,9 @@ class UniformsAhead:
     def __init__(self, rule: Rule, device: torch.device) -> None:
         self._rule, self._device = rule, device
         self._table = torch.empty(0)  # [places * AHEAD, ...]
-        self._places: dict[int, tuple[int, int]] = {}  # by the row's serial: its place in the table, and its first position there
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # by the row's serial: its place in the table, and its first position there
 
     def of_round(self, rows: Sequence[Row], width: int, numbered: bool) -> Tensor:
         """What `Rule.uniforms` has for the rows' next `width` positions, [rows, width, ...].
@@ -64,7 +66,7 @@ class UniformsAhead:
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
         found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None).to(self._device)
-        self._places = kept | {row.serial: both for row, both in zip(wanted, zip(places, firsts), strict=True)}
+        self._places = kept | {row.serial: both for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)}
         missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
         if missing > 0:
             empty = found.new_empty(missing, *found.shape[2:])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.models.weights import lay_out, matches, matrix_of, nbytes
 from shoal.models.weights.matrix import AS_IS, FORMS, INPUT_MAJOR, PACKED
+from shoal.testing import tiny_model
 
 SIZES = (12, 5, 5)
 """Outputs of three layers."""
@@ -144,3 +147,18 @@ def test_a_copy_of_fused_layers_is_its_own() -> None:
         for layer in other:
             layer.weight.zero_()  # type: ignore[operator, union-attr]
         close(matrix_of(each).linear(X), wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_with_fused_layers_saves_and_comes_back_equal(form: str, tied: bool, tmp_path: Path) -> None:
+    hf = tiny_model("qwen2", tie_word_embeddings=tied)  # its layers have biases
+    before = {name: value.clone() for name, value in hf.state_dict().items()}
+    lay_out(hf, lambda keys: dict.fromkeys(keys, form))
+    for layer in hf.model.layers:
+        matrix_of([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+    hf.save_pretrained(tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for state in (hf.state_dict(), back.state_dict()):
+        assert state.keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in state.items())

@@ -48,16 +48,13 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contiguous_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries; tied tensors that are not contiguous are replaced by one contiguous copy for all their names."""
-    shared: dict[Any, list[str]] = {}
+    """The same entries; tensors that share their memory with others (tied, or rows of one matrix) and are not contiguous are
+    replaced by contiguous copies, a tied one by the same for all its names."""
+    sharing: dict[int, list[str]] = {}
     for name, tensor in state.items():
-        if isinstance(tensor, Tensor) and not tensor.is_contiguous():
-            shared.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
-    copies = {
-        name: copy
-        for names in shared.values()
-        if len(names) > 1
-        for copy in [state[names[0]].contiguous()]
-        for name in names
-    }
-    return {**state, **copies}
+        if isinstance(tensor, Tensor):
+            sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    names = [name for group in sharing.values() if len(group) > 1 for name in group if not state[name].is_contiguous()]
+    places = {name: (state[name].data_ptr(), state[name].shape, state[name].stride()) for name in names}
+    copies = {place: state[name].contiguous() for name, place in places.items()}
+    return {**state, **{name: copies[place] for name, place in places.items()}}

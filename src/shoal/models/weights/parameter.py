@@ -73,7 +73,10 @@ class PackedWeight(Tensor):
         """From now on this is `value` itself, also of another dtype or device: ordinary weights unless `value` is packed."""
         if not isinstance(value, PackedWeight) or value.start is None:
             plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
-            value = PackedWeight.rows(Matrix(plain, self.matrix.bias, AS_IS))
+            bias = self.matrix.bias
+            if bias is not None and self.start is not None:
+                bias = bias[self.start : self.start + len(self)]
+            value = PackedWeight.rows(Matrix(plain, bias, AS_IS))
         if value.matrix is not self.matrix:
             self.matrix.stale = True
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]

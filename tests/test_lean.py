@@ -1,0 +1,550 @@
+"""Lean passes compute what the model's modules compute, by the kernels in C and by PyTorch, and only for models that they know."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import shoal
+from shoal.api import Shoal
+from shoal.models import passes, selfcheck, weights
+from shoal.models.bridge import Bridge
+from shoal.models.lean.angles import Angles
+from shoal.models.lean.decoder import Decoder, decoder_of
+from shoal.models.lean.forward import LeanPass
+from shoal.models.lean.native import NativeKernels
+from shoal.models.loading import wrap
+from shoal.models.native.build import missing
+from shoal.models.passes import choose_passes, use_lean_passes
+from shoal.models.runner import Runner
+from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
+from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.types.prefix import Prefix
+from test_tree_passes import path_of
+
+ERROR = 1e-4
+"""Largest difference of logits in float32, in their standard deviations. The smallest mistake below costs ten times that."""
+KINDS = [pytest.param(True, marks=pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}"), id="native"),
+         pytest.param(False, id="plain")]  # fmt: skip
+SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "one key head": ("llama", {"num_key_value_heads": 1, "head_dim": 12}),
+    "llama3 rope": ("llama", rope("llama3", **LLAMA3)),
+    "linear rope": ("llama", rope("linear", factor=4.0)),
+    "yarn rope": ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "mistral": ("mistral", {}),
+    "mistral with a window": ("mistral-sliding", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2-sliding", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with windows": ("qwen3", SLIDING),
+}
+
+
+@cache
+def original(name: str) -> Any:
+    """A model that nobody changes."""
+    architecture, options = MODELS[name]
+    return tiny_model(architecture, **{"max_position_embeddings": 512, **options})
+
+
+def lean(name: str, native: bool, dtype: torch.dtype = torch.float32, form: str = AS_IS) -> Runner:
+    """A runner with lean passes over a copy of the model."""
+    hf = copy.deepcopy(original(name)).to(dtype)
+    if form != AS_IS:
+        weights.lay_out(hf, lambda keys: dict.fromkeys(keys, form))
+    runner = wrap(hf, name, checked=False)
+    use_lean_passes(runner, native)
+    assert runner.lean is not None
+    return runner
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many passes were lean, and how many the modules'."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: type, method: str, name: str) -> None:
+        inner = getattr(owner, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, counted)
+
+    count(LeanPass, "__call__", "lean")
+    count(Bridge, "ordinary", "modules")
+    return counts
+
+
+# ── logits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Rows:
+    """What slots should hold, and each fed token's logits beside those of a plain forward of its whole history."""
+
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        self.runner, self.tokens = runner, {slot: [] for slot in range(6)}  # type: dict[int, list[int]]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.histories: list[list[int]] = []
+        self.logits: list[Tensor] = []
+        runner.reserve(6, 150, 100)
+        runner.cache.clear()
+
+    def ids(self, count: int) -> list[int]:
+        return [int(token) for token in torch.randint(0, VOCABULARY, (count,), generator=self.generator)]
+
+    def feed(self, slots: Sequence[int], counts: Sequence[int], trees: Sequence[Sequence[int]] | None = None) -> None:
+        blocks = [self.ids(count) for count in counts]
+        tokens = torch.tensor([[*block, *[0] * (max(counts) - len(block))] for block in blocks])
+        logits = self.runner.feed(slots, tokens, counts, parents=trees)
+        for row, (slot, block) in enumerate(zip(slots, blocks, strict=True)):
+            tree = range(-1, len(block) - 2) if trees is None else trees[row]
+            for column in range(len(block)):
+                self.histories.append([*self.tokens[slot], *(block[c] for c in path_of(tree, column))])
+                self.logits.append(logits[row, column])
+            if trees is None:
+                self.tokens[slot] += block
+            else:
+                path = path_of(tree, len(block) - 1)
+                self.runner.cache.keep(slot, len(self.tokens[slot]), path)
+                self.tokens[slot] += [block[column] for column in path]
+
+    def rollback(self, slot: int, by: int) -> None:
+        del self.tokens[slot][-by:]
+        self.runner.cache.rollback(slot, len(self.tokens[slot]))
+
+    def share(self, base: int, chunks: Sequence[int], slots: Sequence[int]) -> None:
+        """A prompt fed to the shared store in chunks, and the slots whose rows begin with it."""
+        prompt = [self.ids(count) for count in chunks]
+        prefix = Prefix(base, sum(chunks))
+        for i, chunk in enumerate(prompt):
+            self.runner.feed_prefix(prefix, sum(chunks[:i]), torch.tensor([chunk]))
+        for slot in slots:
+            self.runner.cache.enter(slot, prefix)
+            self.tokens[slot] = [token for chunk in prompt for token in chunk]
+
+    def error(self, hf: Any) -> float:
+        """The largest difference to a model's own logits, in their standard deviations."""
+        truth = own_logits(hf, self.histories)
+        return float(((torch.stack(self.logits).double() - truth).abs().max() / truth.std()).nan_to_num(torch.inf))
+
+
+@torch.inference_mode()
+def own_logits(hf: Any, histories: Sequence[Sequence[int]]) -> Tensor:
+    """Of the last token of each, by plain forwards of several histories of equal length, [histories, vocab] float64."""
+    out: list[Tensor] = [torch.empty(0)] * len(histories)
+    for length in {len(history) for history in histories}:
+        these = [i for i, history in enumerate(histories) if len(history) == length]
+        logits = hf(torch.tensor([histories[i] for i in these]), use_cache=False).logits[:, -1]
+        for i, row in zip(these, logits.double(), strict=True):
+            out[i] = row
+    return torch.stack(out)
+
+
+def life(rows: Rows) -> None:
+    """What engines do, and the edges of it."""
+    rows.feed([4, 0, 2], [3, 70, 11])  # slots out of order, and a prompt longer than the kernel takes
+    rows.feed([0, 1, 2], [1, 64, 2])
+    rows.feed([4, 0, 2], [5, 1, 2])
+    rows.rollback(4, 3)
+    rows.rollback(0, 40)
+    rows.feed([0, 2, 4], [2, 9, 1])
+    rows.share(3, [40, 30], [3, 5])
+    rows.share(80, [1], [1])
+    rows.feed([5, 3, 4, 1], [2, 3, 1, 6])
+    rows.feed([1, 2, 3], [1, 1, 1])
+    rows.rollback(3, 2)
+    rows.feed([3, 0, 5], [6, 1, 10], [[-1, -1, 0, 0, 3], [], [-1, 0, 1, 2, 3, 4, 2, 6, 7]])  # longer than a window of 8
+    rows.feed([3, 0, 5], [2, 3, 4], [[-1], [-1, -1], [-1, 0, 0]])
+    rows.feed([0, 3, 4, 5], [1, 1, 1, 1])
+
+
+PASSES = 12
+"""Of `life`: blocks, and chunks of shared prompts."""
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_modules(name: str, native: bool, ran: Counter[str]) -> None:
+    runner = lean(name, native).fork()
+    ran.clear()
+    rows = Rows(runner)
+    life(rows)
+    assert rows.error(original(name)) < ERROR
+    assert ran == {"lean": PASSES}
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize("form", [INPUT_MAJOR, PACKED])
+@pytest.mark.parametrize("name", ["biases", "tied", "qwen2 with windows"])
+def test_whatever_the_form_of_the_weights(name: str, form: str, native: bool) -> None:
+    rows = Rows(lean(name, native, form=form).fork())
+    life(rows)
+    assert rows.error(original(name)) < ERROR
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize("name", ["llama", "mistral with a window", "qwen2 with windows", "qwen3"])
+def test_bfloat16_is_as_near_to_the_truth_as_the_modules(name: str, native: bool, ran: Counter[str]) -> None:
+    """To the logits in float64 of the same weights: the modules' error in bfloat16 is what one has to accept."""
+    runner = lean(name, native, torch.bfloat16)
+    exactly = copy.deepcopy(runner.hf).double()
+    errors = {}
+    for kind in ("lean", "modules"):
+        ran.clear()
+        rows = Rows(runner.fork())
+        life(rows)
+        errors[kind] = rows.error(exactly)
+        assert ran == {kind: PASSES}
+        runner.lean = None
+    assert errors["lean"] <= 1.3 * errors["modules"]
+    assert errors["lean"] > 1e-4  # it is bfloat16
+
+
+@pytest.mark.parametrize("native", KINDS)
+def test_padded_passes(native: bool) -> None:
+    """Unused columns have positions beyond every row's end."""
+    runner = lean("llama", native).fork()
+    runner.packs = False
+    rows = Rows(runner)
+    rows.feed([0, 1], [15, 2])
+    rows.feed([0, 1], [1, 9])
+    assert rows.error(original("llama")) < ERROR
+
+
+def test_tables_of_angles_do_not_change_under_a_pass() -> None:
+    angles = Angles(original("llama").model.rotary_emb)
+    small = angles.reach(5)
+    kept = [table.clone() for table in small]
+    large = angles.reach(100)
+    assert [len(table) for table in (*small, *large)] == [8, 8, 128, 128]
+    assert all(torch.equal(a, b) and torch.equal(a, c[:8]) for a, b, c in zip(small, kept, large, strict=True))
+    assert angles.reach(128)[0] is large[0]
+
+
+# ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+RUNS: dict[str, dict[str, Any]] = {
+    "greedy, plain": {"temperature": 0.0, "lookahead": "off"},
+    "greedy, fixed": {"temperature": 0.0, "lookahead": 4},
+    "greedy, auto": {"temperature": 0.0, "lookahead": "auto"},
+    "seeded, plain": {"seed": 3, "lookahead": "off"},
+    "seeded, fixed": {"seed": 3, "lookahead": 4},
+    "seeded, auto": {"seed": 3, "lookahead": "auto"},
+    "seeded, bass": {"seed": 3, "lookahead": "bass", "rule": "rejection", "temperature": 0.7},
+}
+PROMPTS = [[72, 101, 108, 108, 111], [40], [5, 9, 200, 31] * 20]
+
+
+def pair_of(name: str, native: bool) -> tuple[Runner, Runner]:
+    """A target, and a drafter that agrees with it now and then."""
+    target, drafter = lean(name, native), lean(name, native)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in drafter.hf.parameters():
+            weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+    return target, drafter
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", ["llama", "qwen2 with windows"])
+def test_engines_say_what_they_say_by_the_modules(name: str, run: str, native: bool, ran: Counter[str]) -> None:
+    models, said, counts = pair_of(name, native), [], []
+    for kind in ("lean", "modules"):
+        ran.clear()
+        result = Shoal(*models, tiny_tokenizer(), max_batch=4).generate(PROMPTS, 2, max_new_tokens=14, **RUNS[run])
+        said.append([list(sample.token_ids) for output in result for sample in output.samples])
+        assert set(ran) == {kind}
+        counts.append((ran[kind], result.stats.rounds, result.stats.drafted, result.stats.accepted))
+        for model in models:
+            model.lean = None
+    assert said[0] == said[1]
+    if "auto" not in run:  # which follows the clock
+        assert counts[0] == counts[1]
+        assert (counts[0][2] > 0) == ("plain" not in run)
+
+
+# ── models that are not lean ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Adapted(nn.Linear):
+    """A layer that computes something else, as adapters make them."""
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A model of the user's."""
+
+
+def adapted(hf: Any) -> None:
+    hf.model.layers[1].mlp.up_proj.__class__ = Adapted
+
+
+def overridden(hf: Any) -> None:
+    hf.model.layers[1].mlp.forward = hf.model.layers[1].mlp.forward
+
+
+def embedded(hf: Any) -> None:
+    hf.model.embed_tokens.__class__ = type("Embedding", (nn.Embedding,), {})
+
+
+CHANGED: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda hf: hf.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    "hook before": lambda hf: hf.model.norm.register_forward_pre_hook(lambda *_: None),
+    "forward": overridden,
+    "adapter": adapted,
+    "embedding": embedded,
+    "class": lambda hf: setattr(hf, "__class__", Own),
+    "unlike dtypes": lambda hf: hf.model.norm.to(torch.bfloat16),
+    "float64": lambda hf: hf.double(),
+    "float16": lambda hf: hf.half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_changed_model_is_not_lean(change: str) -> None:
+    hf = copy.deepcopy(original("llama"))
+    CHANGED[change](hf)
+    runner = Runner(hf, "changed", "interface", 128)
+    use_lean_passes(runner, native=False)
+    assert runner.lean is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", rope("dynamic", factor=4.0)),
+        ("llama", {"hidden_act": "gelu"}),
+        *(
+            (name, {})
+            for name in ("gemma", "starcoder2", "phi3", "qwen3-moe", "mixtral", "olmo2", "granite", "gpt2", "cohere2")
+        ),
+    ],
+)
+def test_another_model_is_not_lean(architecture: str, options: dict[str, Any]) -> None:
+    runner = wrap(tiny_model(architecture, **options), architecture, checked=False)
+    choose_passes(runner, "auto", owned=True)
+    assert runner.lean is None
+
+
+def test_what_loading_makes_lean(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path)
+    plain = shoal.load(target, draft)
+    assert plain.target.lean is not None
+    assert plain.draft_model is not None
+    assert plain.draft_model.lean is not None
+    assert shoal.load(target, strict=True).target.lean is None
+    for quantize, leans in (("target=int8", (False, True)), ("draft=int8", (True, False))):
+        made = shoal.load(target, draft, quantize=quantize)
+        assert made.draft_model is not None
+        assert (made.target.lean is not None, made.draft_model.lean is not None) == leans
+    hf = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    before = [weight.data_ptr() for weight in hf.parameters()]
+    assert shoal.load(hf, tokenizer=tiny_tokenizer()).target.lean is None  # its owner may put hooks on it at any time
+    assert [weight.data_ptr() for weight in hf.parameters()] == before
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}")
+def test_the_attention_that_was_asked_for_attends(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
+    for attention, native in (("auto", True), ("native", True), ("reference", False), ("split", False)):
+        runner = shoal.load(target, attention=attention).target
+        assert runner.lean is not None
+        assert isinstance(runner.lean._begin, NativeKernels) is native
+    runner = shoal.load(target, compile="off").target
+    assert runner.lean is not None
+    assert not isinstance(runner.lean._begin, NativeKernels)
+
+
+# ── weights that change ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def noise(weight: Tensor) -> Tensor:
+    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) * 0.3
+
+
+def layer(hf: Any) -> Any:
+    return hf.model.layers[1]
+
+
+@torch.no_grad()
+def loaded_state(hf: Any, assign: bool = False) -> None:
+    state = {name: tensor.detach().clone() + noise(tensor) for name, tensor in hf.state_dict().items()}
+    if hf.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    hf.load_state_dict(state, assign=assign)
+
+
+@torch.no_grad()
+def stepped(hf: Any) -> None:
+    for weight in hf.parameters():
+        weight.add_(noise(weight))
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "queries": lambda hf: layer(hf).self_attn.q_proj.weight.data.copy_(noise(layer(hf).self_attn.q_proj.weight)),
+    "values": lambda hf: layer(hf).self_attn.v_proj.weight.data.mul_(2),
+    "out": lambda hf: layer(hf).self_attn.o_proj.weight.data.mul_(2),
+    "gate": lambda hf: layer(hf).mlp.gate_proj.weight.data.zero_(),
+    "down": lambda hf: layer(hf).mlp.down_proj.weight.data[3].fill_(1),
+    "bias": lambda hf: layer(hf).self_attn.k_proj.bias.data.add_(noise(layer(hf).self_attn.k_proj.bias)),
+    "norm": lambda hf: layer(hf).input_layernorm.weight.data.mul_(1.5),
+    "last norm": lambda hf: hf.model.norm.weight.data.copy_(noise(hf.model.norm.weight)),
+    "embedding": lambda hf: hf.model.embed_tokens.weight.data.mul_(0.5),
+    "head": lambda hf: hf.lm_head.weight.data.neg_(),
+    "state": loaded_state,
+    "optimizer": stepped,
+}
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "data": lambda hf: setattr(layer(hf).self_attn.q_proj.weight, "data", noise(layer(hf).self_attn.q_proj.weight)),
+    "data of a layer's own": lambda hf: setattr(layer(hf).mlp.up_proj.weight, "data", noise(layer(hf).mlp.up_proj.weight)),
+    "parameter": lambda hf: setattr(layer(hf).mlp.down_proj, "weight", nn.Parameter(noise(layer(hf).mlp.down_proj.weight))),
+    "parameter of several": lambda hf: setattr(
+        layer(hf).self_attn.v_proj, "weight", nn.Parameter(noise(layer(hf).self_attn.v_proj.weight))
+    ),
+    "data of a bias": lambda hf: setattr(layer(hf).self_attn.k_proj.bias, "data", noise(layer(hf).self_attn.k_proj.bias)),
+    "bias": lambda hf: setattr(layer(hf).self_attn.q_proj, "bias", nn.Parameter(noise(layer(hf).self_attn.q_proj.bias))),
+    "first bias": lambda hf: setattr(layer(hf).mlp.up_proj, "bias", nn.Parameter(noise(layer(hf).mlp.up_proj.weight[:, 0]))),
+    "no bias": lambda hf: setattr(layer(hf).self_attn.q_proj, "bias", None),
+    "norm": lambda hf: setattr(layer(hf).input_layernorm, "weight", nn.Parameter(noise(layer(hf).input_layernorm.weight))),
+    "data of a norm": lambda hf: setattr(hf.model.norm.weight, "data", noise(hf.model.norm.weight)),
+    "strided norm": lambda hf: setattr(hf.model.norm.weight, "data", noise(torch.empty(hf.config.hidden_size, 2))[:, 1]),
+    "head": lambda hf: setattr(hf.lm_head, "weight", nn.Parameter(noise(hf.lm_head.weight))),
+    "state": lambda hf: loaded_state(hf, assign=True),
+}
+WRITES = {**{f"in place: {name}": change for name, change in IN_PLACE.items()},
+          **{f"replaced: {name}": change for name, change in REPLACED.items()}}  # fmt: skip
+
+
+def decoded(runner: Runner) -> Rows:
+    rows = Rows(runner.fork())
+    rows.feed([1, 0], [9, 4])
+    rows.feed([0, 1], [2, 1])
+    return rows
+
+
+@pytest.mark.parametrize("form", [INPUT_MAJOR, PACKED])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["qwen2", "tied with biases"])
+def test_the_next_pass_follows_what_is_written(
+    name: str, write: str, form: str, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "tied with biases", ("llama", {"attention_bias": True, "tie_word_embeddings": True}))
+    runner = lean(name, not missing(), form=form)
+    before = decoded(runner).logits
+    WRITES[write](runner.hf)
+    ran.clear()
+    rows = decoded(runner)
+    assert rows.error(runner.hf) < ERROR
+    assert ran == {"lean" if write.startswith("in place") else "modules": 2}
+    assert float((torch.stack(rows.logits) - torch.stack(before)).abs().max()) > 1e-2
+    fresh = copy.deepcopy(original(name))  # and it is what the same write makes of the same model as Transformers has it
+    WRITES[write](fresh)
+    assert rows.error(fresh) < ERROR
+
+
+# ── a pass that computes something else is not used ─────────────────────────────────────────────────────────────────
+
+
+def of_layers(change: Callable[[Any], Any]) -> Callable[[Decoder], Decoder]:
+    return lambda decoder: replace(decoder, layers=[change(each) for each in decoder.layers])
+
+
+def of_last(change: Callable[[Any], Any]) -> Callable[[Decoder], Decoder]:
+    return lambda decoder: replace(decoder, layers=[*decoder.layers[:-1], change(decoder.layers[-1])])
+
+
+WRONG: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
+    "eps": ("llama", of_layers(lambda each: replace(each, mlp_norm=replace(each.mlp_norm, eps=0.1)))),
+    "gate and up exchanged": ("llama", of_layers(lambda each: replace(each, gate=each.up, up=each.gate))),
+    "activation": ("llama", lambda decoder: replace(decoder, activation="gelu")),
+    "scale": ("llama", lambda decoder: replace(decoder, scale=decoder.scale * 1.1)),
+    "a subtle scale": ("llama", lambda decoder: replace(decoder, scale=decoder.scale * 1.002)),
+    "norms exchanged": (
+        "llama", of_last(lambda each: replace(each, attention_norm=each.mlp_norm, mlp_norm=each.attention_norm)),
+    ),
+    "another layer's weights": ("llama", lambda decoder: replace(decoder, layers=[decoder.layers[0]] * 2)),
+    "no window": ("mistral with a window", of_layers(lambda each: replace(each, window=None))),
+    "one more in the window": ("mistral with a window", of_layers(lambda each: replace(each, window=each.window + 1))),
+    "a window in all layers": ("qwen2 with windows", of_layers(lambda each: replace(each, window=8))),
+    "no norms of heads": ("qwen3", of_last(lambda each: replace(each, query_norm=None, key_norm=None))),
+    "one norm for both": ("qwen3", of_last(lambda each: replace(each, key_norm=each.query_norm))),
+    "no rope scaling": ("yarn rope", lambda decoder: replace(decoder, rotary=original("llama").model.rotary_emb)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_pass_is_switched_off(
+    wrong: str, native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, change = WRONG[wrong]
+
+    def changed(hf: Any) -> Decoder | None:
+        decoder = decoder_of(hf)
+        return decoder and change(decoder)
+
+    runner = wrap(copy.deepcopy(original(name)), name, checked=False)
+    monkeypatch.setattr(passes, "decoder_of", changed)
+    with caplog.at_level(logging.WARNING, "shoal"):
+        use_lean_passes(runner, native)
+    assert runner.lean is None
+    assert "its modules compute passes: lean ones differ by" in caplog.text
+    rows = decoded(runner)
+    assert rows.error(original(name)) < ERROR
+
+
+@pytest.mark.parametrize("check", ["_error", "_sharing_error", "_tree_error"])
+@pytest.mark.parametrize("result", [float("nan"), 0.5, RuntimeError])
+def test_each_check_counts(
+    check: str, result: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN too, which compares as neither larger nor smaller."""
+
+    def failing(*_: Any) -> float:
+        if result is RuntimeError:
+            raise RuntimeError("a kernel failed")
+        return float(result)
+
+    runner = wrap(copy.deepcopy(original("llama")), "llama")
+    monkeypatch.setattr(selfcheck, check, failing)
+    use_lean_passes(runner, native=False)
+    assert runner.lean is None
+    assert "lean ones differ by" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_nan_in_any_block_counts(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the comparison itself: one NaN in one of the blocks of the check."""
+    runner, ragged = wrap(copy.deepcopy(original("llama")), "llama"), selfcheck._ragged_decode
+
+    def spoiled(runner: Runner, ids: Tensor) -> Any:
+        blocks = ragged(runner, ids)
+        blocks[bad][2][0, 0] = float("nan")
+        return blocks
+
+    monkeypatch.setattr(selfcheck, "_ragged_decode", spoiled)
+    assert selfcheck.largest_error(runner) == torch.inf

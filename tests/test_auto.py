@@ -191,9 +191,9 @@ def test_plain_decoding_exactly_where_no_draft_length_pays(
 def test_without_costs_every_kind_of_round_is_tried_twice() -> None:
     controller, seen = Auto(PairCosts(packed=True)), []
     for _ in range(4):
-        seen.append(controller.lengths([row(), row(3)], 0))
-        controller.learn(Outcome(seen[-1], [0, 0], max(seen[-1]), 1.0, 0.1))
-    assert seen == [[0, 0], [1, 1], [0, 0], [1, 1]]
+        seen.append(controller.lengths([row(), row(3), row()], 0))
+        controller.learn(Outcome(seen[-1], [0, 0, 0], max(seen[-1]), 1.0, 0.1))
+    assert seen == [[0, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1, 0]]
 
 
 def test_plans_are_corrected_by_what_comes_of_them() -> None:
@@ -297,8 +297,9 @@ def test_a_hopeless_drafter_is_given_up_and_asked_again_for_little() -> None:
         lengths = controller.lengths(rows, 0)
         trial = max(lengths) > 0
         trials += trial
-        spent, extra = spent + 1.0, extra + (0.2 + 1.0 if trial else 0.0)
-        controller.learn(Outcome(lengths, [0] * 8, int(trial), 1.0 + 1.2 * trial, 0.2 * trial))
+        assert sum(lengths) == 2 * trial
+        spent, extra = spent + 1.0, extra + (0.2 + 0.25 if trial else 0.0)  # a step, and two positions more
+        controller.learn(Outcome(lengths, [0] * 8, int(trial), 1.0 + 0.45 * trial, 0.2 * trial))
     assert trials >= 3
     assert extra / spent < 0.01
 
@@ -419,6 +420,7 @@ def test_what_is_learned_of_a_row_goes_with_it() -> None:
         controller.shorten(0, [0.5])
         controller.learn(Outcome([1], [i % 2], 1, 1.0, 0.1))
         controller._learn_acceptance()
+        controller.costs.credit.seconds = 9.0
         assert known._offsets(controller._rows).tolist() != [0.0]
         del living
     assert again, "no place was used twice: this test shows nothing"
@@ -437,16 +439,34 @@ def test_without_credit_nothing_is_drafted_whatever_a_plan_promises() -> None:
 def test_a_round_is_charged_what_it_took_beyond_plain_rounds_of_its_tokens() -> None:
     controller, rows = auto({8: 1.0, 16: 1.2, 600: 60.0}, 0.3, 0.5), [row() for _ in range(8)]
     credit = controller.costs.credit
-    credit.add(1.0, 1.0)
+    credit.plain(1.0)
     assert credit.seconds == pytest.approx(FIRST + SHARE)
-    controller.lengths(rows, 0)
-    controller.learn(Outcome([1] * 8, [0] * 8, 1, 1.5, 0.3, 0.7))
-    assert credit.seconds == pytest.approx(FIRST + SHARE + SHARE * (1.2 + 0.3 + 0.7) - (0.2 + 0.3 + 0.7))
+    controller.costs.acceptance._positions._hits[:] = 0.0  # no plan, and credit for a trial of two rows
+    credit.seconds = before = MOST - 1
+    assert sorted(controller.lengths(rows, 0)) == [0] * 6 + [1] * 2
+    controller.learn(Outcome([1, 1] + [0] * 6, [0] * 8, 1, 1.5, 0.3, 0.7))
+    spent = 1.05 + 0.3 + 0.7
+    assert credit.seconds == pytest.approx(before + SHARE * spent - (spent - 1.0))
+    before = credit.seconds
     controller.learn(Outcome([1] * 8, [1] * 8, 1, 1.5, 0.3))
-    gained = 2 * 1.0 - 1.5
-    assert credit.seconds == pytest.approx(FIRST + SHARE + SHARE * (2.2 + 1.5) - 1.2 + gained)
+    assert credit.seconds == pytest.approx(min(before + SHARE * 1.5 + 2 * 1.0 - 1.5 - 0.7, MOST), abs=0.71)
+
+
+def test_what_was_invested_in_prompts_is_paid_by_gains_or_taken_from_the_account() -> None:
+    credit = Credit()
+    credit.plain(1.0)
+    opened = credit.seconds
+    credit.invested = 5.0
+    credit.drafted(1.0, 1.0, 2.0)
+    assert (credit.invested, credit.allows_plans) == (3.0, True)
+    assert credit.seconds == pytest.approx(opened + SHARE)
+    credit.drafted(1.0, 1.0, -0.5)  # a round that lost is no return
+    assert credit.invested == 3.0
+    credit.plain(1.0)
+    assert credit.invested == 0.0
+    assert credit.seconds == pytest.approx(opened + 3 * SHARE - 0.5 - 3.0)
     for _ in range(100):
-        credit.add(1.0, 1.0, 5.0)
+        credit.drafted(1.0, 1.0, 5.0)
     assert credit.seconds == MOST
 
 
@@ -454,10 +474,12 @@ def test_credit_bounds_what_is_lost_whatever_drafts_cost() -> None:
     """Against the worst of plans: one that promises gains for ever, and rounds that cost twice what they should."""
     credit, lost, rounds = Credit(), 0.0, 20_000
     for _ in range(rounds):
-        drafts = credit.allows_plans
-        credit.add(1.0, 2.0 if drafts else 1.0, -1.0 if drafts else 0.0)
-        lost += drafts
-    assert FIRST < lost <= FIRST + 1 + SHARE * (rounds + lost)
+        if credit.allows_plans:
+            credit.drafted(1.0, 2.0, -1.0)
+            lost += 1
+        else:
+            credit.plain(1.0)
+    assert FIRST < lost <= FIRST + 2 + SHARE * (rounds + lost)
 
 
 def test_the_drafters_prompts_are_part_of_a_trials_price() -> None:
@@ -475,6 +497,7 @@ def test_the_drafters_prompts_are_part_of_a_trials_price() -> None:
     unfed.leave(rows)
     rows[0].tokens = [0] * 12
     assert unfed.tokens(rows) == 3 + 0 + 9
+    assert unfed.cheapest(rows, 2) == rows[1::-1]
     unfed.change(rows[2:])
     assert unfed.tokens(rows) == 12 + 2 + 9  # those that left are not remembered
 

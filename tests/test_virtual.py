@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import virtual
-from shoal.lookahead.controller import as_controller, by_name
+from shoal.lookahead.controller import PairCosts, as_controller, by_name
 from virtual import Comparison, PassCosts, Trace, _Text, lines, run
 
 FACTS = PassCosts({1: 1.0, 1000: 1.0}, {1: 0.1, 1000: 0.1})
@@ -80,3 +80,57 @@ def test_facts_are_read_again_from_where_they_were_written(tmp_path: Path) -> No
     written = json.loads(out.read_text())
     assert written["prices"]["verify"] == {"1": 0.01, "9": 0.02}
     assert len(written["lines"]) == 2 * 2 * len(virtual.QUEUES)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Of the passes below: one costs 2 % more for every position, a drafter step a share of that."""
+
+
+def pair_of(acceptance: float, step: float, tokens: int, batch: int) -> tuple[PassCosts, list[Trace]]:
+    """Costs, and texts of one pair whose drafter is right that often, give or take, and knows half of how often."""
+    rng = np.random.default_rng(0)
+    verify = {size: 0.004 * (1 + 0.02 * (size - 1)) for size in SIZES}
+    facts = PassCosts(verify, {size: step * seconds for size, seconds in verify.items()})
+    texts = []
+    for _ in range(batch):
+        known, unknown = rng.uniform(-0.15, 0.15, size=(2, tokens))
+        texts.append(
+            Trace((acceptance + known + unknown).clip(0, 1).tolist(), (acceptance + known).clip(0.02, 0.98).tolist(), tokens)
+        )
+    return facts, texts
+
+
+@pytest.fixture
+def free_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock does not count what controllers compute: this machine may be busy."""
+    monkeypatch.setattr(virtual, "thread_time", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("no_noise", "free_thinking")
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize(("step", "acceptance"), [(0.15, 0.02), (0.3, 0.02), (0.6, 0.02), (0.6, 0.6), (1.0, 0.8)])
+def test_auto_is_never_slower_than_plain_decoding(batch: int, step: float, acceptance: float) -> None:
+    """With a useless drafter, a dear one, and one with nothing to gain: over all runs of a pair but the first, its prompts, trials
+    and mistakes cost less than a hundredth."""
+    facts, known = pair_of(acceptance, step, 128, batch)
+    pair_costs, spent = PairCosts(packed=True), {"off": 0.0, "auto": 0.0}
+    for i in range(9):
+        for name in spent:
+            rng = np.random.default_rng(i)
+            texts = [_Text(trace, 128, stops=False, rng=rng) for trace in known]
+            rate = run(as_controller(by_name(name, pair_costs)), facts, texts, batch, rng)
+            spent[name] += 1 / rate if i else 0.0
+    assert spent["off"] / spent["auto"] > 0.985 if acceptance > 0.5 else spent["off"] / spent["auto"] >= 0.99
+
+
+@pytest.mark.usefixtures("free_thinking")
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32])
+def test_auto_loses_little_against_the_best_fixed_length(batch: int) -> None:
+    facts, known = pair_of(0.85, 0.12, 160, 64)
+    rates = {
+        name: np.log(virtual._rates(name, facts, known, batch, 2 * batch, 160, 4, False)).mean()
+        for name in ("off", "fixed:1", "fixed:2", "fixed:4", "fixed:6", "fixed:9", "auto")
+    }
+    best = max(rate for name, rate in rates.items() if name != "auto")
+    assert best - rates["auto"] < 0.03
+    assert batch > 16 or best - rates["off"] > 0.1

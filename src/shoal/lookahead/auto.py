@@ -22,12 +22,14 @@ from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
-FIRST_LENGTHS = (0, 1, 0, 1)
-"""Draft lengths of the very first rounds, when no cost is known: each kind of round twice, as first passes are slow. The first
+FIRST_ROUNDS = (False, True, False, True)
+"""Which of the very first rounds are trials, when no cost is known: each kind of round twice, as first passes are slow. The first
 round of all is plain, so that no token waits for an unknown drafter."""
 MIN_ACCEPTANCE = 0.1
 """Acceptance below which an engine is made without the drafter, until it is time for another trial."""
-TRIAL_ROWS = 16
+TRIAL_ROWS = 2
+"""Rows that a trial drafts for, one token each: the drafter computes the prompts of these only."""
+ASSUMED_ROWS = 16
 """Rows assumed before a run is known."""
 LEARNED = 32
 """Rounds after which plans are kept for several rounds."""
@@ -66,8 +68,8 @@ class Auto:
     def may_speculate(self) -> bool:
         """False for a pair with next to no acceptance, until it is time for another trial."""
         costs = self.costs
-        learning = costs.rounds < len(FIRST_LENGTHS)
-        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(TRIAL_ROWS, 0)
+        learning = costs.rounds < len(FIRST_ROUNDS)
+        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(ASSUMED_ROWS, 0)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,30 +79,40 @@ class Auto:
         if serials != self._rows or (waiting > 0) != self._waiting:
             self._learn_acceptance()
             self._unfed.change(rows)
+            if set(serials).isdisjoint(self._rows):
+                self.costs.credit.settle()
             self._rows, self._waiting, self._plan = serials, waiting > 0, None
             self._weights = np.ones(len(rows))
         self._confidence = []
-        longest = self._longest_of_any(rows)
-        self._longest = [min(row.max_draft_length, longest) for row in rows]
-        self._unfed_tokens = self._unfed.feed(rows) if longest else self._unfed.leave(rows)
+        drafting = self._rows_to_draft_for(rows)
+        longest = 1 if self._plan is None else self.limit
+        if len(drafting) == len(rows):
+            self._longest = [min(row.max_draft_length, longest) for row in rows]
+        else:
+            chosen = {row.serial for row in drafting}
+            self._longest = [min(row.max_draft_length, longest) if row.serial in chosen else 0 for row in rows]
+            self._unfed.leave(rows)
+        self._unfed_tokens = self._unfed.feed(drafting) if drafting else 0
         return self._longest
 
-    def _longest_of_any(self, rows: Sequence[Row]) -> int:
+    def _rows_to_draft_for(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """All rows if there is a plan, a few for a trial, or none."""
         costs = self.costs
-        if costs.rounds < len(FIRST_LENGTHS):
-            return FIRST_LENGTHS[costs.rounds]
-        if self._plan is not None and costs.credit.allows_plans and (self._age < PLAN_ROUNDS and costs.rounds > LEARNED):
+        if costs.rounds < len(FIRST_ROUNDS):
+            return self._unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
+        if self._plan is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
             self._age += 1
-            return self.limit
+            return rows
         if self._plan is None and not self._backoff.is_over(len(rows)):
-            return 0
+            return ()
         self._learn_acceptance()
         self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
         if self._plan is not None:
             self._backoff, self._age = Backoff(), 1
-            return self.limit
+            return rows
         self._backoff.extend(len(rows))
-        return int(self._trial_is_due(len(rows), self._unfed.tokens(rows)))
+        chosen = self._unfed.cheapest(rows, TRIAL_ROWS)
+        return chosen if self._trial_is_due(len(rows), self._unfed.tokens(chosen)) else ()
 
     def _new_plan(self, rows: Sequence[Row]) -> Plan | None:
         costs, longest = self.costs, np.array([row.max_draft_length for row in rows])
@@ -110,17 +122,22 @@ class Auto:
         remaining = np.array([row.remaining for row in rows])
         self._weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
         plan = best_plan(survival, self._weights, costs)
-        if plan is None or not repays(plan, remaining, costs.preparing.seconds(self._unfed.tokens(rows)), costs):
+        if plan is None or not repays(plan, remaining, costs.seconds_preparing(self._unfed.tokens(rows)), costs):
             return None
         self._by_confidence = costs.acceptance.by_confidence(self._rows)
         self._following = np.ascontiguousarray(following.T)
         return plan
 
     def _trial_is_due(self, rows: int, unfed: int) -> bool:
-        """Whether there is credit for one draft per row. unfed: tokens that the drafter would have to compute first."""
+        """Whether there is credit for a draft of a few of so many rows. unfed: tokens that the drafter has to compute first."""
         costs = self.costs
         plain = costs.verify.seconds(rows)
-        cost = costs.draft.seconds(rows) + costs.verify.seconds(2 * rows) - plain + costs.preparing.seconds(unfed)
+        cost = (
+            costs.draft.seconds(rows)
+            + costs.verify.seconds(rows + TRIAL_ROWS if costs.packed else 2 * rows)
+            - plain
+            + costs.seconds_preparing(unfed)
+        )
         return costs.credit.allows_trial(cost, plain)
 
     # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,23 +176,27 @@ class Auto:
     def learn(self, outcome: Outcome) -> None:
         """Adds what the round cost and brought to what is known of the pair."""
         costs, rows = self.costs, len(outcome.drafted)
-        learning = costs.rounds < len(FIRST_LENGTHS)
+        learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1
         positions = costs.positions(outcome.drafted)
         costs.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
         plain = costs.verify.seconds(rows)
         if not outcome.steps:
             costs.forget_calibration()
-            costs.credit.add(plain, plain)
+            costs.credit.plain(plain)
             return
         costs.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
         spent = costs.verify.seconds(positions) + outcome.steps * costs.draft.seconds(rows)
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
-            spent += min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
+            preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
+            if self._plan is not None:
+                costs.credit.invested += preparing
+            else:
+                spent += preparing
         tokens = float(self._weights @ outcome.accepted) + rows
         if not learning:  # the first drafts are made to learn what they cost
-            costs.credit.add(plain, spent, tokens / rows * plain - spent)
+            costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._seconds, self._tokens = self._seconds + outcome.seconds, self._tokens + tokens
         self._tried.append(Tried(outcome.drafted, outcome.accepted, self._known_confidence()))
 

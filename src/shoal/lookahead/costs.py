@@ -125,6 +125,10 @@ class PairCosts:
         self.rounds, self.calibration = 0, 1.0
         self.credit = Credit()
 
+    def seconds_preparing(self, tokens: int) -> float:
+        """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
+        return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
+
     def positions(self, drafted: Sequence[int]) -> int:
         """Of a target pass over so many drafts of each row."""
         rows = len(drafted)

@@ -21,28 +21,45 @@ class Credit:
     """An account of seconds.
 
     Attributes:
-        seconds: that drafting may lose; negative after a round that took more.
+        seconds: that drafting may lose; negative after a round that took more. invested: in prompts, which later rounds must bring
+            back; taken from the account as soon as a round is plain, or the rows are others.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.invested = 0.0
+        self._most = 0.0
         self._opened = False
 
-    def add(self, plain_round: float, spent: float, saved: float = 0.0) -> None:
-        """A round is over.
+    def settle(self) -> None:
+        """Nothing more will come of what was invested."""
+        self.seconds, self.invested = self.seconds - self.invested, 0.0
+
+    def plain(self, plain_round: float) -> None:
+        """A plain round is over, which took so many seconds."""
+        if not self._opened:
+            self._opened, self.seconds = True, FIRST * plain_round
+        self.settle()
+        self._add(SHARE * plain_round, plain_round)
+
+    def drafted(self, plain_round: float, spent: float, saved: float) -> None:
+        """A round with drafts is over.
 
         Args:
             plain_round: seconds of a plain round of as many rows. spent: seconds of this one.
             saved: seconds that its tokens would have taken plainly, less `spent`; negative if it was slower.
         """
-        if not self._opened:
-            self._opened, self.seconds = True, FIRST * plain_round
-        self.seconds = min(self.seconds + SHARE * spent + saved, MOST * plain_round)
+        returned = min(max(saved, 0.0), self.invested)
+        self.invested -= returned
+        self._add(SHARE * spent + saved - returned, plain_round)
+
+    def _add(self, seconds: float, plain_round: float) -> None:
+        self._most = MOST * plain_round
+        self.seconds = min(self.seconds + seconds, self._most)
 
     @property
     def allows_plans(self) -> bool:
         """Whether a round may draft that is believed to be worth it."""
-        return self.seconds >= 0
+        return self.seconds >= 0 and self.invested <= self.seconds + self._most
 
     def allows_trial(self, cost: float, plain_round: float) -> bool:
         """Whether a round may draft only to learn, for so many seconds: out of what came in, the first credit is for plans. A trial

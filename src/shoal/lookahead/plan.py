@@ -20,8 +20,12 @@ TYPICAL = 4
 STEP_MARGIN = 1.3
 """A drafter step must bring so many times what the average plan brings in its time. Long drafts of a few rows leave the others
 behind, which costs time in the end; by `benchmarks/virtual.py`."""
-HORIZON = 64
+HORIZON = 128
 """Tokens of a row within which a plan must bring back what is computed for it beforehand."""
+
+
+INVESTMENT_MARGIN = 2.0
+"""How many times it must bring that back: the time is spent at once, and what is gained is an estimate."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def repays(plan: Plan, remaining: Array, preparing: float, costs: PairCosts) -> 
         remaining: [rows], tokens that each row may still get. Rows mostly end before.
     """
     plain = costs.verify.seconds(len(remaining)) / len(remaining)
-    return float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / plan.rate) >= preparing
+    return float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / plan.rate) >= INVESTMENT_MARGIN * preparing
 
 
 def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Array:

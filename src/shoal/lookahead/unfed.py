@@ -40,18 +40,21 @@ class Unfed:
             lacking += len(row.tokens) - held
         return lacking
 
+    def cheapest(self, rows: Sequence[Row], most: int) -> Sequence[Row]:
+        """Those of the rows that may draft and lack the fewest tokens."""
+        return sorted((row for row in rows if row.max_draft_length), key=lambda row: self.tokens([row]))[:most]
+
     def feed(self, rows: Sequence[Row]) -> int:
-        """A round will draft for these rows; returns the tokens that must be computed before."""
+        """A round will draft for these rows, and no others; returns the tokens that must be computed before."""
         if len(self._current) == len(rows):
             return 0
         lacking = self.tokens(rows)
         self._current = {row.serial for row in rows}
-        self._groups = {row.serial: row.group for row in rows}
+        self._groups |= {row.serial: row.group for row in rows}
         return lacking
 
-    def leave(self, rows: Sequence[Row]) -> int:
-        """A round will not draft; returns 0."""
+    def leave(self, rows: Sequence[Row]) -> None:
+        """A round will not draft for all of these rows."""
         if self._current:
             self._held |= {row.serial: len(row.tokens) for row in rows if row.serial in self._current}
             self._current = set()
-        return 0

@@ -142,8 +142,10 @@ def test_a_matrix_of_bytes_computes_as_its_layer() -> None:
     twin.weight.data.zero_()  # type: ignore[operator]
     assert torch.equal(layer(x), y)
     assert torch.equal(twin(x), layer.bias.expand(3, -1))
-    for scales in (twin.scales, layer.scales):
-        scales.mul_(2)
+    other_twin = copy.deepcopy(layer)
+    other_twin.scales.mul_(4)  # its own, which its products read
+    layer.scales.mul_(2)
+    torch.testing.assert_close(other_twin(x) - layer.bias, 4 * (y - layer.bias))
     torch.testing.assert_close(layer(x) - layer.bias, 2 * (y - layer.bias))
 
 

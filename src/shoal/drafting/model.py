@@ -27,7 +27,7 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import probabilities
+from shoal.sampling.distributions import draws, probabilities
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Verdict
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         if not k:
             return DraftTree.empty(len(rows), drafted.device, steps)
         own = torch.tensor([len(tokens) for tokens in drafts], device=drafted.device)
-        q = [drawn.q for drawn in looked[:k]]
+        q = [drawn.q for drawn in looked[:k] if drawn.q is not None] or None
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def _clean(self, rows: Sequence[Row]) -> None:
@@ -193,14 +193,21 @@ class _OrdinarySteps:
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
         logits = self._of_target(self._logits(lengths))
         positions = Positions(self._rows, self._histories, first=self._steps)
-        q = probabilities(logits[:, None], positions, self._faults)[:, 0]
-        tokens = self._inputs.sampler(q, uniforms)
-        confidence = q[:, 0] if self._inputs.stop is None else self._confidence(logits, q)
+        q, tokens = self._drawn(logits, positions, uniforms)
+        confidence = logits[:, 0] if self._inputs.stop is None else self._confidence(logits, q)
         if self._faults:
             sound = torch.tensor([row not in self._faults for row in self._rows], device=tokens.device)
             tokens, confidence = torch.where(sound | self._finite(logits), tokens, -1), torch.where(sound, confidence, 0.0)
         self._last, self._steps = tokens, self._steps + 1
         return Drawn(q, tokens, confidence)
+
+    def _drawn(self, logits: Tensor, positions: Positions, uniforms: Tensor) -> tuple[Tensor | None, Tensor]:
+        """q [rows, vocab] and the tokens drawn from it; none where all rows are greedy: point masses need no q."""
+        sampler = self._inputs.sampler
+        if all(row.request.sampling.greedy for row in self._rows):
+            return None, draws(logits[:, None], positions, sampler, uniforms[:, None], self._faults).tokens[:, 0]
+        q = probabilities(logits[:, None], positions, self._faults)[:, 0]
+        return q, sampler(q, uniforms)
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """Logits [rows, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
@@ -232,6 +239,8 @@ class _OrdinarySteps:
         block = last.clamp(min=0) if self._faults else last
         return runner.feed(self._slots, block[:, None], self._ones)[:, -1]
 
-    def _confidence(self, logits: Tensor, q: Tensor) -> Tensor:
+    def _confidence(self, logits: Tensor, q: Tensor | None) -> Tensor:
         """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
-        return (logits.to(q.dtype).softmax(dim=-1) if self._greedy else q).amax(dim=-1)
+        if q is None or self._greedy:
+            q = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        return q.amax(dim=-1)

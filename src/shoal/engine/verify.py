@@ -8,6 +8,7 @@ import torch
 
 from shoal.errors import BadLogits, ShoalError
 from shoal.models.runner import Runner
+from shoal.sampling.drawing import finite
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Positions
@@ -24,7 +25,7 @@ def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
         block = torch.where(own, block, last)
     logits = target.feed([row.slot for row in rows], block, counts, parents=tree.parents if tree.branches else None)
     scores = Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
-    if not bool(logits[..., 0].isfinite().all()):
+    if not finite(logits[..., 0]):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
         scores.p(scores.everything())
     return scores

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import draw, exponential_race
-from shoal.sampling.scores import Block, Scores
+from shoal.sampling.scores import Block, Scores, in_blocks
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -58,7 +58,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, rest / mass, p)
+    nothing = mass <= 0
+    # A product, as selecting values by truth values takes many times as long.
+    return rest.addcmul_(p, nothing.to(p.dtype)).div_(torch.where(nothing, 1.0, mass))
 
 
 def reject_and_replace(
@@ -75,25 +77,26 @@ def reject_and_replace(
         u_accept: [rows, k] float64. u_next: [rows, at least as many as p, 2] float64: for the token after j accepted drafts, the
             uniform for a replacement ([..., 0]) and for a bonus ([..., 1]).
     """
-    rows, k = torch.arange(p.shape[0], device=p.device), drafts.shape[1]
+    k = drafts.shape[1]
     if q is None or k == 0:
         token = draw(p[:, 0], u_next[:, 0, 1])
         return Verdict(torch.zeros_like(draft_lengths), token, p[:, 0].gather(1, token[:, None]))
     index = drafts[..., None]
     p_draft, q_draft = p[:, :k].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
     accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
-    probs = torch.nn.functional.pad(p_draft, (0, p.shape[1] - k))
-    if p.shape[1] == k:
-        rows = (accepted < k).nonzero().squeeze(1)
-    at = accepted[rows]
-    rejected = at < draft_lengths[rows]
+    everything = p.shape[1] > k
+    rows = torch.arange(len(p), device=p.device) if everything else (accepted < k).nonzero().squeeze(1)
+    at, own = (accepted, draft_lengths) if everything else (accepted[rows], draft_lengths[rows])
+    rejected = at < own
     # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
-    p_next, q_next = p[rows, at], q[rows, at.clamp(max=k - 1)] * rejected[:, None]
-    drawn = draw(residual(p_next, q_next), u_next[rows, at, (~rejected).long()])
-    probs[rows, at] = p_next.gather(1, drawn[:, None]).squeeze(1)
-    return Verdict(
-        accepted, drawn if p.shape[1] > k else torch.zeros_like(accepted).index_copy_(0, rows, drawn), probs=probs
-    )
+    p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + at)
+    q_next = q.flatten(0, 1).index_select(0, rows * k + at.clamp(max=k - 1)).mul_(rejected[:, None].to(q.dtype))
+    token = draw(residual(p_next, q_next), u_next[rows, at, (~rejected).long()])
+    prob = p_next.gather(1, token[:, None])
+    if everything:
+        return Verdict(accepted, token, torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, at[:, None], prob))
+    p_draft[rows, at] = prob.squeeze(1)
+    return Verdict(accepted, torch.zeros_like(accepted).index_copy_(0, rows, token), p_draft)
 
 
 def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
@@ -143,7 +146,7 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
         accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, _lengths(tree, block))
         return Verdict(accepted, said.gather(1, accepted.clamp(max=said.shape[1] - 1)[:, None]).squeeze(1), probs)
 
-    return _in_blocks(tree, scores, verdict_of)
+    return in_blocks(tree, scores, verdict_of)
 
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
@@ -158,37 +161,13 @@ def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         lengths = _lengths(tree, block)
         return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., [2, 0]])
 
-    return _in_blocks(tree, scores, verdict_of)
+    return in_blocks(tree, scores, verdict_of)
 
 
 def _lengths(tree: DraftTree, block: Block) -> Tensor:
     """Drafts of each row of a block from its first column on."""
     lengths = block.of_rows(tree.lengths)
     return lengths - block.columns.start if block.columns.start else lengths
-
-
-def _in_blocks(tree: DraftTree, scores: Scores, verdict_of: Callable[[Block], Verdict]) -> Verdict:
-    """The verdict on chains, over large vocabularies by blocks of columns, each for the rows whose drafts were accepted so far.
-
-    Args:
-        verdict_of: how many drafts of a block's columns are accepted, the token that follows them if it is one of the block, and
-            the probabilities of both.
-    """
-    if not scores.blocks_pay():
-        return verdict_of(scores.everything())
-    accepted, token = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
-    probs = torch.ones(len(accepted), tree.m + 1, dtype=torch.promote_types(scores.logits.dtype, torch.float32))
-    for rows in scores.parts():
-        first = 0
-        while rows:
-            block = scores.block(rows, first, 1 + max(len(tree.drafts[b]) for b in rows))
-            found = verdict_of(block)
-            where = slice(None) if block.index is None else block.index
-            accepted[where], token[where] = first + found.accepted, found.token
-            probs[where, first : block.columns.stop] = found.probs
-            first, width = block.columns.stop, len(block.columns)
-            rows = [row for row, run in zip(rows, found.accepted.tolist(), strict=True) if run == width]
-    return Verdict(accepted, token, probs)
 
 
 class Rule(Protocol):

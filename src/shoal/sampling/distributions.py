@@ -18,7 +18,7 @@ from shoal.config import Sampling
 from shoal.constraints import masks
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties, truncation
-from shoal.sampling.drawing import highest
+from shoal.sampling.drawing import finite, highest
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
@@ -146,7 +146,7 @@ def _of_group(
     truncates = truncation.truncates(sampling)
     if not truncates:
         probs = scores.softmax(-1)
-        if not bool(probs[..., 0].isnan().any()):  # one impossible position makes NaN of all its probabilities
+        if finite(probs[..., 0]):  # one impossible position makes NaN of all its probabilities
             return probs
     scores = _possible(scores, logits, sampling, positions, faults)
     return (
@@ -173,7 +173,7 @@ def _best(
     """The token of the highest score at each position, the lowest id on a tie, of greedy rows: [rows, q] int64."""
     scores = _controlled(logits, sampling, positions, allowed, faults)
     values, tokens = highest(scores)
-    if bool(values.isfinite().all()):
+    if finite(values):
         return tokens
     return highest(_possible(scores, logits, sampling, positions, faults))[1]
 
@@ -213,9 +213,10 @@ def _possible(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Pos
     Raises:
         RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
     """
-    impossible = ~scores.amax(-1).isfinite()
-    if not bool(impossible.any()):
+    top = scores.amax(-1)
+    if finite(top):
         return scores
+    impossible = ~top.isfinite()
     for b, j in impossible.nonzero().tolist():
         row, column = positions.rows[b], positions.first + j
         padding = column not in positions.columns(b)

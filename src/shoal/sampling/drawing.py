@@ -1,6 +1,8 @@
-"""Tokens drawn from weights by given uniforms: by inverse transform, or by an exponential race."""
+"""Tokens drawn from weights by given uniforms, by inverse transform or by an exponential race; the token of the highest score."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,11 +26,16 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         The first index whose cumulative weight exceeds u times the total; its weight is never zero.
     """
-    share = uniforms.clamp(max=1 - 2.0**-52)[:, None]  # one unit below 1 the product may round up to the total
+    return _drawn(weights, uniforms[:, None]).squeeze(1)
+
+
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """`draw` by uniforms [rows, 1], [rows, 1] int64."""
+    share = uniforms.clamp(max=1 - 2.0**-52)  # one unit below 1 the product may round up to the total
     vocab = weights.shape[-1]
     if vocab <= _ONE_LEVEL:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return _first_above(weights, cumulative, share * cumulative[:, -1:]).squeeze(-1)
+        return _first_above(weights, cumulative, share * cumulative[:, -1:])
     sums = _block_sums(weights)
     ends = sums.cumsum(-1)
     threshold = share * ends[:, -1:]
@@ -39,7 +46,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     if vocab % _BLOCK:
         inside = torch.where(ids < vocab, inside, 0.0)
     within = _first_above(inside, inside.cumsum(-1, dtype=torch.float64), threshold - before)
-    return (block * _BLOCK + within).squeeze(-1)
+    return block * _BLOCK + within
 
 
 def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,11 +67,16 @@ def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return values.squeeze(-1), ids.gather(-1, scores.gather(-1, ids).argmax(-1, keepdim=True)).squeeze(-1)
 
 
+def finite(values: Tensor) -> bool:
+    """Whether none is NaN or infinite: then their sum is not, either. One value read from the device."""
+    return math.isfinite(float(values.sum(dtype=torch.float64)))
+
+
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums of `_BLOCK` weights each, the last of what is left, [rows, blocks] float64."""
     whole = weights.shape[-1] // _BLOCK * _BLOCK
     # Converted first: torch's sum into another dtype is not vectorised.
-    sums = weights[:, :whole].double().unflatten(-1, (-1, _BLOCK)).sum(-1)
+    sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
     rest = weights[:, whole:]
     return torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1) if rest.shape[-1] else sums
 
@@ -81,20 +93,18 @@ def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tens
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row, such that similar distributions mostly give the same token for the same numbers; [...] int64.
+    """One token per row, such that similar distributions mostly give the same token for the same numbers; [rows] int64.
 
     Token i belongs to bucket i modulo the number of buckets. The exponential race (the Gumbel-max trick) over the buckets' sums
     draws a bucket, and inverse transform a token of it. The token has the distribution of the weights.
 
     Args:
-        weights: non-negative, not all zero, need not sum to one; [..., vocab].
-        uniforms: [..., 1 + buckets] float64 of `shoal.sampling.uniforms.race_uniforms`.
+        weights: non-negative, not all zero, need not sum to one; [rows, vocab].
+        uniforms: [rows, 1 + buckets] float64 of `shoal.sampling.uniforms.race_uniforms`.
     """
-    buckets = uniforms.shape[-1] - 1
-    missing = -weights.shape[-1] % buckets
-    dealt = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, buckets))
-    speed = dealt.sum(dim=-2, dtype=torch.float64)
-    bucket = (speed / uniforms[..., 1:]).argmax(dim=-1)
-    index = bucket[..., None, None].expand(*dealt.shape[:-1], 1)
-    within = draw(dealt.gather(-1, index).flatten(0, -3).squeeze(-1), uniforms[..., 0].flatten())
-    return within.view(bucket.shape) * buckets + bucket
+    vocab, buckets = weights.shape[-1], uniforms.shape[-1] - 1
+    padded = torch.nn.functional.pad(weights, (0, -vocab % buckets)) if vocab % buckets else weights
+    speed = padded.unflatten(-1, (-1, buckets)).sum(dim=-2, dtype=torch.float64)
+    bucket = (speed / uniforms[:, 1:]).argmax(dim=-1, keepdim=True)
+    ids = bucket + torch.arange(0, vocab, buckets, device=weights.device)
+    return ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1])).squeeze(1)

@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.sampling import distributions
 from shoal.sampling.distributions import Draws, Sampler
-from shoal.types.rounds import Faults
-from shoal.types.trees import Positions
+from shoal.types.rounds import Faults, Verdict
+from shoal.types.trees import DraftTree, Positions
 
 _TOGETHER = 1 << 19
 """Scores up to which the columns of a block are computed together: below, an operation's own cost outweighs columns that turn out
@@ -39,7 +39,7 @@ class Block:
 
     def of_rows(self, values: Tensor) -> Tensor:
         """What holds for each row of the batch, [all rows, ...], for those of the block."""
-        return values if self.index is None else values[self.index]
+        return values if self.index is None else values.index_select(0, self.index)
 
     def of(self, values: Tensor) -> Tensor:
         """What holds for each column, [all rows, m + 1 or m, ...], for those of the block; none beyond the end of `values`."""
@@ -115,3 +115,27 @@ class Scores:
             for column, error in columns.items():
                 if column not in known:
                     known[column] = self.named(error)
+
+
+def in_blocks(tree: DraftTree, scores: Scores, verdict_of: Callable[[Block], Verdict]) -> Verdict:
+    """The verdict on chains, over large vocabularies by blocks of columns, each for the rows whose drafts were accepted so far.
+
+    Args:
+        verdict_of: how many drafts of a block's columns are accepted, the token that follows them if it is one of the block, and
+            the probabilities of both.
+    """
+    if not scores.blocks_pay():
+        return verdict_of(scores.everything())
+    accepted, token = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
+    probs = torch.ones(len(accepted), tree.m + 1, dtype=torch.promote_types(scores.logits.dtype, torch.float32))
+    for rows in scores.parts():
+        first = 0
+        while rows:
+            block = scores.block(rows, first, 1 + max(len(tree.drafts[b]) for b in rows))
+            found = verdict_of(block)
+            where = slice(None) if block.index is None else block.index
+            accepted[where], token[where] = first + found.accepted, found.token
+            probs[where, first : block.columns.stop] = found.probs
+            first, width = block.columns.stop, len(block.columns)
+            rows = [row for row, run in zip(rows, found.accepted.tolist(), strict=True) if run == width]
+    return Verdict(accepted, token, probs)

@@ -155,9 +155,8 @@ def _keep_top_p(values: Tensor, mass: Tensor | None, top_p: float) -> Tensor:
     """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass; by default, of its own."""
     cumulative = (values - values[:, :1]).exp_().cumsum(-1)
     mass = cumulative[:, -1:] if mass is None else mass
-    drop = torch.zeros_like(values, dtype=torch.bool)
-    torch.ge(cumulative[:, :-1], top_p * mass, out=drop[:, 1:])
-    return values.masked_fill(drop, -torch.inf)
+    enough_before = torch.nn.functional.pad(cumulative[:, :-1] >= top_p * mass, (1, 0))
+    return values.masked_fill(enough_before, -torch.inf)
 
 
 def _keep_min_p(values: Tensor, min_p: float) -> Tensor:

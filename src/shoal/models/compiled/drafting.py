@@ -51,13 +51,13 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
 
 
 class Drawn(NamedTuple):
-    """What a step gives: q [rows, vocab], tokens [rows] int64, the drafter's highest probability in each row [rows].
+    """What a step gives: q [rows, vocab], None for point masses; tokens [rows] int64; the drafter's highest probability [rows].
 
     Where the logits are NaN or infinite the token is -1, and the probability 0. Beside greedy rows the probability is that before
     processing, as a greedy q says nothing.
     """
 
-    q: Tensor
+    q: Tensor | None
     tokens: Tensor
     confidence: Tensor
 
@@ -138,4 +138,5 @@ class Steps:
         self._plan = Plan(self._plan.slots, self._plan.lengths, [1] * rows, self._plan.device, prefixes=self._plan.prefixes)
         self._next = self._later
         # The next step writes its result over this one's.
-        return Drawn(*(tensor[:rows].clone() for tensor in drawn))
+        q = None if drawn.q is None else drawn.q[:rows].clone()
+        return Drawn(q, drawn.tokens[:rows].clone(), drawn.confidence[:rows].clone())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,24 +42,26 @@ def reported(
     Args:
         columns: of the pass, those that say the blocks' tokens.
     """
-    raw, processed = iter(_raw(scores.logits, blocks, columns)), verdict.probs.log().tolist()
-    return [
-        Logprobs(list(itertools.islice(raw, len(block))), processed[b], _top(scores, row, b, columns[b]))
-        for b, (row, block) in enumerate(zip(rows, blocks, strict=True))
-    ]
+    raw, processed = _raw(scores.logits, blocks, columns), verdict.probs.log().tolist()
+    found, start = [], 0
+    for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
+        end = start + len(block)
+        found.append(Logprobs(raw[start:end], processed[b], _top(scores, row, b, columns[b])))
+        start = end
+    return found
 
 
-def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> Iterable[float]:
+def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[float]:
     """Log-probabilities of the blocks' tokens by the logits alone, one block after the other."""
-    places = [
-        (b, column, token)
-        for b, block in enumerate(blocks)
-        for column, token in zip(columns[b], block, strict=True)
-    ]  # fmt: skip
-    at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(places))
-    for start in range(0, len(places), at):
-        row, column, token = torch.tensor(places[start : start + at], device=logits.device).unbind(1)
-        yield from _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
+    rows = [b for b, block in enumerate(blocks) for _ in block]
+    places = [rows, [column for own in columns for column in own], [token for block in blocks for token in block]]
+    index = torch.tensor(places, dtype=torch.long, device=logits.device)
+    at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(rows))
+    found: list[float] = []
+    for part in index.split(at, dim=1) if rows else ():
+        row, column, token = part
+        found += _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
+    return found
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ class Row:
     @property
     def remaining(self) -> int:
         """Tokens this row may still commit."""
-        return min(self.request.limits.max_new_tokens - self.new_tokens, self.max_length - len(self.tokens))
+        request = self.request
+        return min(request.limits.max_new_tokens + len(request.prompt_ids), self.max_length) - len(self.tokens)
 
     @property
     def max_draft_length(self) -> int:

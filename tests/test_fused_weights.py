@@ -109,10 +109,11 @@ def test_layers_of_unlike_forms_take_that_of_the_first() -> None:
         close(torch.cat([layer(X) for layer in each], 1), wanted)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_the_order_of_layers_matters() -> None:
+def test_the_order_of_layers_matters(bias: bool) -> None:
     for form in FORMS:
-        each = layers(form)
+        each = layers(form, bias)
         matrix = matrix_of(each)
         other = [each[0], each[2], each[1]]
         assert not matches(matrix, other)

@@ -396,7 +396,7 @@ def test_accepted_drafts_and_what_follows_have_the_targets_distribution(sabotage
         kept, extra = kept_drafts(p, given, proposed, sampler)
         first.append(int(proposed[0]) if kept else extra)
     found = np.bincount(first, minlength=3) / len(first)
-    assert (np.abs(found - p[0]).max() < 0.025) is not sabotage
+    assert bool(np.abs(found - p[0]).max() < 0.025) is not sabotage
 
 
 def test_names_and_order_of_a_gguf_file() -> None:

@@ -27,7 +27,7 @@ from engines.process import Worker
 from engines.results import Comparison, Results
 from engines.rows import ROWS, Row, cells_of, chosen
 from engines.shoal_engine import Engine as ShoalEngine
-from engines.tasks import PLAIN, Absent, Answer, Setup, Task
+from engines.tasks import PLAIN, Absent, Answer, Setup, Task, convert
 from engines.transformers_engine import Engine as TransformersEngine
 from shoal.bench.quiet import Process, QuietGate
 from shoal.errors import InternalError, RequestError
@@ -339,6 +339,23 @@ def test_a_worker_is_stopped_between_tasks(places: tuple[str, str], tmp_path: Pa
 def test_a_worker_says_which_package_is_missing(places: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(Absent, match=r"No module named 'engines\.vllm_engine'"):
         Worker(sys.executable, setup_of("vllm", PLAIN, places), tmp_path / "log.txt")
+
+
+def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def write(out: Path) -> None:
+        calls.append(out)
+        out.mkdir()
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "model", write)
+    for _ in range(2):
+        convert(tmp_path / "model", write)
+    assert len(calls) == 2
+    assert [place.name for place in tmp_path.iterdir()] == ["model"]
 
 
 def test_answers_are_plain_data() -> None:

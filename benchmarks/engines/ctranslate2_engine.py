@@ -7,7 +7,7 @@ from typing import Any
 
 import ctranslate2
 
-from engines.tasks import PLAIN, Absent, Answer, Setup, Task
+from engines.tasks import PLAIN, Absent, Answer, Setup, Task, convert
 
 
 def _converted(setup: Setup) -> Path:
@@ -16,9 +16,8 @@ def _converted(setup: Setup) -> Path:
 
 def prepare(setup: Setup) -> None:
     """Converts the target, in float32; other formats are made when it is loaded."""
-    out = _converted(setup)
-    if not (out / "model.bin").exists():
-        ctranslate2.converters.TransformersConverter(setup.target).convert(str(out), force=True)
+    converter = ctranslate2.converters.TransformersConverter(setup.target)
+    convert(_converted(setup), lambda out: converter.convert(str(out)))
 
 
 class Engine:

@@ -8,6 +8,7 @@ sampling, and the caches go back to what the rows keep.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from engines import gguf_file
 from engines.draws import Floats, Ints, Sampler, kept_drafts
-from engines.tasks import Answer, Setup, Task
+from engines.tasks import Answer, Setup, Task, convert
 
 SLACK = 8  # positions beyond the longest row: drafts that are not kept
 
@@ -30,10 +31,7 @@ def _file(setup: Setup, model: str) -> Path:
 def prepare(setup: Setup) -> None:
     """Writes both models as GGUF files, matrices in the dtype; "int8" is Q8_0."""
     for model in filter(None, (setup.target, setup.draft)):
-        if not _file(setup, model).exists():
-            unfinished = _file(setup, model).with_suffix(".part")
-            gguf_file.write(Path(model), unfinished, setup.dtype)
-            unfinished.rename(_file(setup, model))
+        convert(_file(setup, model), partial(gguf_file.write, Path(model), dtype=setup.dtype))
 
 
 class Model:

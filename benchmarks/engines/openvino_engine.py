@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from engines.tasks import Answer, Setup, Task
+from engines.tasks import Answer, Setup, Task, convert
 
 SOURCE = Path(__file__).parents[2] / "src/shoal/bench/openvino.py"
 
@@ -34,12 +35,13 @@ def prepare(setup: Setup) -> None:
     import optimum.intel  # noqa: F401
 
     for model in filter(None, (setup.target, setup.draft)):
-        out = _export(setup, model)
-        if not (out / "openvino_model.xml").exists():
-            weights = "int8" if setup.dtype == "int8" else "fp32"
-            command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model, str(out)]
-            command += ["--task", "text-generation-with-past", "--weight-format", weights]
-            subprocess.run(command, check=True, stdout=sys.stderr)
+        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
+        command += ["--task", "text-generation-with-past", "--weight-format", "int8" if setup.dtype == "int8" else "fp32"]
+        convert(_export(setup, model), partial(_run, command))
+
+
+def _run(command: list[str], out: Path) -> None:
+    subprocess.run([*command, str(out)], check=True, stdout=sys.stderr)
 
 
 class Engine:

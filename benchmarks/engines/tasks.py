@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 PLAIN = "plain"
@@ -65,6 +67,16 @@ class Answer:
     drafted: int | None = None
     accepted: int | None = None
     acceptance_length: float | None = None
+
+
+def convert(out: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` make a file or directory, if it is not there; one that was interrupted is made again."""
+    unfinished = out.with_name(f"{out.name}.part")
+    if not out.exists():
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        write(unfinished)
+        unfinished.rename(out)
 
 
 class Engine(Protocol):

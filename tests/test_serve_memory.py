@@ -116,7 +116,7 @@ def resolve(path: str) -> Any:
 
 STAGES = [
     "shoal.drafting.model.probabilities",
-    "shoal.engine.verify.probabilities",
+    "shoal.sampling.distributions.draws",
     "shoal.engine.engine.verify",
     "shoal.sampling.acceptance.Coupled.uniforms",
     "shoal.sampling.acceptance.Coupled.decide",

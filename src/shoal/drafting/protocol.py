@@ -68,6 +68,10 @@ class KeyValueMemory(Protocol):
         ...
 
     @property
+    def attends_in_one_call(self) -> bool:
+        """Whether attention is one call for keys of its own and shared ones."""
+
+    @property
     def static_without_prefixes(self) -> bool:
         """Whether sharing prompts would cost it its passes of fixed shape."""
         ...

@@ -193,6 +193,10 @@ class DraftSlots(KeyValueMemory):
         return self._runner.shares
 
     @property
+    def attends_in_one_call(self) -> bool:
+        return self._runner.attends_in_one_call
+
+    @property
     def static_without_prefixes(self) -> bool:
         return self._runner.static_without_prefixes
 

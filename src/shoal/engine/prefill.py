@@ -18,15 +18,22 @@ from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 
 
 def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
-    """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of them know shared prompts, and
-    instead of "auto" also where static passes do not know them.
+    """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of them know shared prompts.
+
+    "auto" is "copied" also where static passes do not know them, and "grouped" where all models read them in the one call of
+    their attention: each pass then reads a prompt once for all its rows, from the processor's cache, at no other cost.
 
     Raises:
         RequestError: for an unknown name.
     """
     check_policy(prefix_sharing)
-    loses_static = prefix_sharing == "auto" and any(model.static_without_prefixes for model in models)
-    return prefix_sharing if all(model.shares for model in models) and not loses_static else "copied"
+    if not all(model.shares for model in models):
+        return "copied"
+    if prefix_sharing != "auto":
+        return prefix_sharing
+    if any(model.static_without_prefixes for model in models):
+        return "copied"
+    return "grouped" if all(model.attends_in_one_call for model in models) else "auto"
 
 
 def prefill(target: Runner, round_: Round) -> int:

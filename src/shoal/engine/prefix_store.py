@@ -6,6 +6,7 @@ reads the prompt once instead of n times (bifurcated attention, Athiwaratkun et 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ class PrefixStore:
     """Which token slots hold the prompt of which group. A store does not change: its methods return other stores.
 
     Attributes:
-        policy: "auto" (by `MIN_SAVED_TOKENS`), "shared" (always) or "copied" (never).
+        policy: "auto" (by `MIN_SAVED_TOKENS`), "grouped" (prompts of several rows), "shared" (always) or "copied" (never).
         prefixes: the stored prompts by group, in the order in which they were added.
     """
 
@@ -57,4 +58,5 @@ class PrefixStore:
         return PrefixStore(self.policy, {group: prefix for group, prefix in self.prefixes.items() if group not in groups})
 
     def _shares(self, rows: int, length: int) -> bool:
-        return self.policy == "shared" or (self.policy == "auto" and (rows - 1) * length >= MIN_SAVED_TOKENS)
+        least = {"auto": MIN_SAVED_TOKENS, "grouped": 1, "shared": 0}.get(self.policy, math.inf)
+        return (rows - 1) * length >= least

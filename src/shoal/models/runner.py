@@ -93,6 +93,11 @@ class Runner:
         return self.cache.nbytes()
 
     @property
+    def attends_in_one_call(self) -> bool:
+        """Whether attention is one call for keys of its own and shared ones."""
+        return methods.resolved(self.attention, self.device, self.dtype) in methods.KERNELS
+
+    @property
     def static_without_prefixes(self) -> bool:
         """Whether rows whose prompt is stored once would lose passes of fixed shape."""
         return self.static is not None and not self.static.knows_prefixes

@@ -55,6 +55,9 @@ METHODS: dict[str, Method] = {
 KV_BLOCKS: dict[str, int] = {"strict": KV_BLOCK}
 """Methods that want whole blocks of that many keys."""
 
+KERNELS = ("fused", "native")
+"""Methods that are one call, whatever rows share."""
+
 SHARING = METHODS.keys() - KV_BLOCKS.keys()
 """Methods that know prefixes."""
 

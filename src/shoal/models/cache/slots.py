@@ -42,6 +42,7 @@ class SlotCache(Cache):
         self.prefixes: list[Prefix | None] = []
         self.plan: Plan | None = None
         self._written: Tensor | None = None
+        self._addresses: list[tuple[int, ...]] | None = None
 
     # ── what the engine does with it ────────────────────────────────────────────────────────────────────────────────
 
@@ -55,6 +56,7 @@ class SlotCache(Cache):
         self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        self._addresses = None
         try:
             for layer in self._layers:
                 layer.resize(slots, capacity, cells)
@@ -99,6 +101,12 @@ class SlotCache(Cache):
     def stores(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Keys and values of each layer, the slots' and the shared ones, for passes that write and read them themselves."""
         return [(layer.keys, layer.values, layer.shared_keys, layer.shared_values) for layer in self._layers]
+
+    def addresses(self) -> list[tuple[int, ...]]:
+        """Those of `stores`, for kernels that take addresses; good until the cache changes its size."""
+        if self._addresses is None:
+            self._addresses = [tuple(tensor.data_ptr() for tensor in stores) for stores in self.stores()]
+        return self._addresses
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets everything from `length` on. O(1): nothing moves."""
@@ -191,6 +199,7 @@ class SlotCache(Cache):
             self._add_layer(states, states)
 
     def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._addresses = None
         sizes, pair = ((self.slots, self.capacity), (self.cells,)), (key_states, value_states)
         self._layers.append(Layer(*(allocated(states, *size) for size in sizes for states in pair)))
 

@@ -41,7 +41,7 @@ class NativePass:
         self._threads = torch.get_num_threads()
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
-        self._stores = cache.stores()
+        self._stores = cache.addresses()
         self._cos, self._sin = kernels.angles.reach(max(plan.starts) + plan.q)
         self._positions = plan.pack(plan.positions).reshape(-1)
         tokens, width = self._positions.numel(), decoder.heads * decoder.dim
@@ -89,7 +89,7 @@ class NativePass:
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:
-        keys, values, shared_keys, shared_values = (store.data_ptr() for store in self._stores[index])
+        keys, values, shared_keys, shared_values = self._stores[index]
         heads, layer = self._heads, self._kernels.decoder.layers[index]
         heads.states = states.data_ptr()
         heads.keys, heads.values = (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
@@ -105,8 +105,9 @@ class NativePass:
         attention.query, attention.key, attention.value = heads.states, keys, values
         attention.shared_key, attention.shared_value = shared_keys, shared_values
         attention.window = layer.window or 0
-        tree = self._masks.tree(layer.window)
-        if tree is not None:
+        if self._plan.parents is not None:
+            tree = self._masks.tree(layer.window)
+            assert tree is not None
             attention.positions, attention.words = tree[0].data_ptr(), tree[1].data_ptr()
         if self._kernels.attend(self._attention_at):
             raise MemoryError("no memory for the scores of attention")

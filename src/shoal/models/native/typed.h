@@ -190,7 +190,7 @@ int NAME(attend)(const Attention *a) {
     int64_t work = 0;
     for (int64_t row = 0; row < a->rows; row++) work += (a->bounds[row] + a->bounds[a->rows + row]) * a->bounds[a->rows + row];
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(a->threads) reduction(| : failed) \
-    if (work * a->heads * a->dim > PARALLEL)
+    if (work * a->heads * a->dim > PARALLEL / 4)
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t head = 0; head < a->kv_heads; head++) failed |= NAME(attend_head)(a, row, head);
     return failed;

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.durable import cache_folder
 from shoal.models.formats import cpu_flags
-from shoal.models.native.structs import Attention, Heads
+from shoal.models.native.structs import Attention, Heads, Product
 
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
@@ -148,6 +148,7 @@ def loaded(place: Path) -> ctypes.CDLL:
 
 
 SIGNATURES = {
+    "product": [ctypes.POINTER(Product)],
     "attend": [ctypes.POINTER(Attention)],
     "heads": [ctypes.POINTER(Heads)],
     "rms_norm": [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int64],

@@ -1,4 +1,5 @@
-/* Native kernels of passes on a CPU: ragged attention, rotary embedding with the write to the cache, RMS norm.
+/* Native kernels of passes on a CPU: products by packed weights, ragged attention, rotary embedding with the write to the cache,
+   RMS norm.
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
    types come by including typed.h once for each. No -ffast-math: NaN and infinity must come out as PyTorch would have them. */
@@ -8,6 +9,9 @@
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+#ifdef __AVX512BF16__
+#include <immintrin.h>
 #endif
 
 #define PARALLEL 65536 /* least work worth a second thread */
@@ -62,6 +66,13 @@ INLINE vec exponential(vec x) {
     p = p * r * r + r + 1.0f;
     vec scale = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
     return choose(small, (vec){}, p * scale);
+}
+
+/* x / (1 + e^-x). */
+INLINE vec silu(vec x) {
+    ivec positive = x >= 0.0f;
+    vec e = exponential(choose(positive, -x, x));
+    return choose(positive, x / (1.0f + e), x * e / (1.0f + e));
 }
 
 #define SWAPPED(s, l) ((l) & (s) ? 16 + ((l) ^ (s)) : (l))
@@ -134,11 +145,53 @@ INLINE vec lanes_bfloat16(const uint16_t *x) {
     return (vec)(__builtin_convertvector(half, ivec) << 16);
 }
 
+INLINE void put_float32(float *to, vec x) { store(to, x); }
+INLINE void put_bfloat16(uint16_t *to, vec x) {
+    ivec bits = (ivec)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+    hvec half = __builtin_convertvector((ivec)choose(x == x, (vec)rounded, (vec)((ivec){} + 0x7fc0)), hvec);
+    memcpy(to, &half, sizeof half);
+}
+
+/* One step along the inputs of `panels` panels for m tokens: what an element of a panel is depends on the type. float32: 16 weights
+   of one input. bfloat16: 16 pairs of weights of two inputs, and so are the tokens' features. */
+#ifdef __AVX512F__
+#define TOKENS 8 /* tokens and panels whose sums the registers hold: 32 of 16 lanes, or fewer or narrower ones */
+#define PANELS 2
+#else
+#define TOKENS 4
+#define PANELS 1
+#endif
+INLINE void step_float32(int m, int panels, vec sum[TOKENS][PANELS], const float *w, int64_t panel, const float *x, int64_t width) {
+    vec weights[PANELS];
+    for (int p = 0; p < panels; p++) weights[p] = load(w + p * panel);
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < panels; p++) sum[i][p] += x[i * width] * weights[p];
+}
+INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint16_t *w, int64_t panel, const uint16_t *x, int64_t width) {
+    ivec weights[PANELS];
+    for (int p = 0; p < panels; p++) memcpy(&weights[p], w + p * panel, sizeof weights[p]);
+    for (int i = 0; i < m; i++) {
+        int32_t pair;
+        memcpy(&pair, x + i * width, sizeof pair);
+        for (int p = 0; p < panels; p++) {
+#ifdef __AVX512BF16__
+            sum[i][p] = (vec)_mm512_dpbf16_ps((__m512)sum[i][p], (__m512bh)weights[p], (__m512bh)_mm512_set1_epi32(pair));
+#else
+            sum[i][p] += (vec)(weights[p] & (int32_t)0xffff0000) * bits_to_float((uint32_t)pair & 0xffff0000u);
+            sum[i][p] += (vec)(weights[p] << 16) * bits_to_float((uint32_t)pair << 16);
+#endif
+        }
+    }
+}
+
 #define SUFFIX float32
+#define GROUP 1 /* inputs of a step */
 #define T float
 #include "typed.h"
 #undef SUFFIX
 #undef T
+#undef GROUP
 #define SUFFIX bfloat16
+#define GROUP 2
 #define T uint16_t
 #include "typed.h"

@@ -32,3 +32,13 @@ typedef struct {
     void *states;                     /* [tokens, heads + 2 kv_heads, dim]; queries are rotated in place */
     void *keys, *values;              /* [cells, kv_heads, dim] each */
 } Heads;
+
+/* A product by packed weights: y = x W^T + b, then by `kind` an activation, a sum or a product. */
+typedef struct {
+    int64_t tokens, width, outputs, kind, threads; /* width: features of x, even for bfloat16 */
+    const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2] */
+    const void *bias;                 /* [outputs], or NULL */
+    const void *x;                    /* [tokens, width] */
+    const void *other;                /* [tokens, outputs]: what is added or multiplied; NULL: nothing */
+    void *y;                          /* [tokens, outputs] */
+} Product;

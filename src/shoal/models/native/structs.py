@@ -35,3 +35,12 @@ class Heads(ctypes.Structure):
             for name in ("cos", "sin", "positions", "cells", "query_norm", "key_norm", "states", "keys", "values")
         ),
     ]
+
+
+class Product(ctypes.Structure):
+    """A product by packed weights."""
+
+    _fields_ = [
+        *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
+        *((name, _POINTER) for name in ("weight", "bias", "x", "other", "y")),
+    ]

@@ -33,6 +33,53 @@ void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens
         NAME(normalize)((T *)out + t * width, (const T *)x + t * width, weight, width, eps);
 }
 
+/* What a product does with its result. */
+enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
+
+/* m tokens by some panels of weights, and what the product does with the result; `outputs`: of these panels. */
+INLINE void NAME(tile)(int m, int panels, const Product *a, const T *x, int64_t first, int64_t outputs) {
+    int64_t width = a->width, panel = width * LANES;
+    const T *w = (const T *)a->weight + first * width;
+    vec sum[TOKENS][PANELS] = {{{0}}};
+    for (int64_t k = 0; k < width; k += GROUP) NAME(step)(m, panels, sum, w + k * LANES, panel, x + k, width);
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < panels; p++) {
+            int64_t place = (x - (const T *)a->x) / width * a->outputs + i * a->outputs + first + p * LANES;
+            int64_t lanes = outputs - p * LANES < LANES ? outputs - p * LANES : LANES;
+            T bias[LANES] = {0}, other[LANES] = {0}, y[LANES];
+            vec result = sum[i][p];
+            if (a->bias) {
+                memcpy(bias, (const T *)a->bias + first + p * LANES, lanes * sizeof(T));
+                result += NAME(lanes)(bias);
+            }
+            if (a->kind >= NAME(ADD)) memcpy(other, (const T *)a->other + place, lanes * sizeof(T));
+            if (a->kind == NAME(SILU)) result = silu(result);
+            if (a->kind == NAME(ADD)) result += NAME(lanes)(other);
+            if (a->kind == NAME(MUL)) result *= NAME(lanes)(other);
+            NAME(put)(y, result);
+            memcpy((T *)a->y + place, y, lanes * sizeof(T));
+        }
+}
+
+INLINE void NAME(panels)(int panels, const Product *a, int64_t first, int64_t outputs) {
+    const T *x = a->x;
+    int64_t t = 0, width = a->width, tokens = a->tokens;
+    for (; t + TOKENS <= tokens; t += TOKENS) NAME(tile)(TOKENS, panels, a, x + t * width, first, outputs);
+    for (; t + 4 <= tokens; t += 4) NAME(tile)(4, panels, a, x + t * width, first, outputs);
+    if (t + 2 <= tokens) NAME(tile)(2, panels, a, x + t * width, first, outputs), t += 2;
+    if (t < tokens) NAME(tile)(1, panels, a, x + t * width, first, outputs);
+}
+
+/* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens. */
+void NAME(product)(const Product *a) {
+#pragma omp parallel for schedule(static) num_threads(a->threads) if (a->tokens * a->width * a->outputs > PARALLEL / 4)
+    for (int64_t first = 0; first < a->outputs; first += PANELS * LANES) {
+        int64_t outputs = a->outputs - first;
+        if (outputs > LANES) NAME(panels)(PANELS, a, first, outputs);
+        else NAME(panels)(1, a, first, outputs);
+    }
+}
+
 /* x cos + rotate_half(x) sin over the first `rotary` features (Su et al. 2021). */
 static inline void NAME(rotate)(T *restrict to, const T *restrict x, const float *restrict cos, const float *restrict sin,
                                 int64_t rotary, int64_t dim) {

@@ -1,6 +1,8 @@
 """The weights of linear layers: the forms in which they lie in memory, which is chosen, and what users still may do with them.
 
 matrix      one weight matrix and the products by it
+panels      packed for the product kernel in C
+packing     which packing
 parameter   a packed matrix as a tensor that reads, writes and saves as ever
 layers      the layers of a model, given their forms
 fusing      several layers as one matrix

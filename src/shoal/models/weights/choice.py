@@ -26,7 +26,9 @@ from torch import Tensor
 
 from shoal.durable import cache_folder
 from shoal.models import formats
+from shoal.models.native.build import missing
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix
+from shoal.models.weights.packing import packed, packing
 
 LOG = logging.getLogger("shoal")
 TOKENS = (1, 8, 40)
@@ -55,7 +57,7 @@ def by_facts(keys: Collection[Key]) -> dict[Key, str]:
 def by_measurement(keys: Collection[Key]) -> dict[Key, str]:
     """The forms with packing where this CPU gains by it; known from an earlier process, or measured and remembered."""
     forms = by_facts(keys)
-    wanted = {key: _name(key) for key in keys if key[1] in formats.cpu().packs}
+    wanted = {key: _name(key) for key in keys if packing(key[1]) is not None}
     place = _place() if wanted else None
     known = _read(place)
     new = {}
@@ -96,15 +98,15 @@ def measured(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> Take
     inputs = {tokens: torch.randn(tokens, width, generator=generator).to(dtype) for tokens in TOKENS}
     copies = min(max(2, math.ceil(min(1.25 * cache_bytes(), ROTATED) / weight.nbytes)), COPIES)
     form = by_facts([(shape, dtype)])[shape, dtype]
-    pairs = [(Matrix(weight.clone(), None, form), Matrix(weight, None, PACKED)) for _ in range(copies)]
+    pairs = [(Matrix(weight.clone(), None, form), packed(weight, None)) for _ in range(copies)]
     takes: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in TOKENS}
     cold = cycle(pairs)
     for done in range(-1, ROUNDS[1]):
         if done >= ROUNDS[0] and time.perf_counter() > ends:
             break
         for tokens, x in inputs.items():
-            plain, packed = next(cold)
-            pair = _seconds(plain.linear, x), _seconds(packed.linear, x)
+            plain, fast = next(cold)
+            pair = _seconds(plain.linear, x), _seconds(fast.linear, x)
             if done >= 0:  # libraries make their kernels in the first
                 takes[tokens].append(pair)
     return takes
@@ -145,7 +147,8 @@ def _facts() -> str:
     except OSError:
         pass
     flags = ",".join(sorted(formats.cpu_flags()))
-    return f"{model}; {flags}; {cache_bytes()}; {torch.get_num_threads()} threads; torch {torch.__version__}"
+    library = f"torch {torch.__version__}, {missing() or 'own kernels'}"
+    return f"{model}; {flags}; {cache_bytes()}; {torch.get_num_threads()} threads; {library}"
 
 
 def _place() -> Path | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.models.weights.layers import use_packed
 from shoal.models.weights.matrix import AS_IS, PACKED, Matrix
+from shoal.models.weights.packing import packed
 from shoal.models.weights.parameter import PackedWeight
 
 
@@ -34,7 +35,7 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     if layers[0].bias is not None:
         bias = _joined([layer.bias.detach() for layer in layers])
     table = any(_packed(weight) and weight.matrix.table is not None for weight in (layer.weight for layer in layers))
-    matrix = Matrix(dense, bias, form, table=table)
+    matrix = packed(dense, bias, table=table) if form == PACKED else Matrix(dense, bias, form, table=table)
     for layer, start in zip(layers, _starts(layers), strict=True):
         stop = start + layer.out_features
         if form != PACKED:

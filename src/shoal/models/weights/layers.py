@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix, input_major
+from shoal.models.weights.packing import packed
 from shoal.models.weights.parameter import PackedWeight
 from shoal.models.weights.saving import SavePretrained
 
@@ -108,7 +109,7 @@ class _Shared:
     def pack(self) -> None:
         """Packs the parameter in the place of the ordinary one; with a table if something else than products uses it."""
         layers, old = self.layers, self.weight
-        matrix = Matrix(old, layers[0].bias, PACKED, table=len(layers) < len(self.owners))
+        matrix = packed(old, layers[0].bias, table=len(layers) < len(self.owners))
         new = nn.Parameter(PackedWeight.rows(matrix), old.requires_grad)
         new.__dict__.update(old.__dict__)  # marks that Transformers leaves
         for owner, name in self.owners:

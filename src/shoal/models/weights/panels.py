@@ -1,0 +1,95 @@
+"""A matrix packed for the product kernel in C: panels of 16 outputs, read from memory once and in order."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.models.native.build import library
+from shoal.models.native.structs import Product
+from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
+
+LANES = 16
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+GROUP = {torch.float32: 1, torch.bfloat16: 2}
+"""Inputs whose weights lie side by side for each output: what one instruction multiplies."""
+PLAIN, SILU, ADD, MUL = range(4)
+"""What a product does with its result; `kernels.h` has the same."""
+
+
+class PanelMatrix(Matrix):
+    """Weights as [panels, inputs, 16], bfloat16 as [panels, inputs / 2, 16, 2]; zeros fill up both.
+
+    Each sum runs over the inputs in their order, whatever the other tokens of a product are: a token's result has the same bits in
+    every batch.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: str = PACKED, *, table: bool = False) -> None:
+        super().__init__(weight, bias, form, table=table)
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        group = GROUP[self.dtype]
+        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % LANES))
+        panels = padded.view(len(padded) // LANES, LANES, -1, group)
+        return panels.transpose(1, 2).contiguous()
+
+    def _unpacked(self) -> Tensor:
+        out, width = self.shape
+        return self._weight.transpose(1, 2).reshape(len(self._weight) * LANES, -1)[:out, :width].contiguous()
+
+    def _products(self) -> Products:
+        return _products(self._weight, self.bias, self.shape) if self.form == PACKED else super()._products()
+
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self.table is None or self.form != PACKED else self.table.nbytes)
+
+    def __reduce__(self) -> Any:
+        return _again, (self.dense(), self.bias, self.form, self.table is not None)
+
+
+def _again(weight: Tensor, bias: Tensor | None, form: str, table: bool) -> PanelMatrix:
+    return PanelMatrix(weight, bias, form, table=table)
+
+
+def _products(weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Products:
+    (outputs, inputs), dtype = shape, weight.dtype
+    width = weight.shape[1] * GROUP[dtype]
+    kernel: Any = getattr(library(), f"product_{SUFFIXES[dtype]}")
+    if bias is not None:
+        bias = bias.contiguous()
+    weight_at, bias_at = weight.data_ptr(), None if bias is None else bias.data_ptr()
+
+    def product(x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, inputs)
+        rows = F.pad(rows, (0, width - inputs)) if width > inputs else rows.contiguous()
+        y = rows.new_empty(len(rows), outputs)
+        if other is not None:
+            other = other.contiguous()
+        other_at = None if other is None else other.data_ptr()
+        threads = torch.get_num_threads()
+        kernel(
+            ctypes.byref(
+                Product(
+                    len(rows), width, outputs, kind, threads, weight_at, bias_at, rows.data_ptr(), other_at, y.data_ptr()
+                )
+            )
+        )
+        return y.view(*x.shape[:-1], outputs)
+
+    def linear(x: Tensor, activation: str = "none") -> Tensor:
+        if activation in ("silu", "swish"):
+            return product(x, SILU)
+        y = product(x, PLAIN)
+        return y if activation == "none" else ACTIVATIONS[activation](y)
+
+    def linear_add(x: Tensor, other: Tensor) -> Tensor:
+        return product(x, ADD, other)
+
+    def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+        return product(x, MUL, other)
+
+    return linear, linear_add, linear_mul

@@ -1,0 +1,132 @@
+"""Weights packed for the product kernel in C: right products, whose bits do not depend on the batch; weights come back exactly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.models import formats
+from shoal.models.native import build
+from shoal.models.weights import panels
+from shoal.models.weights.matrix import PACKED, Matrix
+from shoal.models.weights.packing import packing
+from shoal.models.weights.panels import PanelMatrix
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="needs a C compiler")
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """In standard deviations, as sums may cancel; in units of the dtype's rounding."""
+    unit = torch.finfo(found.dtype).eps
+    return float((found.double() - right).abs().max() / right.abs().amax().clamp(min=1e-9)) / unit
+
+
+@given(st.sampled_from(TYPES), st.integers(1, 70), st.integers(1, 70), st.integers(1, 20), st.booleans(), st.integers(0, 99))
+def test_products(dtype: torch.dtype, out: int, inputs: int, tokens: int, biased: bool, seed: int) -> None:
+    weight, x, other = (
+        some(*shape, dtype=dtype, seed=seed + i) for i, shape in enumerate([(out, inputs), (tokens, inputs), (tokens, out)])
+    )
+    bias = some(out, dtype=dtype, seed=seed + 3) if biased else None
+    matrix = PanelMatrix(weight, bias)
+    right = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert torch.equal(matrix.dense(), weight)
+    assert error(matrix.linear(x), right) < 8
+    assert error(matrix.linear(x, "silu"), F.silu(right)) < 8
+    assert error(matrix.linear(x, "gelu"), F.gelu(right)) < 16
+    assert error(matrix.linear_add(x, other), right + other.double()) < 8
+    assert error(matrix.linear_mul(x, other), right * other.double()) < 8
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("out", "inputs"), [(48, 64), (33, 31), (256, 640)])
+def test_the_bits_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype, out: int, inputs: int) -> None:
+    matrix, x, other = PanelMatrix(some(out, inputs, dtype=dtype)), some(43, inputs, dtype=dtype), some(43, out, dtype=dtype)
+    alone = [matrix.linear_mul(x[i : i + 1], other[i : i + 1]) for i in range(43)]
+    for tokens in (2, 3, 7, 8, 15, 43):
+        assert torch.equal(matrix.linear_mul(x[:tokens].clone(), other[:tokens].clone()), torch.cat(alone[:tokens]))
+    threads = torch.get_num_threads()
+    try:
+        for many in (1, 2):
+            torch.set_num_threads(many)
+            assert torch.equal(matrix.linear_mul(x, other), torch.cat(alone))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_control_libraries_round_by_the_shape_of_the_product() -> None:
+    """Else the test above shows nothing: the same numbers by a matrix library, alone and together."""
+    weight, x = some(256, 640, dtype=torch.float32), some(43, 640, dtype=torch.float32)
+    assert not torch.equal(F.linear(x, weight), torch.cat([F.linear(x[i : i + 1], weight) for i in range(43)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nan_and_infinity_stay_with_their_token(dtype: torch.dtype) -> None:
+    matrix, x = PanelMatrix(some(40, 24, dtype=dtype)), some(5, 24, dtype=dtype)
+    x[1, 3], x[3, 0] = torch.nan, torch.inf
+    y = matrix.linear(x, "silu")
+    assert y[1].isnan().all()
+    assert not y[3].isfinite().all()
+    assert y[[0, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_writes_and_copies(dtype: torch.dtype) -> None:
+    weight, x = some(37, 33, dtype=dtype), some(3, 33, dtype=dtype)
+    matrix = PanelMatrix(weight.clone(), None, PACKED, table=True)
+    for other in (copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix))):
+        assert type(other) is PanelMatrix
+        assert torch.equal(other.linear(x), matrix.linear(x))
+    before = matrix.linear(x)
+    matrix.write(weight * 2)
+    assert torch.equal(matrix.dense(), weight * 2)
+    assert torch.equal(matrix.linear(x), before * 2)
+    assert matrix.table is not None
+    assert torch.equal(matrix.table, weight * 2)
+
+
+def test_inputs_of_any_strides_and_dimensions() -> None:
+    matrix, x = PanelMatrix(some(32, 48, dtype=torch.float32)), some(48, 6, 2, dtype=torch.float32).permute(1, 2, 0)
+    assert torch.equal(matrix.linear(x).flatten(0, 1), matrix.linear(x.reshape(-1, 48).contiguous()))
+    assert matrix.linear(x[:0]).shape == (0, 2, 32)
+
+
+def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = frozenset(TYPES)
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=both))
+    assert [packing(dtype) for dtype in (*TYPES, torch.float64)] == [PanelMatrix, PanelMatrix, None]
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu({torch.bfloat16: "AMX-BF16"}, packs=both))
+    assert [packing(dtype) for dtype in TYPES] == [PanelMatrix, Matrix]
+    monkeypatch.setattr("shoal.models.weights.packing.missing", lambda: "no C compiler")
+    assert [packing(dtype) for dtype in TYPES] == [Matrix, Matrix]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [
+    ("sum[i][p] += x[i * width] * weights[p]", "sum[i][p] += x[i * width] * weights[0]"),
+    ("if (t < tokens) NAME(tile)(1", "if (t + 1 < tokens) NAME(tile)(1"),
+    ("if (a->kind == NAME(ADD)) result += NAME(lanes)(other);", ""),
+    ("result += NAME(lanes)(bias);", ""),
+    ("i * a->outputs + first + p * LANES;", "first + p * LANES;"),
+])  # fmt: skip
+def test_sabotage_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = build.sources()
+    changed = {name: text.replace(right.encode(), wrong.encode()) for name, text in sources.items()}
+    assert changed != sources
+    made = build.loaded(build.compiled(changed, tmp_path, build.compiler()))
+    monkeypatch.setattr(panels, "library", lambda: made)
+    weight, bias = some(40, 24, dtype=torch.float32), some(40, dtype=torch.float32)
+    x, other = some(11, 24, dtype=torch.float32), some(11, 40, dtype=torch.float32)
+    expected = x.double() @ weight.double().t() + bias.double() + other.double()
+    assert not error(PanelMatrix(weight, bias).linear_add(x, other), expected) < 8

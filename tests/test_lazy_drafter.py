@@ -163,6 +163,23 @@ def test_a_row_that_drafts_late_has_what_it_needs() -> None:
         assert all(row.drafted > 0 and row.accepted > 0 for row in rows)
 
 
+def test_rows_that_take_turns_keep_keys_of_their_own_tokens_only() -> None:
+    """A row is padding in the rounds of others, with what it has computed before: padding must not stay."""
+
+    class InTurn(When):
+        def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+            return [min(K if (row.index + self.round) % 3 == 0 else 0, row.max_draft_length) for row in rows]
+
+    run = Counted(InTurn(lambda _: True))
+    rows = run.ask((1, 2, 3), 4, new=30)
+    run.finish()
+    other = Counted(Fixed(0), k=0)
+    expected = other.ask((1, 2, 3), 4, new=30)
+    other.finish()
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    assert all(row.drafted > 0 and row.accepted > 0 for row in rows)
+
+
 @pytest.mark.parametrize("real", [False, True], ids=["scripted", "packed"])
 def test_laggards_catch_up_in_one_pass(real: bool) -> None:
     """Rows of different prompts and ages, at their first draft and after plain rounds."""
@@ -238,7 +255,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_one_value_from_the_device() -> None:
+def test_a_step_reads_at_most_one_value_from_the_device() -> None:
     """And all drafted tokens are read at once."""
     engine: Engine = Counted(Fixed(K), real=True).engine
     engine.submit(Request((1, 2, 3), 4, Sampling(seed=1), Limits(60)))
@@ -256,4 +273,4 @@ def test_a_step_reads_one_value_from_the_device() -> None:
     drafter.propose = watched  # type: ignore[method-assign]
     for _ in range(3):
         engine.step()
-    assert reads == [K + 1] * 3
+    assert all(0 < count <= K + 1 for count in reads)

@@ -46,7 +46,7 @@ def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     if vocab % _BLOCK:
         inside = torch.where(ids < vocab, inside, 0.0)
     within = _first_above(inside, inside.cumsum(-1, dtype=torch.float64), threshold - before)
-    return block * _BLOCK + within
+    return (block * _BLOCK + within).clamp_(max=vocab - 1)
 
 
 def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,10 +85,12 @@ def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tens
     """The first index whose cumulative weight exceeds the row's threshold, [rows, 1] int64.
 
     Where a device's sums are not monotone by rounding, or the threshold is not below the last of them, that may be an index without
-    weight. The first index that has some is taken instead: its sum is the first above 0, whatever the rounding.
+    weight. The first index that has some is taken instead: its sum is the first above 0, whatever the rounding. A row without any
+    weight, such as the padding of a pass of fixed shape, gets the last index.
     """
-    index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=weights.shape[-1] - 1)
-    first = torch.searchsorted(cumulative, torch.zeros_like(threshold), right=True)
+    last = weights.shape[-1] - 1
+    index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=last)
+    first = torch.searchsorted(cumulative, torch.zeros_like(threshold), right=True).clamp_(max=last)
     return torch.where(weights.gather(-1, index) > 0, index, first)
 
 
@@ -107,4 +109,4 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
     speed = padded.unflatten(-1, (-1, buckets)).sum(dim=-2, dtype=torch.float64)
     bucket = (speed / uniforms[:, 1:]).argmax(dim=-1, keepdim=True)
     ids = bucket + torch.arange(0, vocab, buckets, device=weights.device)
-    return ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1])).squeeze(1)
+    return ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1])).squeeze(1).clamp_(max=vocab - 1)

@@ -173,6 +173,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
         int64_t first = NAME(sight)(a, row, j).first;
         if (first < origin) origin = first;
     }
+    origin = origin / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
     int64_t span = rounded_up(total - origin), wide = width > value_width ? width : value_width;
     float *query = scratch(queries * (width + span + value_width) + (width + wide) * LANES);
     if (!query) return 1;

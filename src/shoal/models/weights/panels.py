@@ -13,7 +13,8 @@ from shoal.models.native.build import library
 from shoal.models.native.structs import Product
 from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
 
-LANES = 16
+PANEL = 16
+"""Outputs of a panel."""
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GROUP = {torch.float32: 1, torch.bfloat16: 2}
 """Inputs whose weights lie side by side for each output: what one instruction multiplies."""
@@ -33,13 +34,13 @@ class PanelMatrix(Matrix):
 
     def _packed(self, weight: Tensor) -> Tensor:
         group = GROUP[self.dtype]
-        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % LANES))
-        panels = padded.view(len(padded) // LANES, LANES, -1, group)
+        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL))
+        panels = padded.view(len(padded) // PANEL, PANEL, -1, group)
         return panels.transpose(1, 2).contiguous()
 
     def _unpacked(self) -> Tensor:
         out, width = self.shape
-        return self._weight.transpose(1, 2).reshape(len(self._weight) * LANES, -1)[:out, :width].contiguous()
+        return self._weight.transpose(1, 2).reshape(len(self._weight) * PANEL, -1)[:out, :width].contiguous()
 
     def _products(self) -> Products:
         return _products(self._weight, self.bias, self.shape) if self.form == PACKED else super()._products()

@@ -80,7 +80,7 @@ def tree_logits(target: Runner) -> list[list[float]]:
 
 def untold_copies(pair: shoal.Shoal) -> dict[str, Any]:
     """Negative control: prompts are copied to their rows' slots on rank 0 alone."""
-    with patch.object(_LedCache, "copy", SlotCache.copy):
+    with patch.object(_LedCache, "copy", SlotCache.copy), patch.object(pair, "prefix_sharing", "copied"):
         return decode(pair, **CASES["greedy-plain"])
 
 

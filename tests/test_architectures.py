@@ -78,8 +78,10 @@ def stock_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
 
 
 def unchecked(hf: Any, method: str = "auto") -> Runner:
-    """Without the self-check, which has a test of its own."""
-    return loading.wrap(hf, "tiny", method, checked=False)
+    """Without the self-check, which has a test of its own, and so without shared prompts, which only it can allow."""
+    made = loading.wrap(hf, "tiny", method, checked=False)
+    made.shares = False
+    return made
 
 
 Asked = Sequence[tuple[Sequence[int], int]]

@@ -604,11 +604,11 @@ def test_no_word_of_a_help_page_is_broken_at_80_columns(monkeypatch: pytest.Monk
 def test_the_values_of_choices_are_listed(shoal: Command) -> None:
     page = " ".join(shoal("generate", "--help").out.replace("│", " ").split())
     for values in (
-        "auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference",
+        "auto, pad, split, mixed, bifurcated, fused (CUDA), native (CPU), strict or reference",
         "auto, float32, bfloat16 or float16",
     ):
         assert values in page
-    assert set(METHODS) == set(re.findall(r"\w+", "auto pad split mixed bifurcated fused strict reference"))
+    assert set(METHODS) == set(re.findall(r"\w+", "auto pad split mixed bifurcated fused native strict reference"))
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

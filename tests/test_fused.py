@@ -71,7 +71,8 @@ def test_auto_takes_it_where_it_runs(
     for name in ("mixed", "fused"):
         monkeypatch.setattr(methods, name, lambda inputs, name=name: asked.append(name))
     monkeypatch.setattr(module, "_has_triton", lambda: triton)
-    query = SimpleNamespace(is_cuda=cuda, dtype=dtype)
+    monkeypatch.setattr(methods, "native_available", lambda *_: False)
+    query = SimpleNamespace(is_cuda=cuda, dtype=dtype, device=torch.device("cpu"))
     methods.auto(replace(build([50, 40], [1, 1], torch.float32), query=query))  # type: ignore[arg-type]
     assert asked == [chosen]
 

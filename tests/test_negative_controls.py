@@ -262,6 +262,7 @@ def test_a_prompt_copied_one_token_short(monkeypatch: pytest.MonkeyPatch) -> Non
         self.lengths[target] = length
 
     monkeypatch.setattr(SlotCache, "copy", short)
+    monkeypatch.setattr("shoal.engine.engine.policy_for", lambda *_: "copied")
     rows = decode(None, 0, prompts=3, n=2, max_batch=6, new=10)[1]
     assert [tuple(row.tokens[row.prompt_length :]) for row in rows[::2]] == [stock_ids(i)[:10] for i in range(3)]
     assert any(first.tokens != second.tokens for first, second in zip(rows[2::2], rows[3::2], strict=True))

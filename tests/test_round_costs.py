@@ -49,7 +49,7 @@ def test_a_plain_round(rule: type[Rule], most: int) -> None:
     assert operations(8, 0, rule()) <= most
 
 
-@pytest.mark.parametrize(("rule", "most"), [(Coupled, 270), (Rejection, 215)])
+@pytest.mark.parametrize(("rule", "most"), [(Coupled, 270), (Rejection, 220)])
 def test_a_drafted_round(rule: type[Rule], most: int) -> None:
     assert operations(8, 4, rule()) <= most
 

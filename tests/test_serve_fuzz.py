@@ -59,6 +59,8 @@ def fuzzed(description: Any, path: str, method: str, examples: int, mode: Genera
         headers = {"authorization": f"Bearer {KEY}"}
         response = case.call(headers=headers)
         statuses.add(response.status_code)
+        if response.status_code == 503 and response.json()["error"]["code"] == "grammar_timeout":
+            return  # a request may allow itself no time at all
         # What fits may still be more than the server takes: an empty prompt, too many samples, a grammar that is none.
         case.validate_response(response, excluded_checks=[positive_data_acceptance], headers=headers)
 

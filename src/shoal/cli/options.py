@@ -146,7 +146,8 @@ class ModelSource(PlacedPair):
         speed_option(
             "--attention",
             metavar="METHOD",
-            help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), strict or reference.",
+            help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), native (CPU), strict or "
+            "reference.",
         ),
     ] = "auto"
     max_batch: MaxBatchOption = "auto"

@@ -173,6 +173,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
         int64_t first = NAME(sight)(a, row, j).first;
         if (first < origin) origin = first;
     }
+    int64_t least = origin; /* what lies before is not read: it may be NaN */
     origin = origin / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
     int64_t span = rounded_up(total - origin), wide = width > value_width ? width : value_width;
     float *query = scratch(queries * (width + span + value_width) + (width + wide) * LANES);
@@ -192,7 +193,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
             int64_t place = origin + t + i;
             const T *k = place < offset ? shared_key + place * a->shared_key_token : key + (place - offset) * a->key_token;
             if (place + AHEAD < total) NAME(fetch)(k + AHEAD * a->key_token, a->dim);
-            if (place < total) NAME(widened)(block + i * width, k, a->dim);
+            if (place >= least && place < total) NAME(widened)(block + i * width, k, a->dim);
             else memset(block + i * width, 0, width * sizeof(float));
         }
         for (int64_t d = 0; d < width; d += LANES) {
@@ -216,7 +217,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
             int64_t place = origin + t + i;
             const T *v = place < offset ? shared_value + place * a->shared_value_token : value + (place - offset) * a->value_token;
             if (place + AHEAD < total) NAME(fetch)(v + AHEAD * a->value_token, a->value_dim);
-            if (place < total) NAME(widened)(block + i * value_width, v, a->value_dim);
+            if (place >= least && place < total) NAME(widened)(block + i * value_width, v, a->value_dim);
             else memset(block + i * value_width, 0, value_width * sizeof(float));
         }
         int64_t i = 0;

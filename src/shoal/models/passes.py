@@ -11,13 +11,14 @@ from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import Begin, LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
-from shoal.models.native.attention import SUFFIXES
-from shoal.models.native.build import missing
+from shoal.models.native.build import SUFFIXES, missing
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error
 
 log = logging.getLogger("shoal")
 
+MOST_DIM = 1024
+"""Features of a head that the kernel `heads` has room for."""
 MODES = ("auto", "on", "off")
 
 
@@ -52,7 +53,7 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
         native: by the kernels in C, else by PyTorch.
     """
     decoder = decoder_of(runner.hf) if runner.dtype in SUFFIXES and runner.can_be_lean else None
-    if decoder is None:
+    if decoder is None or decoder.dim > MOST_DIM:
         return
     kernels: Begin = NativeKernels(decoder) if native else PlainKernels(decoder)
     runner.lean = LeanPass(decoder, kernels)

@@ -14,8 +14,8 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.angles import Angles
 from shoal.models.lean.decoder import Decoder, Norm
 from shoal.models.lean.plain import attended
-from shoal.models.native.attention import SUFFIXES, takes
-from shoal.models.native.build import library
+from shoal.models.native.attention import takes
+from shoal.models.native.build import SUFFIXES, library
 from shoal.models.native.structs import Attention, Heads
 
 

@@ -21,12 +21,16 @@ from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
+import torch
+
 from shoal.durable import cache_folder
 from shoal.models.formats import cpu_flags
 from shoal.models.native.structs import Attention, Heads, Product
 
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What the kernels compute in, and their names for it; sums and softmax are float32 always."""
 SOURCES = ("kernels.c", "typed.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
@@ -138,7 +142,7 @@ def loaded(place: Path) -> ctypes.CDLL:
     """The library as Python calls it. Raises NotBuilt."""
     try:
         made = ctypes.CDLL(str(place))
-        for suffix in ("float32", "bfloat16"):
+        for suffix in SUFFIXES.values():
             for name, arguments in SIGNATURES.items():
                 function = getattr(made, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int if name == "attend" else None

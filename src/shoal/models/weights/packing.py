@@ -1,7 +1,7 @@
 """Which packing: that of the kernels in C, or that of oneDNN; decided by facts.
 
-Panels take 0.6 to 1.05 of the time of oneDNN's blocks at 1 to 40 tokens with AVX-512, float32 and bfloat16. Tiles (AMX) multiply 40
-tokens in the time of one, which only oneDNN's kernels use.
+Panels cost less per call and read the weights once, in order. Tiles (AMX), which only oneDNN's kernels use, multiply many tokens in
+the time of one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats
-from shoal.models.native.build import missing
+from shoal.models.native.build import SUFFIXES, missing
 from shoal.models.weights.matrix import PACKED, Matrix
-from shoal.models.weights.panels import SUFFIXES, PanelMatrix
+from shoal.models.weights.panels import PanelMatrix
 
 TILES = "AMX-BF16"
 

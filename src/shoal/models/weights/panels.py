@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.models.native.build import library
+from shoal.models.native.build import SUFFIXES, library
 from shoal.models.native.structs import Product
 from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
 
 PANEL = 16
 """Outputs of a panel."""
-SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GROUP = {torch.float32: 1, torch.bfloat16: 2}
 """Inputs whose weights lie side by side for each output: what one instruction multiplies."""
 PLAIN, SILU, ADD, MUL = range(4)
@@ -62,7 +61,6 @@ def _products(weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Pr
     kernel: Any = getattr(library(), f"product_{SUFFIXES[dtype]}")
     if bias is not None:
         bias = bias.contiguous()
-    weight_at, bias_at = weight.data_ptr(), None if bias is None else bias.data_ptr()
 
     def product(x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, inputs)
@@ -70,12 +68,21 @@ def _products(weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Pr
         y = rows.new_empty(len(rows), outputs)
         if other is not None:
             other = other.contiguous()
-        other_at = None if other is None else other.data_ptr()
+        bias_at, other_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, other))
         threads = torch.get_num_threads()
         kernel(
             ctypes.byref(
                 Product(
-                    len(rows), width, outputs, kind, threads, weight_at, bias_at, rows.data_ptr(), other_at, y.data_ptr()
+                    len(rows),
+                    width,
+                    outputs,
+                    kind,
+                    threads,
+                    weight.data_ptr(),
+                    bias_at,
+                    rows.data_ptr(),
+                    other_at,
+                    y.data_ptr(),
                 )
             )
         )

@@ -278,7 +278,7 @@ def test_auto_takes_the_kernel_where_there_is_one(
 ) -> None:
     asked: list[AttentionInputs] = []
     monkeypatch.setattr(methods, method, asked.append)
-    monkeypatch.setattr("shoal.models.native.attention.missing", lambda: "" if kernels else "no C compiler")
+    monkeypatch.setattr("shoal.models.attention.native.missing", lambda: "" if kernels else "no C compiler")
     inputs = build([5, 9], [1, 1], dtype)
     methods.auto(inputs)
     assert asked == [inputs]

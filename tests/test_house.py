@@ -26,7 +26,7 @@ PACKAGE = ROOT / "src" / "shoal"
 
 LAYERS = (
     "errors durable",
-    "config problems",
+    "config problems native",
     "types",
     "constraints lookahead",
     "sampling",

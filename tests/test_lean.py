@@ -25,10 +25,10 @@ from shoal.models.lean.decoder import Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.loading import wrap
-from shoal.models.native.build import missing
 from shoal.models.passes import choose_passes, use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
+from shoal.native.build import missing
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.types.prefix import Prefix
 from test_tree_passes import path_of

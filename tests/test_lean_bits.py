@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats, loading, weights
-from shoal.models.native.build import missing
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
+from shoal.native.build import missing
 from shoal.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="needs a C compiler")

@@ -17,7 +17,7 @@ from shoal.cli import run
 from shoal.models.attention import methods
 from shoal.models.load_report import described
 from shoal.models.loading import wrap
-from shoal.models.native.build import missing
+from shoal.native.build import missing
 from shoal.testing import save_pair, tiny_model
 from shoal.types.stats import Stats
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.errors import RequestError
+from shoal.models.attention import native as native_attention
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
-from shoal.models.native import attention as native_attention
-from shoal.models.native import build as building
-from shoal.models.native.attention import MOST_COLUMNS, SUFFIXES, native
-from shoal.models.native.build import compiled, loaded, missing
-from shoal.models.native.structs import Heads
+from shoal.models.attention.native import MOST_COLUMNS, SUFFIXES, native
+from shoal.native import build as building
+from shoal.native.build import compiled, loaded, missing
+from shoal.native.structs import Heads
 from shoal.types.prefix import Prefix
 from test_attention import CELLS, PROMPTS, build, exact, one_by_one, row_of, used
 from test_tree_passes import path_of, random_tree

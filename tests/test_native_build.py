@@ -17,11 +17,11 @@ import torch
 
 import shoal
 from shoal.errors import RequestError
+from shoal.models.attention import native as native_attention
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
-from shoal.models.native import attention as native_attention
-from shoal.models.native import build as building
-from shoal.models.native.build import NotBuilt, missing
+from shoal.native import build as building
+from shoal.native.build import NotBuilt, missing
 from shoal.testing import save_pair
 from test_attention import build
 from test_native import excess

@@ -14,6 +14,7 @@ import shoal
 from shoal.models import formats
 from shoal.models.weights import choice
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
+from shoal.native import processor
 from shoal.testing import save_pair
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -167,7 +168,7 @@ def test_what_changes_the_time_changes_the_file(machine: Callable[..., Machine],
     places = {choice._place()}
     for name in ("cache_bytes", "get_num_threads", "cpu_flags"):
         with monkeypatch.context() as patch:
-            owner: Any = {"cache_bytes": choice, "get_num_threads": torch, "cpu_flags": formats}[name]
+            owner: Any = {"cache_bytes": choice, "get_num_threads": torch, "cpu_flags": processor}[name]
             patch.setattr(owner, name, lambda: {"x"} if name == "cpu_flags" else 12345)  # noqa: B023
             places.add(choice._place())
     assert len(places) == 4

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models import formats
-from shoal.models.native import build
 from shoal.models.weights import panels
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.packing import packing
 from shoal.models.weights.panels import PanelMatrix
+from shoal.native import build
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="needs a C compiler")
 TYPES = (torch.float32, torch.bfloat16)

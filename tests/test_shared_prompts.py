@@ -22,8 +22,8 @@ from shoal.errors import InternalError, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.cache import SlotCache
-from shoal.models.native.build import missing
 from shoal.models.runner import Runner
+from shoal.native.build import missing
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted

@@ -71,7 +71,7 @@ def load(
         max_batch: most rows decoded together; more rows than that take turns. "auto": as many as memory holds and as raise tokens
             per second, by measured rounds (see `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from
             run to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a seed's tokens to hold.
-        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see `shoal.models.native`), compiled
+        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see `shoal.native`), compiled
             once per machine in about two seconds; "off": neither; "auto": on, on a CPU only where there is a C compiler.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.

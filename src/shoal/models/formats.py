@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shoal.native.processor import cpu_flags
+
 WIDE = 1024
 """Least hidden size for bfloat16 on a CPU. Layers of 256 features take up to twice as long in bfloat16 with AVX512-BF16, because
 converting activations costs more than the product; layers of 1,024 and more take half as long from 8 tokens on."""
@@ -82,18 +84,6 @@ def can_pack(dtype: torch.dtype) -> bool:
         return torch.ops.mkldnn._nbytes(packed) >= weight.nbytes and torch.equal(back, weight)
     except (RuntimeError, AttributeError):  # no such operation, or not for this format
         return False
-
-
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """CPU flags in lower case: torch's own query where this version has one, else what Linux says, else none."""
-    query = getattr(torch.cpu, "get_capabilities", None)
-    if query is not None:
-        return {name for name, value in query().items() if value is True}
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.lower().split()}
 
 
 def number_format(

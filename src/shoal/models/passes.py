@@ -11,9 +11,9 @@ from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import Begin, LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
-from shoal.models.native.build import SUFFIXES, missing
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error
+from shoal.native.build import SUFFIXES, missing
 
 log = logging.getLogger("shoal")
 

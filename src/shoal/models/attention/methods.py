@@ -23,12 +23,12 @@ from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.fused import available, fused
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.mixed import mixed
+from shoal.models.attention.native import available as native_available
+from shoal.models.attention.native import native
 from shoal.models.attention.pad import pad
 from shoal.models.attention.reference import reference
 from shoal.models.attention.split import split
 from shoal.models.attention.strict import KV_BLOCK, strict
-from shoal.models.native.attention import available as native_available
-from shoal.models.native.attention import native
 
 Method = Callable[[AttentionInputs], Tensor]
 

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
+from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.angles import Angles
 from shoal.models.lean.decoder import Decoder, Norm
 from shoal.models.lean.plain import attended
-from shoal.models.native.attention import takes
-from shoal.models.native.build import SUFFIXES, library
-from shoal.models.native.structs import Attention, Heads
+from shoal.native.build import SUFFIXES, library
+from shoal.native.structs import Attention, Heads
 
 
 class NativeKernels:
-    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.models.native.build`."""
+    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.native.build`."""
 
     def __init__(self, decoder: Decoder) -> None:
         made = library()

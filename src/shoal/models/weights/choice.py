@@ -26,9 +26,10 @@ from torch import Tensor
 
 from shoal.durable import cache_folder
 from shoal.models import formats
-from shoal.models.native.build import missing
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix
 from shoal.models.weights.packing import packed, packing
+from shoal.native import processor
+from shoal.native.build import missing
 
 LOG = logging.getLogger("shoal")
 TOKENS = (1, 8, 40)
@@ -146,7 +147,7 @@ def _facts() -> str:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     except OSError:
         pass
-    flags = ",".join(sorted(formats.cpu_flags()))
+    flags = ",".join(sorted(processor.cpu_flags()))
     library = f"torch {torch.__version__}, {missing() or 'own kernels'}"
     return f"{model}; {flags}; {cache_bytes()}; {torch.get_num_threads()} threads; {library}"
 

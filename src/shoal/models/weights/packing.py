@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats
-from shoal.models.native.build import SUFFIXES, missing
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.panels import PanelMatrix
+from shoal.native.build import SUFFIXES, missing
 
 TILES = "AMX-BF16"
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.models.native.build import SUFFIXES, library
-from shoal.models.native.structs import Product
 from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
+from shoal.native.build import SUFFIXES, library
+from shoal.native.structs import Product
 
 PANEL = 16
 """Outputs of a panel."""

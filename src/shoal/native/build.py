@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from shoal.durable import cache_folder
-from shoal.models.formats import cpu_flags
-from shoal.models.native.structs import Attention, Heads, Product
+from shoal.native.processor import cpu_flags
+from shoal.native.structs import Attention, Heads, Product
 
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip

@@ -12,8 +12,8 @@ from shoal.errors import RequestError
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.mixed import mixed
 from shoal.models.cache.plan import Plan
-from shoal.models.native.build import SUFFIXES, library, missing
-from shoal.models.native.structs import Attention
+from shoal.native.build import SUFFIXES, library, missing
+from shoal.native.structs import Attention
 
 MOST_COLUMNS = 64
 """Most tokens per row that the kernel takes. For prompts, products of whole matrices are faster."""

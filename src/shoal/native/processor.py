@@ -1,0 +1,19 @@
+"""What the processor can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """CPU flags in lower case: torch's own query where this version has one, else what Linux says, else none."""
+    query = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        return {name for name, value in query().items() if value is True}
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.lower().split()}

@@ -8,9 +8,10 @@ from shoal.errors import RequestError
 from shoal.models.bridge import TOLERANCE
 from shoal.models.compiled import executor_for
 from shoal.models.lean.decoder import decoder_of
-from shoal.models.lean.forward import Begin, LeanPass
+from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
+from shoal.models.lean.whole import whole_pass
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error
 from shoal.native.build import SUFFIXES, missing
@@ -55,8 +56,11 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
     decoder = decoder_of(runner.hf) if runner.dtype in SUFFIXES and runner.can_be_lean else None
     if decoder is None or decoder.dim > MOST_DIM:
         return
-    kernels: Begin = NativeKernels(decoder) if native else PlainKernels(decoder)
-    runner.lean = LeanPass(decoder, kernels)
+    if native:
+        kernels = NativeKernels(decoder)
+        runner.lean = LeanPass(decoder, kernels, whole_pass(decoder, kernels.angles))
+    else:
+        runner.lean = LeanPass(decoder, PlainKernels(decoder))
     error = largest_error(runner)
     if not error <= TOLERANCE[runner.dtype]:
         runner.lean = None

@@ -25,13 +25,13 @@ import torch
 
 from shoal.durable import cache_folder
 from shoal.native.processor import cpu_flags
-from shoal.native.structs import Attention, Heads, Product
+from shoal.native.structs import Attention, Heads, Pass, Product
 
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, and their names for it; sums and softmax are float32 always."""
-SOURCES = ("kernels.c", "typed.h", "kernels.h")
+SOURCES = ("kernels.c", "typed.h", "decode.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
 
@@ -145,7 +145,7 @@ def loaded(place: Path) -> ctypes.CDLL:
         for suffix in SUFFIXES.values():
             for name, arguments in SIGNATURES.items():
                 function = getattr(made, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, ctypes.c_int if name == "attend" else None
+                function.argtypes, function.restype = arguments, ctypes.c_int if name in ("attend", "decode") else None
     except (OSError, AttributeError) as error:
         raise NotBuilt(f"{place}: {error}") from error
     return made
@@ -155,5 +155,6 @@ SIGNATURES = {
     "product": [ctypes.POINTER(Product)],
     "attend": [ctypes.POINTER(Attention)],
     "heads": [ctypes.POINTER(Heads)],
+    "decode": [ctypes.POINTER(Pass)],
     "rms_norm": [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int64],
 }

@@ -1,5 +1,5 @@
 /* Native kernels of passes on a CPU: products by packed weights, ragged attention, rotary embedding with the write to the cache,
-   RMS norm.
+   RMS norm, and a decoder's pass of these in one call.
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
    types come by including typed.h once for each. No -ffast-math: NaN and infinity must come out as PyTorch would have them. */
@@ -40,6 +40,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline)) /* compiled once, so that its bits are the same for all who call it */
 
 INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE vec load(const float *from) { vec x; memcpy(&x, from, sizeof x); return x; }
@@ -188,6 +189,7 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #define GROUP 1 /* inputs of a step */
 #define T float
 #include "typed.h"
+#include "decode.h"
 #undef SUFFIX
 #undef T
 #undef GROUP
@@ -195,3 +197,4 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #define GROUP 2
 #define T uint16_t
 #include "typed.h"
+#include "decode.h"

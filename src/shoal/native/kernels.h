@@ -42,3 +42,43 @@ typedef struct {
     const void *other;                /* [tokens, outputs]: what is added or multiplied; NULL: nothing */
     void *y;                          /* [tokens, outputs] */
 } Product;
+
+/* One weight matrix, packed as `Product` takes it; an RMS norm. */
+typedef struct { int64_t width, outputs; const void *weight, *bias; } Weights;
+typedef struct { const void *weight; double eps; } Norm;
+
+/* What a pass reads of one layer. */
+typedef struct {
+    Weights states, out, gate, up, down;
+    Norm attention_norm, mlp_norm, query_norm, key_norm; /* of heads: weight NULL: none */
+    int64_t window;                   /* as in Attention */
+} Layer;
+
+/* What is the same in all passes of a decoder. */
+typedef struct {
+    int64_t layer_count, heads, kv_heads, dim, rotary, width, vocabulary;
+    double scale;
+    const void *embedding;            /* [vocabulary, width] */
+    const Layer *layers;
+    Norm norm;
+    Weights head;
+} Model;
+
+/* Where one layer's keys and values are: [cells, kv_heads, dim] of the slots, and of shared prompts. */
+typedef struct { void *keys, *values, *shared_keys, *shared_values; } Store;
+
+/* One pass. Arrays that other structs have too are the same there. */
+typedef struct {
+    const Model *model;
+    const Store *stores;              /* [layers] */
+    int64_t tokens, rows, columns, threads;
+    const int64_t *ids;               /* [tokens] */
+    const int64_t *positions, *cells; /* [tokens] */
+    const int32_t *bounds;            /* [4, rows] */
+    const int64_t *query_rows, *key_rows; /* [rows] */
+    const int64_t *tree_positions;    /* [rows, columns], or NULL: all rows are chains */
+    const int64_t *const *words;      /* [layers]: each [rows, columns] */
+    const float *cos, *sin;           /* [positions, rotary] */
+    void *workspace;                  /* see decode.h */
+    void *logits;                     /* [tokens, outputs of the head]; NULL: not wanted */
+} Pass;

@@ -44,3 +44,50 @@ class Product(ctypes.Structure):
         *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
         *((name, _POINTER) for name in ("weight", "bias", "x", "other", "y")),
     ]
+
+
+class Weights(ctypes.Structure):
+    """One weight matrix, packed."""
+
+    _fields_ = [*((name, _INTEGER) for name in ("width", "outputs")), *((name, _POINTER) for name in ("weight", "bias"))]
+
+
+class Norm(ctypes.Structure):
+    """An RMS norm."""
+
+    _fields_ = [("weight", _POINTER), ("eps", _REAL)]
+
+
+class Layer(ctypes.Structure):
+    """What a pass reads of one layer."""
+
+    _fields_ = [
+        *((name, Weights) for name in ("states", "out", "gate", "up", "down")),
+        *((name, Norm) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        ("window", _INTEGER),
+    ]
+
+
+class Model(ctypes.Structure):
+    """What is the same in all passes of a decoder."""
+
+    _fields_ = [
+        *((name, _INTEGER) for name in ("layer_count", "heads", "kv_heads", "dim", "rotary", "width", "vocabulary")),
+        ("scale", _REAL),
+        ("embedding", _POINTER),
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", Norm),
+        ("head", Weights),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """One pass of a decoder."""
+
+    _fields_ = [
+        ("model", ctypes.POINTER(Model)),
+        ("stores", _POINTER),
+        *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads")),
+        *((name, _POINTER) for name in ("ids", "positions", "cells", "bounds", "query_rows", "key_rows")),
+        *((name, _POINTER) for name in ("tree_positions", "words", "cos", "sin", "workspace", "logits")),
+    ]

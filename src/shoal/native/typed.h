@@ -1,4 +1,5 @@
-/* The kernels for elements of type T; see kernels.c. */
+/* The kernels for elements of type T; see kernels.c. A function `share_of_...` is run by all threads of a parallel region, which then
+   meet at its end, or by one thread alone. */
 
 /* n elements as floats, zeros behind them up to a whole number of lanes. */
 INLINE void NAME(widened)(float *to, const T *from, int64_t n) {
@@ -16,7 +17,7 @@ INLINE void NAME(fetch)(const T *from, int64_t n) {
 }
 
 /* `to` may be `x`. */
-static inline void NAME(normalize)(T *to, const T *x, const T *restrict weight, int64_t n, double eps) {
+static NOINLINE void NAME(normalize)(T *to, const T *x, const T *restrict weight, int64_t n, double eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; i++) sum += NAME(widen)(x[i]) * NAME(widen)(x[i]);
@@ -26,11 +27,17 @@ static inline void NAME(normalize)(T *to, const T *x, const T *restrict weight, 
         to[i] = NAME(narrow)(NAME(widen)(NAME(narrow)(NAME(widen)(x[i]) * scale)) * NAME(widen)(weight[i]));
 }
 
-/* Zhang and Sennrich 2019, as Llama has it: rounded to T before the weight. x, out: [tokens, width]; weight: [width]. */
-void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens, int64_t width, double eps, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * width > PARALLEL)
+/* x, out: [tokens, width]; weight: [width]. */
+static void NAME(share_of_rms_norm)(const void *x, const void *weight, void *out, int64_t tokens, int64_t width, double eps) {
+#pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; t++)
         NAME(normalize)((T *)out + t * width, (const T *)x + t * width, weight, width, eps);
+}
+
+/* Zhang and Sennrich 2019, as Llama has it: rounded to T before the weight. */
+void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens, int64_t width, double eps, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (tokens * width > PARALLEL)
+    NAME(share_of_rms_norm)(x, weight, out, tokens, width, eps);
 }
 
 /* What a product does with its result. */
@@ -71,8 +78,8 @@ INLINE void NAME(panels)(int panels, const Product *a, int64_t first, int64_t ou
 }
 
 /* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens. */
-void NAME(product)(const Product *a) {
-#pragma omp parallel for schedule(static) num_threads(a->threads) if (a->tokens * a->width * a->outputs > PARALLEL / 4)
+static void NAME(share_of_product)(const Product *a) {
+#pragma omp for schedule(static)
     for (int64_t first = 0; first < a->outputs; first += PANELS * LANES) {
         int64_t outputs = a->outputs - first;
         if (outputs > LANES) NAME(panels)(PANELS, a, first, outputs);
@@ -80,8 +87,13 @@ void NAME(product)(const Product *a) {
     }
 }
 
+void NAME(product)(const Product *a) {
+#pragma omp parallel num_threads(a->threads) if (a->tokens * a->width * a->outputs > PARALLEL / 4)
+    NAME(share_of_product)(a);
+}
+
 /* x cos + rotate_half(x) sin over the first `rotary` features (Su et al. 2021). */
-static inline void NAME(rotate)(T *restrict to, const T *restrict x, const float *restrict cos, const float *restrict sin,
+static NOINLINE void NAME(rotate)(T *restrict to, const T *restrict x, const float *restrict cos, const float *restrict sin,
                                 int64_t rotary, int64_t dim) {
     int64_t half = rotary / 2;
 #pragma omp simd
@@ -93,9 +105,9 @@ static inline void NAME(rotate)(T *restrict to, const T *restrict x, const float
     if (to != x) memcpy(to + rotary, x + rotary, (dim - rotary) * sizeof(T));
 }
 
-void NAME(heads)(const Heads *a) {
+static void NAME(share_of_heads)(const Heads *a) {
     int64_t dim = a->dim, all = a->heads + 2 * a->kv_heads;
-#pragma omp parallel for num_threads(a->threads) if (a->tokens * all * dim > PARALLEL)
+#pragma omp for schedule(static)
     for (int64_t t = 0; t < a->tokens; t++) {
         const float *cos = a->cos + a->positions[t] * a->rotary, *sin = a->sin + a->positions[t] * a->rotary;
         T *states = (T *)a->states + t * all * dim, turned[1024];
@@ -110,6 +122,11 @@ void NAME(heads)(const Heads *a) {
         }
         memcpy((T *)a->values + cell, states + (a->heads + a->kv_heads) * dim, a->kv_heads * dim * sizeof(T));
     }
+}
+
+void NAME(heads)(const Heads *a) {
+#pragma omp parallel num_threads(a->threads) if (a->tokens * (a->heads + 2 * a->kv_heads) * a->dim > PARALLEL)
+    NAME(share_of_heads)(a);
 }
 
 /* Which keys a column sees: [first, last), but of the row's own block only those in `word`. */
@@ -233,14 +250,23 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
     return 0;
 }
 
+/* Sets `failed` where there is no memory. */
+static void NAME(share_of_attend)(const Attention *a, int *failed) {
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t row = 0; row < a->rows; row++)
+        for (int64_t head = 0; head < a->kv_heads; head++)
+            if (NAME(attend_head)(a, row, head)) {
+#pragma omp atomic write
+                *failed = 1;
+            }
+}
+
 /* Returns 0, or 1: no memory. */
 int NAME(attend)(const Attention *a) {
     int failed = 0;
     int64_t work = 0;
     for (int64_t row = 0; row < a->rows; row++) work += (a->bounds[row] + a->bounds[a->rows + row]) * a->bounds[a->rows + row];
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(a->threads) reduction(| : failed) \
-    if (work * a->heads * a->dim > PARALLEL / 4)
-    for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t head = 0; head < a->kv_heads; head++) failed |= NAME(attend_head)(a, row, head);
+#pragma omp parallel num_threads(a->threads) if (work * a->heads * a->dim > PARALLEL / 4)
+    NAME(share_of_attend)(a, &failed);
     return failed;
 }

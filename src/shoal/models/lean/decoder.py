@@ -6,10 +6,10 @@ Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +61,13 @@ class Decoder:
     """A model of the family.
 
     Attributes:
-        embedding: tokens [tokens] int64 -> [tokens, width]. rotary: the model's own module of cosines and sines.
+        embedding: the table [vocabulary, width]. rotary: the model's own module of cosines and sines.
         scale: of the scores. activation: of the gate, as `Matrix.linear` names it. width: of the model, features.
         dtype: of weights and states.
         parameters: of all modules, as (those of the module, name, parameter or None, its address unless it is packed).
     """
 
-    embedding: Callable[[Tensor], Tensor]
+    embedding: Tensor
     layers: Sequence[DecoderLayer]
     norm: Norm
     head: Matrix
@@ -108,23 +108,18 @@ def decoder_of(hf: Any) -> Decoder | None:
     layers = [_layer(layer, config.sliding_window if windowed else None) for layer in hf.model.layers]
     first, head = hf.model.layers[0].self_attn, matrix_of([hf.lm_head])
     return Decoder(
-        _embedding(hf.model.embed_tokens), layers, _norm(hf.model.norm), head, hf.model.rotary_emb, config.num_attention_heads,
-        config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act], config.hidden_size, hf.dtype,
-        _parameters(hf),
+        _embedding(hf.model.embed_tokens.weight), layers, _norm(hf.model.norm), head, hf.model.rotary_emb,
+        config.num_attention_heads, config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act],
+        config.hidden_size, hf.dtype, _parameters(hf),
     )  # fmt: skip
 
 
-def _embedding(module: Any) -> Callable[[Tensor], Tensor]:
-    """The module; past the dispatch of packed weights where its table is tied to a packed head."""
-    if not isinstance(module.weight, PackedWeight):
-        return cast("Callable[[Tensor], Tensor]", module)
-    matrix = module.weight.matrix
-
-    def lookup(tokens: Tensor) -> Tensor:
-        assert matrix.table is not None
-        return matrix.table.index_select(0, tokens)
-
-    return lookup
+def _embedding(weight: Tensor) -> Tensor:
+    """The table: that of the matrix where it is tied to a packed head."""
+    if not isinstance(weight, PackedWeight):
+        return weight
+    assert weight.matrix.table is not None
+    return weight.matrix.table
 
 
 def _parameters(hf: nn.Module) -> list[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]:

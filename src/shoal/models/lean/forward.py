@@ -26,18 +26,20 @@ class Operations(Protocol):
 
 
 Begin = Callable[[Plan, SlotCache, Method], Operations]
+Whole = Callable[[Plan, Tensor, SlotCache, bool], Tensor | None]
+"""All of a pass, as `LeanPass.__call__` without a method; None where it does not compute this one."""
 
 
 class LeanPass:
     """Computes the passes of a model.
 
     Args:
-        decoder: the model. begin: makes the operations of one pass.
+        decoder: the model. begin: makes the operations of one pass. whole: computes passes at once, those that it can.
     """
 
-    def __init__(self, decoder: Decoder, begin: Begin) -> None:
+    def __init__(self, decoder: Decoder, begin: Begin, whole: Whole | None = None) -> None:
         self.decoder = decoder
-        self._begin = begin
+        self._begin, self._whole = begin, whole
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
         """A pass over the plan's tokens, [rows, q] or packed [1, tokens] int64.
@@ -48,9 +50,12 @@ class LeanPass:
         Returns:
             Logits [rows, q, vocab] or [1, tokens, vocab]; without `want_logits`, nothing of use.
         """
+        logits = None if self._whole is None else self._whole(plan, tokens, cache, want_logits)
+        if logits is not None:
+            return logits
         decoder = self.decoder
         do = self._begin(plan, cache, method)
-        x = decoder.embedding(tokens.flatten())
+        x = decoder.embedding.index_select(0, tokens.flatten())
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))
             x = layer.out.linear_add(do.attend(states, index), x)

@@ -32,10 +32,22 @@ class PanelMatrix(Matrix):
         super().__init__(weight, bias, form, table=table)
 
     def _packed(self, weight: Tensor) -> Tensor:
+        """New weights get the place of the old ones: kernels know its address."""
         group = GROUP[self.dtype]
         padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL))
         panels = padded.view(len(padded) // PANEL, PANEL, -1, group)
-        return panels.transpose(1, 2).contiguous()
+        made = panels.transpose(1, 2)
+        return self._weight.copy_(made) if hasattr(self, "_weight") else made.contiguous()
+
+    @property
+    def panels(self) -> Tensor:
+        """The packed weights, whose address does not change."""
+        return self._weight
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are panels, and inputs need no padding."""
+        return self.form == PACKED and self.shape[1] % GROUP[self.dtype] == 0
 
     def _unpacked(self) -> Tensor:
         out, width = self.shape

@@ -1,0 +1,142 @@
+"""A pass in one call: the kernel `decode`, for decoders all of whose matrices are packed in panels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.models.attention.masks import Masks
+from shoal.models.attention.native import takes
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.lean import decoder as decoders
+from shoal.models.lean.angles import Angles
+from shoal.models.lean.decoder import Decoder, DecoderLayer
+from shoal.models.weights import Matrix
+from shoal.models.weights.panels import PanelMatrix
+from shoal.native.build import SUFFIXES, library
+from shoal.native.structs import Layer, Model, Norm, Pass, Weights
+
+
+def whole_pass(decoder: Decoder, angles: Angles) -> WholePass | None:
+    """Passes in one call; None where the kernel does not compute what the decoder is. Raises NotBuilt."""
+    try:
+        return WholePass(decoder, angles)
+    except _Unfit:
+        return None
+
+
+class WholePass:
+    """Passes in one call; see `shoal.models.lean.forward.Whole`.
+
+    The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that are elsewhere later; until then
+    the tensors are held here, so that no address is one of freed memory. Packed weights never move (`PanelMatrix`).
+    """
+
+    def __init__(self, decoder: Decoder, angles: Angles) -> None:
+        self.decoder, self.angles = decoder, angles
+        self._decode: Any = getattr(library(), f"decode_{SUFFIXES[decoder.dtype]}")
+        structs = _Structs(decoder.dtype)
+        self._model, self._held = structs.model(decoder, angles), structs.held
+        self._model_at = ctypes.pointer(self._model)
+        gated = max(layer.gate.shape[0] for layer in decoder.layers)
+        self._features = 2 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.dim + gated
+
+    def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool) -> Tensor | None:
+        decoder = self.decoder
+        if not takes(plan):
+            return None
+        if not len(cache):
+            cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
+        ids, positions = tokens.reshape(-1), plan.pack(plan.positions).reshape(-1)
+        stores, bounds, cells = np.array(cache.addresses()), plan.bounds, cache.written
+        cos, sin = self.angles.reach(max(plan.starts) + plan.q)
+        queries, keys = _first_tokens(plan), np.array(plan.slots) * (cache.capacity * decoder.kv_heads * decoder.dim)
+        workspace = torch.empty(len(ids), self._features, dtype=decoder.dtype)
+        logits = torch.empty(*tokens.shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
+        trees = None if plan.parents is None else _Trees(plan, decoder)
+        failure = self._decode(
+            ctypes.byref(
+                Pass(
+                    self._model_at, stores.ctypes.data, len(ids), plan.rows, plan.q, torch.get_num_threads(), ids.data_ptr(),
+                    positions.data_ptr(), cells.data_ptr(), bounds.data_ptr(), queries.ctypes.data, keys.ctypes.data,
+                    *((None, None) if trees is None else (trees.positions, trees.words)), cos.data_ptr(), sin.data_ptr(),
+                    workspace.data_ptr(), logits.data_ptr() if want_logits else None,
+                )
+            )
+        )  # fmt: skip
+        if failure:
+            raise MemoryError("no memory for the scores of attention") if failure == 1 else IndexError("no such token")
+        return logits
+
+
+class _Trees:
+    """What the columns of draft trees see.
+
+    Attributes:
+        positions: address of the columns' positions. words: address of those of each layer's words.
+    """
+
+    def __init__(self, plan: Plan, decoder: Decoder) -> None:
+        masks = Masks(plan)
+        self._held = [masks.tree(layer.window) for layer in decoder.layers]
+        self._words = np.array([tree[1].data_ptr() for tree in self._held if tree is not None])
+        self.positions, self.words = plan.positions.data_ptr(), self._words.ctypes.data
+
+
+def _first_tokens(plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Where in the pass each row's tokens begin, [rows]."""
+    if not plan.packed:
+        return np.arange(plan.rows) * plan.q
+    counts = np.array(plan.counts)
+    return np.cumsum(counts) - counts
+
+
+class _Unfit(Exception):
+    """The kernel does not compute this."""
+
+
+class _Structs:
+    """The structs of a decoder. Methods raise _Unfit.
+
+    Attributes:
+        held: the tensors whose addresses are in them.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.held: list[Tensor] = []
+        self._dtype = dtype
+
+    def model(self, decoder: Decoder, angles: Angles) -> Model:
+        if decoder.activation != "silu":
+            raise _Unfit
+        layers = (Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
+        return Model(
+            len(layers), decoder.heads, decoder.kv_heads, decoder.dim, angles.reach(1)[0].shape[1], decoder.width,
+            len(decoder.embedding), decoder.scale, self._address(decoder.embedding), layers, self._norm(decoder.norm),
+            self._weights(decoder.head),
+        )  # fmt: skip
+
+    def _layer(self, layer: DecoderLayer) -> Layer:
+        return Layer(
+            *map(self._weights, (layer.states, layer.out, layer.gate, layer.up, layer.down)),
+            *map(self._norm, (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)), layer.window or 0,
+        )  # fmt: skip
+
+    def _weights(self, matrix: Matrix) -> Weights:
+        if not isinstance(matrix, PanelMatrix) or not matrix.whole:
+            raise _Unfit
+        bias = None if matrix.bias is None else self._address(matrix.bias)
+        return Weights(matrix.shape[1], matrix.shape[0], self._address(matrix.panels), bias)
+
+    def _norm(self, norm: decoders.Norm | None) -> Norm:
+        return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)
+
+    def _address(self, tensor: Tensor) -> int:
+        if not tensor.is_contiguous() or tensor.dtype != self._dtype:
+            raise _Unfit
+        self.held.append(tensor.detach())
+        return tensor.data_ptr()

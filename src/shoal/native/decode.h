@@ -1,0 +1,94 @@
+/* A decoder's pass over elements of type T, in one parallel region; see kernels.c. All threads run all functions. */
+
+/* What is between the operations of a layer, each [tokens, ...]. */
+typedef struct {
+    T *x;                             /* width of the model */
+    T *normed;                        /* the same */
+    T *states;                        /* queries, keys and values of all heads */
+    T *attended;                      /* heads * dim */
+    T *gated;                         /* outputs of gate and up */
+} NAME(Between);
+
+static NAME(Between) NAME(between)(const Pass *a) {
+    const Model *model = a->model;
+    NAME(Between) at;
+    at.x = a->workspace;
+    at.normed = at.x + a->tokens * model->width;
+    at.states = at.normed + a->tokens * model->width;
+    at.attended = at.states + a->tokens * (model->heads + 2 * model->kv_heads) * model->dim;
+    at.gated = at.attended + a->tokens * model->heads * model->dim;
+    return at;
+}
+
+static void NAME(embed)(const Pass *a, T *x) {
+    int64_t width = a->model->width;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < a->tokens; t++)
+        memcpy(x + t * width, (const T *)a->model->embedding + a->ids[t] * width, width * sizeof(T));
+}
+
+static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {
+    NAME(share_of_rms_norm)(x, norm->weight, out, a->tokens, a->model->width, norm->eps);
+}
+
+static void NAME(multiply)(const Pass *a, const Weights *w, int64_t kind, const T *x, const T *other, T *y) {
+    Product product = {a->tokens, w->width, w->outputs, kind, a->threads, w->weight, w->bias, x, other, y};
+    NAME(share_of_product)(&product);
+}
+
+/* Rotates, writes keys and values to the cache, and attends. */
+static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, int *failed) {
+    const Model *model = a->model;
+    const Layer *layer = model->layers + index;
+    const Store *store = a->stores + index;
+    int64_t heads = model->heads, kv_heads = model->kv_heads, dim = model->dim, token = kv_heads * dim;
+    Heads turned = {
+        .tokens = a->tokens, .heads = heads, .kv_heads = kv_heads, .dim = dim, .rotary = model->rotary, .threads = a->threads,
+        .eps = layer->query_norm.eps, .cos = a->cos, .sin = a->sin, .positions = a->positions, .cells = a->cells,
+        .query_norm = layer->query_norm.weight, .key_norm = layer->key_norm.weight, .states = at.states,
+        .keys = store->keys, .values = store->values,
+    };
+    NAME(share_of_heads)(&turned);
+    Attention attention = {
+        .rows = a->rows, .heads = heads, .kv_heads = kv_heads, .dim = dim, .value_dim = dim, .threads = a->threads,
+        .scale = model->scale, .window = layer->window, .bounds = a->bounds, .query_rows = a->query_rows,
+        .key_rows = a->key_rows, .value_rows = a->key_rows, .positions = a->tree_positions,
+        .words = a->words ? a->words[index] : NULL, .columns = a->columns, .query = at.states, .key = store->keys,
+        .value = store->values, .shared_key = store->shared_keys, .shared_value = store->shared_values,
+        .query_token = (heads + 2 * kv_heads) * dim, .query_head = dim, .key_token = token, .key_head = dim,
+        .value_token = token, .value_head = dim, .shared_key_token = token, .shared_key_head = dim,
+        .shared_value_token = token, .shared_value_head = dim, .out = at.attended,
+    };
+    NAME(share_of_attend)(&attention, failed);
+}
+
+static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *failed) {
+    const Layer *layer = a->model->layers + index;
+    NAME(norm)(a, &layer->attention_norm, at.x, at.normed);
+    NAME(multiply)(a, &layer->states, NAME(PLAIN), at.normed, NULL, at.states);
+    NAME(attend_layer)(a, index, at, failed);
+    NAME(multiply)(a, &layer->out, NAME(ADD), at.attended, at.x, at.x);
+    NAME(norm)(a, &layer->mlp_norm, at.x, at.normed);
+    NAME(multiply)(a, &layer->gate, NAME(SILU), at.normed, NULL, at.gated);
+    NAME(multiply)(a, &layer->up, NAME(MUL), at.normed, at.gated, at.gated);
+    NAME(multiply)(a, &layer->down, NAME(ADD), at.gated, at.x, at.x);
+}
+
+/* Embedding, layers, norm and head. Returns 0, 1: no memory, or 2: a token that is not in the vocabulary. */
+int NAME(decode)(const Pass *a) {
+    const Model *model = a->model;
+    for (int64_t t = 0; t < a->tokens; t++)
+        if (a->ids[t] < 0 || a->ids[t] >= model->vocabulary) return 2;
+    NAME(Between) at = NAME(between)(a);
+    int failed = 0;
+#pragma omp parallel num_threads(a->threads)
+    {
+        NAME(embed)(a, at.x);
+        for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);
+        if (a->logits) {
+            NAME(norm)(a, &model->norm, at.x, at.normed);
+            NAME(multiply)(a, &model->head, NAME(PLAIN), at.normed, NULL, a->logits);
+        }
+    }
+    return failed;
+}

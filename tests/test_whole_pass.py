@@ -1,0 +1,243 @@
+"""A pass in one call has the bits of the same pass operation by operation, whatever the model, the rows and the threads.
+
+Negative controls compile the sources with one thing wrong, and the same comparison must notice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.models import formats, weights
+from shoal.models.lean import whole
+from shoal.models.lean.decoder import decoder_of
+from shoal.models.lean.forward import LeanPass
+from shoal.models.lean.native import NativeKernels
+from shoal.models.lean.whole import WholePass, whole_pass
+from shoal.models.loading import wrap
+from shoal.models.passes import choose_passes
+from shoal.models.runner import Runner
+from shoal.models.weights.matrix import AS_IS, PACKED
+from shoal.models.weights.panels import PanelMatrix
+from shoal.native import build
+from test_lean import MODELS, WRITES, Rows, life, original
+from test_native import threads
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels in C: {build.missing()}")
+DTYPES = (torch.float32, torch.bfloat16)
+CALLS = 8
+"""Passes of `life` that the kernel computes: all but the one with a long prompt and those into the shared store."""
+
+
+@pytest.fixture(autouse=True)
+def _panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset(DTYPES)))
+    monkeypatch.setitem(MODELS, "a narrow window", ("qwen2-sliding", {"sliding_window": 3}))  # shorter than trees are deep
+
+
+def packed(name: str, dtype: torch.dtype = torch.float32, form: str = PACKED) -> Runner:
+    hf = copy.deepcopy(original(name))
+    for seed, weight in enumerate(hf.parameters()):
+        if weight.dim() == 1:  # unlike norms, and biases, which Transformers makes all ones and zeros
+            weight.data += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    hf = hf.to(dtype)
+    weights.lay_out(hf, lambda keys: dict.fromkeys(keys, form))
+    runner = wrap(hf, name, checked=False)
+    choose_passes(runner, "on", owned=True)
+    assert runner.lean is not None
+    return runner
+
+
+def by_operations(runner: Runner) -> Runner:
+    """The same model without passes in one call."""
+    other = runner.fork()
+    assert runner.lean is not None
+    other.lean = LeanPass(runner.lean.decoder, runner.lean._begin)
+    return other
+
+
+@contextmanager
+def counted() -> Iterator[list[bool]]:
+    """Of each pass meanwhile, whether it was computed in one call."""
+    calls: list[bool] = []
+    inner = WholePass.__call__
+
+    def call(self: WholePass, *args: Any) -> Tensor | None:
+        logits = inner(self, *args)
+        calls.append(logits is not None)
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholePass, "__call__", call)
+        yield calls
+
+
+def lived(runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits of all tokens of `life`, and what the cache holds after it."""
+    rows = Rows(runner.fork())
+    life(rows)
+    cache = rows.runner.cache
+    held = [
+        tensor[slot, :length]
+        for stores in cache.stores()
+        for tensor in stores[:2]
+        for slot, length in enumerate(cache.lengths)
+    ]
+    return rows.logits, held
+
+
+def differing(runner: Runner, other: Runner) -> int:
+    """How many tokens have other logits, or leave other keys and values."""
+    (logits, held), (others, kept) = lived(runner), lived(other)
+    return sum(not torch.equal(a, b) for a, b in zip([*logits, *held], [*others, *kept], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*MODELS, "a narrow window"])
+def test_the_bits_are_those_of_the_operations(name: str, dtype: torch.dtype) -> None:
+    runner = packed(name, dtype)
+    with counted() as calls:
+        assert not differing(runner, by_operations(runner))
+    assert sum(calls) == CALLS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_threads_give_the_bits_of_one(dtype: torch.dtype) -> None:
+    runner = packed("qwen2 with windows", dtype)
+    expected = lived(runner)
+    with threads(2):
+        found = lived(runner)
+    assert all(torch.equal(a, b) for one, two in zip(expected, found, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_a_prompt_without_logits_is_written() -> None:
+    runner = packed("llama")
+    caches = []
+    for each in (runner.fork(), by_operations(runner)):
+        each.reserve(2, 20)
+        each.feed([1, 0], torch.arange(14).view(2, 7), [7, 3], want_logits=False)
+        caches.append([tensor for stores in each.cache.stores() for tensor in stores[:2]])
+    assert all(torch.equal(a[0, :3], b[0, :3]) and torch.equal(a[1, :7], b[1, :7]) for a, b in zip(*caches, strict=True))
+
+
+@torch.inference_mode()
+def test_a_cache_that_has_moved_is_followed() -> None:
+    """Between two passes of the same runner; the old memory is overwritten, as its next owner would."""
+    runner = packed("llama")
+    logits = []
+    for each in (runner.fork(), by_operations(runner)):
+        each.reserve(2, 16)
+        each.feed([0, 1], torch.arange(10).view(2, 5), [5, 5])
+        old = [tensor for stores in each.cache.stores() for tensor in stores]
+        each.reserve(3, 64)
+        for tensor in old:
+            tensor.fill_(torch.nan)
+        logits.append(each.feed([1, 0], torch.arange(4).view(2, 2), [2, 2]))
+    assert torch.equal(*logits)
+
+
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_packed_weights_never_move() -> None:
+    matrix = PanelMatrix(torch.randn(40, 24))
+    place, x = matrix.panels.data_ptr(), torch.randn(2, 24)
+    other = torch.randn(40, 24)
+    for _ in range(2):
+        matrix.write(other.clone())
+        assert matrix.panels.data_ptr() == place
+    assert torch.equal(matrix.linear(x), PanelMatrix(other).linear(x))
+
+
+IN_PLACE = [name for name in WRITES if name.startswith("in place") and name != "in place: bias"]
+
+
+@pytest.mark.parametrize("write", IN_PLACE)
+def test_weights_written_in_place_are_read(write: str) -> None:
+    runner = packed("tied")
+    before, _ = lived(runner)
+    WRITES[write](runner.hf)
+    with counted() as calls:
+        after, _ = lived(runner)
+    assert sum(calls) == CALLS
+    assert all(torch.equal(a, b) for a, b in zip(after, lived(by_operations(runner))[0], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_token_that_is_not_in_the_vocabulary() -> None:
+    runner = packed("llama").fork()
+    runner.reserve(1, 4)
+    with pytest.raises(IndexError):
+        runner.feed([0], torch.tensor([[-1]]), [1])
+
+
+def test_which_decoders_have_passes_in_one_call() -> None:
+    assert packed("llama", form=AS_IS).lean._whole is None  # type: ignore[union-attr]
+    hf = packed("llama").hf
+    hf.model.norm.weight.data = torch.ones(2 * hf.config.hidden_size)[::2]
+    decoder = decoder_of(hf)
+    assert decoder is not None
+    assert whole_pass(decoder, NativeKernels(decoder).angles) is None
+
+
+# ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────
+
+LOOP = "for (int64_t first = 0; first < a->outputs; first += PANELS * LANES) {"
+LATE = (LOOP, LOOP + " if (!first) for (volatile int i = 0; i < 20000; i++) {}")
+"""The thread that has the first outputs of a product is late."""
+SHARE = "#pragma omp for schedule(static)\n    for (int64_t first"
+MUTANTS = {
+    "nobody waits for products": (SHARE, SHARE.replace("(static)", "(static) nowait")),
+    "states over what is normed": ("at.states = at.normed + a->tokens * model->width", "at.states = at.normed + model->width"),
+    "attended over states": ("(model->heads + 2 * model->kv_heads) * model->dim;", "model->heads * model->dim;"),
+    "another token": ("a->ids[t] * width, width", "a->ids[0] * width, width"),
+    "another layer's keys": ("*store = a->stores + index", "*store = a->stores"),
+    "no window": (".window = layer->window", ".window = 0"),
+    "another norm": ("NAME(norm)(a, &layer->mlp_norm", "NAME(norm)(a, &layer->attention_norm"),
+    "no residual": ("&layer->out, NAME(ADD)", "&layer->out, NAME(PLAIN)"),
+    "no residual of the MLP": ("&layer->down, NAME(ADD)", "&layer->down, NAME(PLAIN)"),
+    "one norm of heads": (".key_norm = layer->key_norm", ".key_norm = layer->query_norm"),
+    "no prompts": ("shared_key = store->shared_keys", "shared_key = store->keys"),
+    "no trees": ("a->words ? a->words[index] : NULL", "NULL"),
+    "one window for all trees": ("a->words[index] : NULL", "a->words[0] : NULL"),
+    "no last norm": ("NAME(norm)(a, &model->norm, at.x, at.normed);", ""),
+}  # fmt: skip
+WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
+
+
+def with_kernels(runner: Runner, folder: Path, *changes: tuple[str, str]) -> Runner:
+    """The same model with passes in one call by kernels some of whose texts are replaced by others."""
+    texts = {file: text.decode() for file, text in build.sources().items()}
+    for right, wrong in changes:
+        assert sum(text.count(right) for text in texts.values()) == 1, f"the kernels no longer say {right!r}"
+        texts = {file: text.replace(right, wrong) for file, text in texts.items()}
+    made = build.loaded(build.compiled({file: text.encode() for file, text in texts.items()}, folder, build.compiler()))
+    other, lean = runner.fork(), runner.lean
+    assert lean is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "library", lambda: made)
+        other.lean = LeanPass(lean.decoder, lean._begin, WholePass(lean.decoder, NativeKernels(lean.decoder).angles))
+    return other
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path) -> None:
+    runner = packed(WEAK.get(name, "llama"))
+    wrong = with_kernels(runner, tmp_path, MUTANTS[name], LATE)
+    with threads(2):
+        assert differing(wrong, by_operations(runner)) > 5
+
+
+def test_a_late_thread_changes_nothing(tmp_path: Path) -> None:
+    """The same comparison passes the right kernels."""
+    runner = packed("qwen2 with windows")
+    with threads(2):
+        assert not differing(with_kernels(runner, tmp_path, LATE), by_operations(runner))

@@ -172,6 +172,20 @@ def test_weights_written_in_place_are_read(write: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
+def test_a_token_that_the_model_lacks_is_its_last() -> None:
+    """A drafter may have a smaller vocabulary than its target. Columns behind the block are not read."""
+    runner = packed("llama")
+    logits = []
+    for each, tokens in (
+        (runner.fork(), [[9999, 5, -1], [3, 1, -1]]),
+        (by_operations(runner), [[runner.vocab_size - 1, 5], [3, 1]]),
+    ):
+        each.reserve(2, 4)
+        logits.append(each.feed([0, 1], torch.tensor(tokens), [2, 1]))
+    assert torch.equal(logits[0][0], logits[1][0])
+    assert torch.equal(logits[0][1, 0], logits[1][1, 0])
+
+
 def test_a_token_that_is_not_in_the_vocabulary() -> None:
     runner = packed("llama").fork()
     runner.reserve(1, 4)
@@ -198,7 +212,14 @@ MUTANTS = {
     "nobody waits for products": (SHARE, SHARE.replace("(static)", "(static) nowait")),
     "states over what is normed": ("at.states = at.normed + a->tokens * model->width", "at.states = at.normed + model->width"),
     "attended over states": ("(model->heads + 2 * model->kv_heads) * model->dim;", "model->heads * model->dim;"),
-    "another token": ("a->ids[t] * width, width", "a->ids[0] * width, width"),
+    "another token": ("at.ids[t] * width, width", "at.ids[0] * width, width"),
+    "another row's tokens": ("a->ids[row * a->id_row + column]", "a->ids[column]"),
+    "positions from 0": ("[row * a->columns + column] : start + column", "[row * a->columns + column] : column"),
+    "no depths": ("a->tree_positions ? a->tree_positions[row * a->columns + column] : start", "start"),
+    "another slot": ("first = a->bounds[4 * a->rows + row]", "first = row"),
+    "cells of whole rows": ("column - a->bounds[2 * a->rows + row]", "column"),
+    "places over rows": ("at.ids = at.key_rows + a->rows", "at.ids = at.key_rows"),
+    "cells over positions": ("at.cells = at.positions + a->tokens", "at.cells = at.positions"),
     "another layer's keys": ("*store = a->stores + index", "*store = a->stores"),
     "no window": (".window = layer->window", ".window = 0"),
     "another norm": ("NAME(norm)(a, &layer->mlp_norm", "NAME(norm)(a, &layer->attention_norm"),

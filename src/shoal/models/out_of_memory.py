@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from shoal.errors import OutOfMemory
 
@@ -32,15 +31,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
 
 
-@contextmanager
-def explained(who: str) -> Iterator[None]:
-    """Out of memory becomes an `OutOfMemory` that says what to do; anything else stays what it is.
+class explained:
+    """A context in which out of memory becomes an `OutOfMemory` that says what to do; anything else stays what it is.
 
     The traceback of the cause is dropped: its frames hold the tensors that took the memory.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(f"{who}: out of memory ({error}); {ADVICE}") from error.with_traceback(None)
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, (MemoryError, RuntimeError, OSError)) and is_out_of_memory(error):
+            raise OutOfMemory(f"{self._who}: out of memory ({error}); {ADVICE}") from error.with_traceback(None)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
-from shoal.models.lean.forward import LeanPass
+from shoal.models.lean.forward import LeanPass, known_tokens
 from shoal.models.out_of_memory import explained
 from shoal.models.weights import nbytes
 from shoal.types.prefix import Prefix
@@ -200,12 +201,11 @@ class Runner:
         plan = self._plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
-        # A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another.
-        known = tokens[:, : plan.q].clamp(max=self.vocab_size - 1)
         with self._counted():
             if self.static is not None and want_logits:
-                return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, known, want_logits))
-            return self._dynamic(plan, known, want_logits)
+                known = known_tokens(plan, tokens, self.vocab_size)
+                return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, tokens, want_logits))
+            return self._dynamic(plan, tokens, want_logits)
 
     def static_steps(
         self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
@@ -229,14 +229,8 @@ class Runner:
             return step
         return None
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """One pass, timed; building a static one is not part of it."""
-        started = time.perf_counter() - self.seconds_building
-        with explained(self.name):
-            yield
-        self.seconds += time.perf_counter() - self.seconds_building - started
-        self.passes += 1
+    def _counted(self) -> _Counted:
+        return _Counted(self)
 
     @torch.inference_mode()
     def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
@@ -247,7 +241,7 @@ class Runner:
         """
         plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
         with self._counted():
-            self._dynamic(plan, tokens.clamp(max=self.vocab_size - 1), want_logits=False)
+            self._dynamic(plan, tokens, want_logits=False)
 
     def _plan(
         self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
@@ -264,8 +258,23 @@ class Runner:
         """An ordinary pass, as long as its rows are."""
         self.cache.begin(plan)
         if self.lean is not None and not self.lean.decoder.stale:
-            logits = self.lean(plan, plan.pack(tokens), self.cache, self._method, want_logits)
+            logits = self.lean(plan, tokens, self.cache, self._method, want_logits)
         else:
-            logits = self._bridge.ordinary(plan.pack(tokens), self.cache, self._method, self.forward_context(), want_logits)
+            known = plan.pack(known_tokens(plan, tokens, self.vocab_size))
+            logits = self._bridge.ordinary(known, self.cache, self._method, self.forward_context(), want_logits)
         self.cache.end()
         return plan.unpack(logits) if want_logits else logits
+
+
+class _Counted(explained):
+    """One pass, timed if it succeeds; building a static one is not part of it."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner.name)
+        self._runner, self._started = runner, time.perf_counter() - runner.seconds_building
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._runner.seconds += time.perf_counter() - self._runner.seconds_building - self._started
+            self._runner.passes += 1

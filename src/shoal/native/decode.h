@@ -1,7 +1,9 @@
 /* A decoder's pass over elements of type T, in one parallel region; see kernels.c. All threads run all functions. */
 
-/* What is between the operations of a layer, each [tokens, ...]. */
+/* The workspace: where the tokens go, and what is between the operations of a layer, [tokens, ...] each. */
 typedef struct {
+    int64_t *query_rows, *key_rows;   /* [rows], as in Attention */
+    int64_t *ids, *positions, *cells; /* [tokens] */
     T *x;                             /* width of the model */
     T *normed;                        /* the same */
     T *states;                        /* queries, keys and values of all heads */
@@ -12,7 +14,12 @@ typedef struct {
 static NAME(Between) NAME(between)(const Pass *a) {
     const Model *model = a->model;
     NAME(Between) at;
-    at.x = a->workspace;
+    at.query_rows = a->workspace;
+    at.key_rows = at.query_rows + a->rows;
+    at.ids = at.key_rows + a->rows;
+    at.positions = at.ids + a->tokens;
+    at.cells = at.positions + a->tokens;
+    at.x = (T *)(at.cells + a->tokens);
     at.normed = at.x + a->tokens * model->width;
     at.states = at.normed + a->tokens * model->width;
     at.attended = at.states + a->tokens * (model->heads + 2 * model->kv_heads) * model->dim;
@@ -20,11 +27,33 @@ static NAME(Between) NAME(between)(const Pass *a) {
     return at;
 }
 
-static void NAME(embed)(const Pass *a, T *x) {
+/* Fills in where the tokens go. An id beyond the head's outputs is their last: a drafter may lack some of the target's. Returns 0,
+   or 2: a token that is not in the vocabulary. */
+static int NAME(place)(const Pass *a, NAME(Between) at) {
+    const Model *model = a->model;
+    int64_t token = 0;
+    for (int64_t row = 0; row < a->rows; row++) {
+        int64_t start = a->bounds[row], count = a->packed ? a->bounds[a->rows + row] : a->columns;
+        int64_t first = a->bounds[4 * a->rows + row] * a->capacity;
+        at.query_rows[row] = token;
+        at.key_rows[row] = first * model->kv_heads * model->dim;
+        for (int64_t column = 0; column < count; column++, token++) {
+            int64_t id = a->ids[row * a->id_row + column];
+            if (id >= model->head.outputs) id = model->head.outputs - 1;
+            if (id < 0 || id >= model->vocabulary) return 2;
+            at.ids[token] = id;
+            at.positions[token] = a->tree_positions ? a->tree_positions[row * a->columns + column] : start + column;
+            at.cells[token] = first + start + column - a->bounds[2 * a->rows + row];
+        }
+    }
+    return 0;
+}
+
+static void NAME(embed)(const Pass *a, NAME(Between) at) {
     int64_t width = a->model->width;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a->tokens; t++)
-        memcpy(x + t * width, (const T *)a->model->embedding + a->ids[t] * width, width * sizeof(T));
+        memcpy(at.x + t * width, (const T *)a->model->embedding + at.ids[t] * width, width * sizeof(T));
 }
 
 static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {
@@ -44,15 +73,15 @@ static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, i
     int64_t heads = model->heads, kv_heads = model->kv_heads, dim = model->dim, token = kv_heads * dim;
     Heads turned = {
         .tokens = a->tokens, .heads = heads, .kv_heads = kv_heads, .dim = dim, .rotary = model->rotary, .threads = a->threads,
-        .eps = layer->query_norm.eps, .cos = a->cos, .sin = a->sin, .positions = a->positions, .cells = a->cells,
+        .eps = layer->query_norm.eps, .cos = a->cos, .sin = a->sin, .positions = at.positions, .cells = at.cells,
         .query_norm = layer->query_norm.weight, .key_norm = layer->key_norm.weight, .states = at.states,
         .keys = store->keys, .values = store->values,
     };
     NAME(share_of_heads)(&turned);
     Attention attention = {
         .rows = a->rows, .heads = heads, .kv_heads = kv_heads, .dim = dim, .value_dim = dim, .threads = a->threads,
-        .scale = model->scale, .window = layer->window, .bounds = a->bounds, .query_rows = a->query_rows,
-        .key_rows = a->key_rows, .value_rows = a->key_rows, .positions = a->tree_positions,
+        .scale = model->scale, .window = layer->window, .bounds = a->bounds, .query_rows = at.query_rows,
+        .key_rows = at.key_rows, .value_rows = at.key_rows, .positions = a->tree_positions,
         .words = a->words ? a->words[index] : NULL, .columns = a->columns, .query = at.states, .key = store->keys,
         .value = store->values, .shared_key = store->shared_keys, .shared_value = store->shared_values,
         .query_token = (heads + 2 * kv_heads) * dim, .query_head = dim, .key_token = token, .key_head = dim,
@@ -77,13 +106,12 @@ static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *fai
 /* Embedding, layers, norm and head. Returns 0, 1: no memory, or 2: a token that is not in the vocabulary. */
 int NAME(decode)(const Pass *a) {
     const Model *model = a->model;
-    for (int64_t t = 0; t < a->tokens; t++)
-        if (a->ids[t] < 0 || a->ids[t] >= model->vocabulary) return 2;
     NAME(Between) at = NAME(between)(a);
-    int failed = 0;
+    int failed = NAME(place)(a, at);
+    if (failed) return failed;
 #pragma omp parallel num_threads(a->threads)
     {
-        NAME(embed)(a, at.x);
+        NAME(embed)(a, at);
         for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);
         if (a->logits) {
             NAME(norm)(a, &model->norm, at.x, at.normed);

@@ -72,10 +72,11 @@ typedef struct {
     const Model *model;
     const Store *stores;              /* [layers] */
     int64_t tokens, rows, columns, threads;
-    const int64_t *ids;               /* [tokens] */
-    const int64_t *positions, *cells; /* [tokens] */
-    const int32_t *bounds;            /* [4, rows] */
-    const int64_t *query_rows, *key_rows; /* [rows] */
+    int64_t packed;                   /* 1: unused columns are left out of the pass */
+    int64_t capacity;                 /* cells of a slot */
+    int64_t id_row;                   /* ids from one row to the next */
+    const int64_t *ids;               /* [rows, columns or more] */
+    const int32_t *bounds;            /* [5, rows]: as in Attention, and slots */
     const int64_t *tree_positions;    /* [rows, columns], or NULL: all rows are chains */
     const int64_t *const *words;      /* [layers]: each [rows, columns] */
     const float *cos, *sin;           /* [positions, rotary] */

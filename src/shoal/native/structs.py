@@ -87,7 +87,6 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("model", ctypes.POINTER(Model)),
         ("stores", _POINTER),
-        *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads")),
-        *((name, _POINTER) for name in ("ids", "positions", "cells", "bounds", "query_rows", "key_rows")),
-        *((name, _POINTER) for name in ("tree_positions", "words", "cos", "sin", "workspace", "logits")),
+        *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
+        *((name, _POINTER) for name in ("ids", "bounds", "tree_positions", "words", "cos", "sin", "workspace", "logits")),
     ]

@@ -66,26 +66,39 @@ class Plan:
         columns = self.rows * self.q
         unused = columns - sum(self.counts)
         self.packed = packed and unused > 0 and unused >= pack_from * columns
-        consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
-        self.first_slot = self.slots[0] if consecutive else None
-        starts_, offsets = np.array(self.starts)[:, None], np.array(self.offsets)[:, None]
-        written = starts_ + np.arange(self.q)  # small arrays: NumPy costs less than tensor calls
-        self._cells = written - offsets
-        # The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
-        kv = max(self.ends)
-        self.kv = -(-kv // kv_block) * kv_block
+        self.kv = -(-max(self.ends) // kv_block) * kv_block
         self.parents = parents if branching(parents) else None
         self.depths: Array | None = None
         self.tree_words: Array | None = None
         if self.parents is not None:
             self.depths, self.tree_words = layout(self.parents, self.counts)
-        positions = written if self.depths is None else starts_ + self.depths
-        self._places = positions - offsets
-        self.positions = torch.from_numpy(positions).to(device)
 
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    @cached_property
+    def first_slot(self) -> int | None:
+        consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
+        return self.slots[0] if consecutive else None
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return torch.from_numpy(self._column(self.starts) + self._columns).to(self.device)
+
+    @cached_property
+    def _columns(self) -> Array:
+        """How far behind its row's start each column is: [q], with trees [rows, q]."""
+        return np.arange(self.q) if self.depths is None else self.depths
+
+    @cached_property
+    def _cells(self) -> Array:
+        """Where in its slot each column is written, [rows, q]."""
+        return self._column(self.starts) - self._column(self.offsets) + np.arange(self.q)
+
+    @staticmethod
+    def _column(values: Sequence[int]) -> Array:
+        return np.array(values, dtype=np.int64)[:, None]
 
     @property
     def shares(self) -> bool:
@@ -151,12 +164,13 @@ class Plan:
     @cached_property
     def places(self) -> Tensor:
         """positions - offsets, [rows, q] int64: without trees the index of each query's own key in its slot."""
-        return torch.from_numpy(self._places).to(self.device) if self.shares else self.positions
+        return self.positions - torch.tensor(self.offsets, device=self.device)[:, None] if self.shares else self.positions
 
     @cached_property
     def firsts(self) -> Tensor:
         """Index in its slot of each row's first column, [rows] int64."""
-        return torch.from_numpy(self._cells[:, 0].copy()).to(self.device)
+        firsts = [start - offset for start, offset in zip(self.starts, self.offsets, strict=True)]
+        return torch.tensor(firsts, device=self.device)
 
     @cached_property
     def words(self) -> Tensor | None:
@@ -166,8 +180,12 @@ class Plan:
     @cached_property
     def bounds(self) -> Tensor:
         """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets, bases; [4, rows] int32."""
-        bases = [0 if prefix is None else prefix.base for prefix in self.prefixes]
-        return torch.tensor([self.starts, self.counts, self.offsets, bases], dtype=torch.int32, device=self.device)
+        return torch.tensor([self.starts, self.counts, self.offsets, self.bases], dtype=torch.int32, device=self.device)
+
+    @property
+    def bases(self) -> list[int]:
+        """Where in the shared store each row's prefix begins; 0 without."""
+        return [0 if prefix is None else prefix.base for prefix in self.prefixes]
 
     @property
     def common_keys(self) -> int:
@@ -176,5 +194,10 @@ class Plan:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where in its slot the columns of each row end, padding included."""
-        return self.tails if self.packed else (self._cells[:, -1] + 1).tolist()
+        """Where in its slot the columns of each row end, padding included.
+
+        The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
+        """
+        if self.packed:
+            return self.tails
+        return [start - offset + self.q for start, offset in zip(self.starts, self.offsets, strict=True)]

@@ -10,6 +10,7 @@ Beside its slots a layer has the *shared store*, two flat tensors [cells, kv hea
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -42,7 +43,7 @@ class SlotCache(Cache):
         self.prefixes: list[Prefix | None] = []
         self.plan: Plan | None = None
         self._written: Tensor | None = None
-        self._addresses: list[tuple[int, ...]] | None = None
+        self._addresses: array[int] | None = None
 
     # ── what the engine does with it ────────────────────────────────────────────────────────────────────────────────
 
@@ -84,7 +85,7 @@ class SlotCache(Cache):
                 raise InternalError(f"shared store of {self.cells} cells got {plan.kv} tokens at {plan.into.base}")
         elif plan.kv > self.capacity or max(plan.slots) >= self.slots:
             raise InternalError(f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length {plan.kv}")
-        self.plan, self._written = plan, plan.cells(self.capacity)
+        self.plan, self._written = plan, None
 
     def end(self) -> None:
         """The pass is over: its real tokens (not the unused columns) now count."""
@@ -102,10 +103,10 @@ class SlotCache(Cache):
         """Keys and values of each layer, the slots' and the shared ones, for passes that write and read them themselves."""
         return [(layer.keys, layer.values, layer.shared_keys, layer.shared_values) for layer in self._layers]
 
-    def addresses(self) -> list[tuple[int, ...]]:
-        """Those of `stores`, for kernels that take addresses; good until the cache changes its size."""
+    def addresses(self) -> array[int]:
+        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the cache changes its size."""
         if self._addresses is None:
-            self._addresses = [tuple(tensor.data_ptr() for tensor in stores) for stores in self.stores()]
+            self._addresses = array("q", [tensor.data_ptr() for stores in self.stores() for tensor in stores])
         return self._addresses
 
     def rollback(self, slot: int, length: int) -> None:
@@ -206,8 +207,10 @@ class SlotCache(Cache):
     @property
     def written(self) -> Tensor:
         """The flat cells that the pass under way writes to, [tokens of the pass] int64 (`Plan.cells`)."""
-        if self._written is None:
+        if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
+        if self._written is None:
+            self._written = self.plan.cells(self.capacity)
         return self._written
 
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:

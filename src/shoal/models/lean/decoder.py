@@ -6,10 +6,11 @@ Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from shoal.models.weights import LINEARS, Matrix, matrix_of
 from shoal.models.weights.parameter import PackedWeight
 
+_STALE = operator.attrgetter("stale")
 FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Classes of Transformers whose layers are those above."""
 
@@ -79,15 +81,26 @@ class Decoder:
     activation: str
     width: int
     dtype: torch.dtype
-    parameters: Sequence[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]
+    parameters: Sequence[tuple[dict[str, Tensor | None], str, Tensor | None, int | None]]
 
     @property
     def stale(self) -> bool:
         """Whether some weights were replaced by other tensors, so that only the model's modules know them."""
-        return any(matrix.stale for matrix in self.matrices) or any(
-            own.get(name) is not known or (address is not None and known is not None and known.data_ptr() != address)
-            for own, name, known, address in self.parameters
+        owners, names, known, plain, addresses = (
+            self._known
+        )  # every pass asks: loops of the interpreter take three times as long
+        return (
+            any(map(_STALE, self.matrices))
+            or not all(map(operator.is_, map(dict.get, owners, names), known))
+            or list(map(Tensor.data_ptr, plain)) != addresses
         )
+
+    @cached_property
+    def _known(self) -> tuple[Any, ...]:
+        """Of `parameters`: owners, names and tensors of all; those that have an address, and it."""
+        owners, names, known, _ = zip(*self.parameters, strict=True)
+        places = [(tensor, address) for _, _, tensor, address in self.parameters if address is not None]
+        return owners, names, known, [tensor for tensor, _ in places], [address for _, address in places]
 
     @cached_property
     def matrices(self) -> list[Matrix]:
@@ -122,9 +135,14 @@ def _embedding(weight: Tensor) -> Tensor:
     return weight.matrix.table
 
 
-def _parameters(hf: nn.Module) -> list[tuple[Mapping[str, Tensor | None], str, Tensor | None, int | None]]:
+def _parameters(hf: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, int | None]]:
     return [
-        (module._parameters, name, known, None if known is None or isinstance(known, PackedWeight) else known.data_ptr())
+        (
+            cast("dict[str, Tensor | None]", module._parameters),
+            name,
+            known,
+            None if known is None or isinstance(known, PackedWeight) else known.data_ptr(),
+        )
         for module in hf.modules()
         for name, known in module._parameters.items()
     ]

@@ -30,6 +30,11 @@ Whole = Callable[[Plan, Tensor, SlotCache, bool], Tensor | None]
 """All of a pass, as `LeanPass.__call__` without a method; None where it does not compute this one."""
 
 
+def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
+    """A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another."""
+    return tokens[:, : plan.q].clamp(max=vocabulary - 1)
+
+
 class LeanPass:
     """Computes the passes of a model.
 
@@ -42,9 +47,10 @@ class LeanPass:
         self._begin, self._whole = begin, whole
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
-        """A pass over the plan's tokens, [rows, q] or packed [1, tokens] int64.
+        """A pass over the plan's tokens.
 
         Args:
+            tokens: [rows, q] int64, or more columns; ids beyond the logits stand for the last one.
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
 
         Returns:
@@ -53,7 +59,7 @@ class LeanPass:
         logits = None if self._whole is None else self._whole(plan, tokens, cache, want_logits)
         if logits is not None:
             return logits
-        decoder = self.decoder
+        decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, self.decoder.head.shape[0]))
         do = self._begin(plan, cache, method)
         x = decoder.embedding.index_select(0, tokens.flatten())
         for index, layer in enumerate(decoder.layers):

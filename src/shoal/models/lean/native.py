@@ -89,7 +89,7 @@ class NativePass:
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:
-        keys, values, shared_keys, shared_values = self._stores[index]
+        keys, values, shared_keys, shared_values = self._stores[4 * index : 4 * index + 4]
         heads, layer = self._heads, self._kernels.decoder.layers[index]
         heads.states = states.data_ptr()
         heads.keys, heads.values = (shared_keys, shared_values) if self._plan.into is not None else (keys, values)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +43,8 @@ class WholePass:
         self._model, self._held = structs.model(decoder, angles), structs.held
         self._model_at = ctypes.pointer(self._model)
         gated = max(layer.gate.shape[0] for layer in decoder.layers)
-        self._features = 2 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.dim + gated
+        features = 2 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.dim + gated
+        self._token_bytes = features * decoder.dtype.itemsize
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool) -> Tensor | None:
         decoder = self.decoder
@@ -51,21 +52,18 @@ class WholePass:
             return None
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
-        ids, positions = tokens.reshape(-1), plan.pack(plan.positions).reshape(-1)
-        stores, bounds, cells = np.array(cache.addresses()), plan.bounds, cache.written
+        bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *plan.slots])
+        ids, stores, trees = tokens.contiguous(), cache.addresses(), None if plan.parents is None else _Trees(plan, decoder)
         cos, sin = self.angles.reach(max(plan.starts) + plan.q)
-        queries, keys = _first_tokens(plan), np.array(plan.slots) * (cache.capacity * decoder.kv_heads * decoder.dim)
-        workspace = torch.empty(len(ids), self._features, dtype=decoder.dtype)
-        logits = torch.empty(*tokens.shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
-        trees = None if plan.parents is None else _Trees(plan, decoder)
+        count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
+        workspace = torch.empty((2 * rows + 3 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
+        shape = (1, count) if plan.packed else (rows, plan.q)
+        logits = torch.empty(*shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
         failure = self._decode(
-            ctypes.byref(
-                Pass(
-                    self._model_at, stores.ctypes.data, len(ids), plan.rows, plan.q, torch.get_num_threads(), ids.data_ptr(),
-                    positions.data_ptr(), cells.data_ptr(), bounds.data_ptr(), queries.ctypes.data, keys.ctypes.data,
-                    *((None, None) if trees is None else (trees.positions, trees.words)), cos.data_ptr(), sin.data_ptr(),
-                    workspace.data_ptr(), logits.data_ptr() if want_logits else None,
-                )
+            Pass(
+                self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
+                ids.shape[1], ids.data_ptr(), bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
+                cos.data_ptr(), sin.data_ptr(), workspace.data_ptr(), logits.data_ptr() if want_logits else None,
             )
         )  # fmt: skip
         if failure:
@@ -77,22 +75,14 @@ class _Trees:
     """What the columns of draft trees see.
 
     Attributes:
-        positions: address of the columns' positions. words: address of those of each layer's words.
+        addresses: of the columns' positions, and of the addresses of each layer's words.
     """
 
     def __init__(self, plan: Plan, decoder: Decoder) -> None:
-        masks = Masks(plan)
+        masks, self._positions = Masks(plan), plan.positions
         self._held = [masks.tree(layer.window) for layer in decoder.layers]
-        self._words = np.array([tree[1].data_ptr() for tree in self._held if tree is not None])
-        self.positions, self.words = plan.positions.data_ptr(), self._words.ctypes.data
-
-
-def _first_tokens(plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Where in the pass each row's tokens begin, [rows]."""
-    if not plan.packed:
-        return np.arange(plan.rows) * plan.q
-    counts = np.array(plan.counts)
-    return np.cumsum(counts) - counts
+        self._words = array("q", [tree[1].data_ptr() for tree in self._held if tree is not None])
+        self.addresses = self._positions.data_ptr(), self._words.buffer_info()[0]
 
 
 class _Unfit(Exception):

@@ -116,7 +116,9 @@ def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("right", "wrong"), [
     ("sum[i][p] += x[i * width] * weights[p]", "sum[i][p] += x[i * width] * weights[0]"),
-    ("if (t < tokens) NAME(tile)(1", "if (t + 1 < tokens) NAME(tile)(1"),
+    ("case 3: NAME(tiles)(3", "case 3: NAME(tiles)(2"),
+    ("for (; first < last; first += LANES)", "if (first < last)"),
+    ("last < a->outputs ? last : a->outputs);", "a->outputs / LANES * LANES);"),
     ("if (a->kind == NAME(ADD)) result += NAME(lanes)(other);", ""),
     ("result += NAME(lanes)(bias);", ""),
     ("i * a->outputs + first + p * LANES;", "first + p * LANES;"),
@@ -127,7 +129,7 @@ def test_sabotage_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: p
     assert changed != sources
     made = build.loaded(build.compiled(changed, tmp_path, build.compiler()))
     monkeypatch.setattr(panels, "library", lambda: made)
-    weight, bias = some(40, 24, dtype=torch.float32), some(40, dtype=torch.float32)
-    x, other = some(11, 24, dtype=torch.float32), some(11, 40, dtype=torch.float32)
+    weight, bias = some(56, 24, dtype=torch.float32), some(56, dtype=torch.float32)
+    x, other = some(11, 24, dtype=torch.float32), some(11, 56, dtype=torch.float32)
     expected = x.double() @ weight.double().t() + bias.double() + other.double()
     assert not error(PanelMatrix(weight, bias).linear_add(x, other), expected) < 8

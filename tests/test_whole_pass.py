@@ -204,12 +204,11 @@ def test_which_decoders_have_passes_in_one_call() -> None:
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────
 
-LOOP = "for (int64_t first = 0; first < a->outputs; first += PANELS * LANES) {"
-LATE = (LOOP, LOOP + " if (!first) for (volatile int i = 0; i < 20000; i++) {}")
+LOOP = "for (; panel < end; panel += PANELS) {"
+LATE = (LOOP, LOOP + " if (!panel) for (volatile int i = 0; i < 20000; i++) {}")
 """The thread that has the first outputs of a product is late."""
-SHARE = "#pragma omp for schedule(static)\n    for (int64_t first"
 MUTANTS = {
-    "nobody waits for products": (SHARE, SHARE.replace("(static)", "(static) nowait")),
+    "nobody waits for products": ("#pragma omp barrier\n}", "}"),
     "states over what is normed": ("at.states = at.normed + a->tokens * model->width", "at.states = at.normed + model->width"),
     "attended over states": ("(model->heads + 2 * model->kv_heads) * model->dim;", "model->heads * model->dim;"),
     "another token": ("at.ids[t] * width, width", "at.ids[0] * width, width"),

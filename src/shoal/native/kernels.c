@@ -15,6 +15,13 @@
 #endif
 
 #define PARALLEL 65536 /* least work worth a second thread */
+#ifdef _OPENMP
+static int64_t own_thread(void) { return omp_get_thread_num(); }
+static int64_t all_threads(void) { return omp_get_num_threads(); }
+#else
+static int64_t own_thread(void) { return 0; }
+static int64_t all_threads(void) { return 1; }
+#endif
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(name) PASTE(name, SUFFIX)
@@ -156,12 +163,14 @@ INLINE void put_bfloat16(uint16_t *to, vec x) {
 /* One step along the inputs of `panels` panels for m tokens: what an element of a panel is depends on the type. float32: 16 weights
    of one input. bfloat16: 16 pairs of weights of two inputs, and so are the tokens' features. */
 #ifdef __AVX512F__
-#define TOKENS 8 /* tokens and panels whose sums the registers hold: 32 of 16 lanes, or fewer or narrower ones */
-#define PANELS 2
+#define SUMS 16 /* what the registers hold: 32 of 16 lanes, or fewer or narrower ones */
+#define TOKENS 8 /* most tokens of a tile */
 #else
+#define SUMS 4
 #define TOKENS 4
-#define PANELS 1
 #endif
+#define PANELS 4 /* most panels of a tile */
+#define PANELS_OF(m) (SUMS / (m) >= 4 ? 4 : SUMS / (m) >= 2 ? 2 : 1)
 INLINE void step_float32(int m, int panels, vec sum[TOKENS][PANELS], const float *w, int64_t panel, const float *x, int64_t width) {
     vec weights[PANELS];
     for (int p = 0; p < panels; p++) weights[p] = load(w + p * panel);

@@ -68,23 +68,42 @@ INLINE void NAME(tile)(int m, int panels, const Product *a, const T *x, int64_t 
         }
 }
 
-INLINE void NAME(panels)(int panels, const Product *a, int64_t first, int64_t outputs) {
-    const T *x = a->x;
-    int64_t t = 0, width = a->width, tokens = a->tokens;
-    for (; t + TOKENS <= tokens; t += TOKENS) NAME(tile)(TOKENS, panels, a, x + t * width, first, outputs);
-    for (; t + 4 <= tokens; t += 4) NAME(tile)(4, panels, a, x + t * width, first, outputs);
-    if (t + 2 <= tokens) NAME(tile)(2, panels, a, x + t * width, first, outputs), t += 2;
-    if (t < tokens) NAME(tile)(1, panels, a, x + t * width, first, outputs);
+/* m tokens by the outputs from `first` to `last`, as many panels at once as there are sums for. */
+INLINE void NAME(tiles)(int m, const Product *a, const T *x, int64_t first, int64_t last) {
+    const int most = PANELS_OF(m);
+    for (; first + most * LANES <= last; first += most * LANES) NAME(tile)(m, most, a, x, first, most * LANES);
+    if (most > 2 && first + 2 * LANES <= last) NAME(tile)(m, 2, a, x, first, 2 * LANES), first += 2 * LANES;
+    for (; first < last; first += LANES) NAME(tile)(m, 1, a, x, first, last - first);
 }
 
-/* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens. */
-static void NAME(share_of_product)(const Product *a) {
-#pragma omp for schedule(static)
-    for (int64_t first = 0; first < a->outputs; first += PANELS * LANES) {
-        int64_t outputs = a->outputs - first;
-        if (outputs > LANES) NAME(panels)(PANELS, a, first, outputs);
-        else NAME(panels)(1, a, first, outputs);
+/* The compiler needs to know how many tokens there are: fewer than TOKENS cost less. */
+static void NAME(few_tokens)(int64_t tokens, const Product *a, const T *x, int64_t first, int64_t last) {
+    switch (tokens) {
+    case 1: NAME(tiles)(1, a, x, first, last); break;
+    case 2: NAME(tiles)(2, a, x, first, last); break;
+    case 3: NAME(tiles)(3, a, x, first, last); break;
+    case 4: NAME(tiles)(4, a, x, first, last); break;
+#if TOKENS > 4
+    case 5: NAME(tiles)(5, a, x, first, last); break;
+    case 6: NAME(tiles)(6, a, x, first, last); break;
+    case 7: NAME(tiles)(7, a, x, first, last); break;
+    case 8: NAME(tiles)(8, a, x, first, last); break;
+#endif
     }
+}
+
+/* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens.
+   A thread has whole panels, and reads each from memory once. */
+static void NAME(share_of_product)(const Product *a) {
+    int64_t panels = (a->outputs + LANES - 1) / LANES, panel = panels * own_thread() / all_threads();
+    int64_t end = panels * (own_thread() + 1) / all_threads();
+    for (; panel < end; panel += PANELS) {
+        int64_t last = (panel + PANELS < end ? panel + PANELS : end) * LANES;
+        for (int64_t t = 0; t < a->tokens; t += TOKENS)
+            NAME(few_tokens)(a->tokens - t < TOKENS ? a->tokens - t : TOKENS, a, (const T *)a->x + t * a->width, panel * LANES,
+                             last < a->outputs ? last : a->outputs);
+    }
+#pragma omp barrier
 }
 
 void NAME(product)(const Product *a) {

@@ -139,17 +139,17 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.computed = self.dense = 0
-        of_group, best = distributions._of_group, distributions._best
+        distribution, best = distributions._distribution, distributions._best
 
-        def counted(logits: Tensor, *arguments: Any) -> Tensor:
-            self.dense += logits.shape[0] * logits.shape[1]
-            return of_group(logits, *arguments)
+        def counted(scores: Tensor, *arguments: Any) -> Tensor:
+            self.dense += scores.shape[0] * scores.shape[1]
+            return distribution(scores, *arguments)
 
-        def found(logits: Tensor, *arguments: Any) -> Tensor:
-            self.computed += logits.shape[0] * logits.shape[1]
-            return best(logits, *arguments)
+        def found(scores: Tensor, *arguments: Any) -> Tensor:
+            self.computed += scores.shape[0] * scores.shape[1]
+            return best(scores, *arguments)
 
-        monkeypatch.setattr(distributions, "_of_group", counted)
+        monkeypatch.setattr(distributions, "_distribution", counted)
         monkeypatch.setattr(distributions, "_best", found)
 
 
@@ -163,10 +163,10 @@ def test_nothing_is_computed_behind_the_first_rejection(batch: str, rule: str, m
         verdict = decided(seed, BATCHES[batch], rule)
         needed = int((verdict.accepted + 1).sum())
         dense = 0 if batch == "greedy" else needed
-        at_asking = len(tree.drafts) * tree.m  # q is made by the same function
+        at_asking = 0 if batch == "greedy" else len(tree.drafts) * tree.m  # q is made by the same function
         assert (counting.dense - at_asking, counting.computed) == (
             dense,
-            needed - dense + (at_asking if batch == "greedy" else 0),
+            needed - dense + (len(tree.drafts) * tree.m if batch == "greedy" else 0),
         )
         monkeypatch.undo()
         monkeypatch.setattr(scores, "_TOGETHER", 1)

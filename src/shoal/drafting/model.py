@@ -27,7 +27,7 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import draws, probabilities
+from shoal.sampling.distributions import draws
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Verdict
@@ -184,7 +184,7 @@ class _OrdinarySteps:
         self._slots = drafter.slots(inputs.rows)
         self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
-        self._greedy = any(row.request.sampling.greedy for row in self._rows)
+        self._greedy = all(row.request.sampling.greedy for row in self._rows)
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self._steps = 0
         self._last: Tensor | None = None
@@ -193,21 +193,17 @@ class _OrdinarySteps:
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
         logits = self._of_target(self._logits(lengths))
         positions = Positions(self._rows, self._histories, first=self._steps)
-        q, tokens = self._drawn(logits, positions, uniforms)
-        confidence = logits[:, 0] if self._inputs.stop is None else self._confidence(logits, q)
+        found = draws(
+            logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=not self._greedy,
+            want_highest=self._inputs.stop is not None,
+        )  # fmt: skip
+        q, tokens = None if found.p is None else found.p[:, 0], found.tokens[:, 0]
+        confidence = found.probs[:, 0] if found.highest is None else found.highest[:, 0]
         if self._faults:
             sound = torch.tensor([row not in self._faults for row in self._rows], device=tokens.device)
             tokens, confidence = torch.where(sound | self._finite(logits), tokens, -1), torch.where(sound, confidence, 0.0)
         self._last, self._steps = tokens, self._steps + 1
         return Drawn(q, tokens, confidence)
-
-    def _drawn(self, logits: Tensor, positions: Positions, uniforms: Tensor) -> tuple[Tensor | None, Tensor]:
-        """q [rows, vocab] and the tokens drawn from it; none where all rows are greedy: point masses need no q."""
-        sampler = self._inputs.sampler
-        if all(row.request.sampling.greedy for row in self._rows):
-            return None, draws(logits[:, None], positions, sampler, uniforms[:, None], self._faults).tokens[:, 0]
-        q = probabilities(logits[:, None], positions, self._faults)[:, 0]
-        return q, sampler(q, uniforms)
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """Logits [rows, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
@@ -238,9 +234,3 @@ class _OrdinarySteps:
                     history.append(drawn)
         block = last.clamp(min=0) if self._faults else last
         return runner.feed(self._slots, block[:, None], self._ones)[:, -1]
-
-    def _confidence(self, logits: Tensor, q: Tensor | None) -> Tensor:
-        """The drafter's highest probability in each row; before processing if a row is greedy, as its q says nothing then."""
-        if q is None or self._greedy:
-            q = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        return q.amax(dim=-1)

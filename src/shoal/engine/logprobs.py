@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -42,17 +43,14 @@ def reported(
     Args:
         columns: of the pass, those that say the blocks' tokens.
     """
-    raw, processed = _raw(scores.logits, blocks, columns), verdict.probs.log().tolist()
-    found, start = [], 0
-    for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
-        end = start + len(block)
-        found.append(Logprobs(raw[start:end], processed[b], _top(scores, row, b, columns[b])))
-        start = end
-    return found
+    known = verdict.raw_logprobs
+    raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
+    processed = verdict.probs.log().tolist()
+    return [Logprobs(raw[b], processed[b], _top(scores, row, b, columns[b])) for b, row in enumerate(rows)]
 
 
-def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[float]:
-    """Log-probabilities of the blocks' tokens by the logits alone, one block after the other."""
+def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probabilities of each block's tokens by the logits alone."""
     rows = [b for b, block in enumerate(blocks) for _ in block]
     places = [rows, [column for own in columns for column in own], [token for block in blocks for token in block]]
     index = torch.tensor(places, dtype=torch.long, device=logits.device)
@@ -61,7 +59,8 @@ def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequ
     for part in index.split(at, dim=1) if rows else ():
         row, column, token = part
         found += _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
-    return found
+    ends = list(accumulate(map(len, blocks)))
+    return [found[end - len(block) : end] for end, block in zip(ends, blocks, strict=True)]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

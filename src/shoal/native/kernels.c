@@ -1,5 +1,5 @@
 /* Native kernels of passes on a CPU: products by packed weights, ragged attention, rotary embedding with the write to the cache,
-   RMS norm, and a decoder's pass of these in one call.
+   RMS norm, and a decoder's pass of these in one call; draws (drawing.h).
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
    types come by including typed.h once for each. No -ffast-math: NaN and infinity must come out as PyTorch would have them. */
@@ -207,3 +207,4 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #define T uint16_t
 #include "typed.h"
 #include "decode.h"
+#include "drawing.h"

@@ -83,3 +83,40 @@ typedef struct {
     void *workspace;                  /* see decode.h */
     void *logits;                     /* [tokens, outputs of the head]; NULL: not wanted */
 } Pass;
+
+/* What of a row's sampling settings the kernels know. */
+typedef struct {
+    double temperature, top_p, min_p; /* temperature 0: greedy */
+    int64_t top_k;                    /* 0: all */
+} Setting;
+
+/* Scores of the positions of a block, and what tokens are drawn by. Strides count elements. */
+typedef struct {
+    int64_t rows, columns, vocab, threads, bfloat16;
+    int64_t buckets;                  /* of an exponential race; 0: inverse transform by the first uniform of a position */
+    int64_t settings_row;             /* 0: all rows have one setting */
+    int64_t scores_row, scores_column, uniforms_row, uniforms_column;
+    const Setting *settings;          /* [rows] or [1] */
+    const void *scores;               /* [rows, columns, vocab], float32 or bfloat16 */
+    const double *uniforms;           /* [rows, columns, ...]; NULL: nothing is drawn */
+} Block;
+
+/* Draws at every position: [rows, columns] each, probs with vocab behind. */
+typedef struct {
+    Block block;
+    int64_t *tokens;                  /* -1: no distribution */
+    float *chosen;                    /* probabilities of the tokens */
+    float *highest;                   /* highest probabilities, of greedy rows those at temperature 1; or NULL */
+    float *probs;                     /* or NULL */
+} Draws;
+
+/* The verdict on chains of drafts, columns 0 to m of a block. */
+typedef struct {
+    Block block;
+    int64_t q_row;                    /* stride of the rows of each q */
+    const int64_t *drafts, *lengths;  /* [rows, m], [rows] */
+    const float *const *q;            /* [m] of [rows, vocab]: rejection sampling; NULL: exact match */
+    int64_t *accepted, *tokens;       /* [rows] each; token -1: the column behind the accepted drafts has no distribution */
+    float *chosen;                    /* [rows, columns]: probabilities of the accepted drafts and the token; 1 elsewhere */
+    float *logprobs;                  /* the same before temperature and truncation, natural logarithms; 0 elsewhere */
+} Verdicts;

@@ -89,4 +89,34 @@ class Pass(ctypes.Structure):
         ("stores", _POINTER),
         *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
         *((name, _POINTER) for name in ("ids", "bounds", "tree_positions", "words", "cos", "sin", "workspace", "logits")),
+
+class Setting(ctypes.Structure):
+    """What of a row's sampling settings the kernels know."""
+
+    _fields_ = [*((name, _REAL) for name in ("temperature", "top_p", "min_p")), ("top_k", _INTEGER)]
+
+
+class Block(ctypes.Structure):
+    """Scores of the positions of a block, and what tokens are drawn by."""
+
+    _fields_ = [
+        *((name, _INTEGER) for name in ("rows", "columns", "vocab", "threads", "bfloat16", "buckets", "settings_row")),
+        *((name, _INTEGER) for name in ("scores_row", "scores_column", "uniforms_row", "uniforms_column")),
+        *((name, _POINTER) for name in ("settings", "scores", "uniforms")),
+    ]
+
+
+class Draws(ctypes.Structure):
+    """Draws at every position."""
+
+    _fields_ = [("block", Block), *((name, _POINTER) for name in ("tokens", "chosen", "highest", "probs"))]
+
+
+class Verdicts(ctypes.Structure):
+    """The verdict on chains of drafts."""
+
+    _fields_ = [
+        ("block", Block),
+        ("q_row", _INTEGER),
+        *((name, _POINTER) for name in ("drafts", "lengths", "q", "accepted", "tokens", "chosen", "logprobs")),
     ]

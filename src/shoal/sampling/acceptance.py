@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.sampling.distributions import Sampler
-from shoal.sampling.drawing import draw, exponential_race
+from shoal.sampling.drawing import draw, exponential_race, inverse_transform
 from shoal.sampling.scores import Block, Scores, in_blocks
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
@@ -135,11 +135,14 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
     """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows, depth of the tree + 1, ...]."""
     uniforms = tree.by_column(uniforms)
+    judged = scores.judged(tree, sampler, uniforms, rejection=False)
+    if judged is not None:
+        return judged
     if tree.branches:
-        return exact_match(tree, *scores.draws(scores.everything(), sampler, uniforms))
+        return exact_match(tree, *scores.draws(scores.everything(), sampler, uniforms)[:2])
 
     def verdict_of(block: Block) -> Verdict:
-        said, probs = scores.draws(block, sampler, uniforms)
+        said, probs, *_ = scores.draws(block, sampler, uniforms)
         if not tree.m:
             return Verdict(block.of_rows(tree.lengths), said[:, 0], probs)
         drafts = block.of(tree.tokens)
@@ -151,6 +154,9 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
     """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
+    judged = scores.judged(tree, inverse_transform, uniforms, rejection=True)
+    if judged is not None:
+        return judged
 
     def verdict_of(block: Block) -> Verdict:
         drafts, asked = block.of(tree.tokens), (tree.q or ())[block.columns.start : block.columns.stop]
@@ -204,9 +210,7 @@ class Rejection:
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
 
-    @staticmethod
-    def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-        return draw(weights, uniforms[:, 0])
+    draw = staticmethod(inverse_transform)
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         # A greedy row's p is a point mass: its token is accepted and anything else replaced by it, whatever q and the uniforms are.
@@ -232,9 +236,7 @@ class Coupled:
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(race_uniforms(seeds, firsts, width))
 
-    @staticmethod
-    def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-        return exponential_race(weights, uniforms)
+    draw = staticmethod(exponential_race)
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         return by_samples(tree, scores, self.draw, uniforms)

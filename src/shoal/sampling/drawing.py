@@ -29,6 +29,11 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return _drawn(weights, uniforms[:, None]).squeeze(1)
 
 
+def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """`draw` by the first uniform of each row, [rows, ...]."""
+    return draw(weights, uniforms[:, 0])
+
+
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     """`draw` by uniforms [rows, 1], [rows, 1] int64."""
     share = uniforms.clamp(max=1 - 2.0**-52)  # one unit below 1 the product may round up to the total

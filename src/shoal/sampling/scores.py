@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.sampling import distributions
+from shoal.sampling import controls, distributions, native
 from shoal.sampling.distributions import Draws, Sampler
 from shoal.types.rounds import Faults, Verdict
 from shoal.types.trees import DraftTree, Positions
@@ -104,6 +104,29 @@ class Scores:
         drawn = distributions.draws(block.of(self.logits), self.positions_of(block), sampler, block.of(uniforms), found)
         self._keep(found)
         return drawn
+
+    def judged(self, tree: DraftTree, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
+        """The verdict on chains by the kernel in C; None where it does not compute these distributions, or where controls over a
+        large vocabulary are better computed as far as drafts are accepted (`in_blocks`).
+
+        Args:
+            uniforms: by column, [rows, m + 1, ...]. rejection: rejection sampling of drafts whose q is known, else exact match.
+        """
+        samplings = [row.request.sampling for row in self.positions.rows]
+        if tree.branches or sampler not in distributions.RACES or not native.takes(self.logits, samplings):
+            return None
+        if self.blocks_pay() and controls.change(self.positions):
+            return None
+        faults: Faults = {}
+        scores = controls.all_controlled(self.logits, self.positions, faults)
+        found = native.judged(scores, samplings, tree, uniforms, race=distributions.RACES[sampler], rejection=rejection)
+        if found.impossible:
+            reached = torch.arange(tree.m + 1) == found.accepted[:, None]
+            controls.report((found.token < 0)[:, None] & reached, self.logits, self.positions, faults)
+            found.token.clamp_(min=0)
+        self._keep(faults)
+        raw = found.logprobs if scores is self.logits else None
+        return Verdict(found.accepted, found.token, found.probs, raw_logprobs=raw)
 
     def positions_of(self, block: Block) -> Positions:
         positions = self.positions if block.rows is None else self.positions.of_rows(block.rows)

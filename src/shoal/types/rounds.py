@@ -36,12 +36,14 @@ class Verdict:
         probs: of the drafts kept under p, then of `token`, [rows, at least as many], padded.
         path: the nodes kept, from the root on, [rows, longest path] int64, padded; None where all trees are chains: the first
             `accepted` nodes.
+        raw_logprobs: of the same tokens by the logits alone, natural logarithms, shaped like `probs`; None if unknown.
     """
 
     accepted: Tensor
     token: Tensor
     probs: Tensor
     path: Tensor | None = None
+    raw_logprobs: Tensor | None = None
 
     @cached_property
     def lists(self) -> tuple[list[Sequence[int]], list[int]]:

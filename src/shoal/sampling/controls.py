@@ -1,0 +1,146 @@
+"""Logits -> scores: biases, penalties, processors, constraints: all controls but temperature and truncation, which come after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.constraints import masks
+from shoal.errors import BadLogits, RequestError, ShoalError
+from shoal.sampling import penalties
+from shoal.sampling.drawing import finite
+from shoal.types.requests import Row
+from shoal.types.rounds import Faults
+from shoal.types.trees import Positions
+
+
+def width(logits: Tensor) -> torch.dtype:
+    """What distributions are computed in: float64 for float64 logits, else float32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
+    """Rows that can be computed together: one `Sampling` of theirs, and their places."""
+    common = rows[0].request.sampling
+    if all(row.request.sampling is common for row in rows):
+        return [(common, list(range(len(rows))))]
+    by_key: dict[Any, tuple[Sampling, list[int]]] = {}
+    keys: dict[int, Any] = {}
+    for b, row in enumerate(rows):
+        sampling = row.request.sampling
+        key = keys.get(id(sampling))
+        if key is None:
+            key = keys[id(sampling)] = _key(sampling)
+        by_key.setdefault(key, (sampling, []))[1].append(b)
+    return list(by_key.values())
+
+
+def _key(s: Sampling) -> tuple[Any, ...]:
+    """Equal for settings that are computed alike: all fields but seed and grammar, containers by identity."""
+    return (
+        s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repetition_penalty, s.presence_penalty,
+        s.frequency_penalty, s.min_new_tokens, s.no_repeat_ngram, id(s.logit_bias) if s.logit_bias else 0,
+        id(s.bad_words) if s.bad_words else 0, tuple(map(id, s.processors)),
+    )  # fmt: skip
+
+
+def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
+    """`controlled` for rows of any settings: [rows, q, vocab]; the logits themselves where no control changes any."""
+    if not change(positions):
+        return logits
+    allowed = masks.allowed(positions, logits)
+    rows = groups(positions.rows)
+    if len(rows) == 1:
+        return controlled(logits, rows[0][0], positions, allowed, faults)
+    scores = torch.empty(logits.shape, dtype=width(logits), device=logits.device)
+    for sampling, members in rows:
+        index = torch.tensor(members, device=logits.device)
+        mask = None if allowed is None else allowed[index]
+        scores[index] = controlled(logits[index], sampling, positions.of_rows(members), mask, faults).to(scores.dtype)
+    return scores
+
+
+def change(positions: Positions) -> bool:
+    """Whether some control changes the logits of a row."""
+    return any(row.constraints or _changes(row.request.sampling) for row in positions.rows)
+
+
+def controlled(
+    logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
+) -> Tensor:
+    """Scores [rows, q, vocab] of rows that share one `Sampling` but for seed and grammar, after all controls but temperature and
+    truncation; the logits themselves, in whatever number format, where no control changes them.
+
+    Args:
+        allowed: see `shoal.constraints.masks`. faults: see `shoal.sampling.distributions.probabilities`.
+    """
+    if allowed is None and not _changes(sampling):
+        return logits
+    scores = logits.to(width(logits), copy=True, memory_format=torch.contiguous_format)
+    penalties.bias_and_penalise(scores, sampling, positions)
+    if sampling.processors:
+        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
+        scores = possible(scores, logits, positions, faults)
+        scores = penalties.process(scores, sampling.processors, positions)
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
+    return scores
+
+
+def _changes(sampling: Sampling) -> bool:
+    """Whether some control changes the logits themselves."""
+    return sampling.reads_history or bool(sampling.logit_bias)
+
+
+def possible(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
+    """`scores`, every position of which has a finite highest score; those that had none are made uniform.
+
+    Raises:
+        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
+    """
+    top = scores.amax(-1)
+    if finite(top):
+        return scores
+    impossible = ~top.isfinite()
+    report(impossible, logits, positions, faults)
+    return scores.masked_fill(impossible[..., None], 0.0)
+
+
+def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> None:
+    """Names what is at fault where there is no distribution, [rows, q] bool.
+
+    Raises:
+        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
+    """
+    for b, j in impossible.nonzero().tolist():
+        row, column = positions.rows[b], positions.first + j
+        padding = column not in positions.columns(b)
+        if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
+            continue
+        depth, failure = (column, "") if padding else (len(positions.path(b, column)), masks.why(positions, b, column))
+        reason = _reason(logits[b, j], row, depth, failure)
+        if faults is None:
+            raise reason
+        faults.setdefault(row, {}).setdefault(column, reason)
+
+
+def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError:
+    """Why no token is possible at a position with these logits [vocab]; `failure`: of a constraint."""
+    sampling, where = row.request.sampling, f"row {row.index} of request {row.group}, draft position {position}"
+    if not bool(logits.amax().isfinite()):
+        return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
+    controls = [
+        f"{f.name}={getattr(sampling, f.name)!r:.80}"
+        for f in fields(sampling)
+        if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
+    ]
+    if failure:
+        return RequestError(f"{where}: {failure}")
+    if row.request.constraints:
+        controls.append(f"constraints={[type(constraint).__name__ for constraint in row.request.constraints]}")
+    return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")

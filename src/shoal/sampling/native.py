@@ -1,0 +1,160 @@
+"""Distributions, draws and verdicts by the kernels in C: one call for all positions, instead of some ten operations of torch each.
+
+A position's bits depend on its own scores, settings and uniforms alone, not on what is computed beside it. They are not torch's,
+which rounds differently: rows of the same settings are always computed by one of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.native.build import SUFFIXES, library, missing
+from shoal.native.structs import Block, Draws, Setting, Verdicts
+from shoal.types.trees import DraftTree
+
+_COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+class Drawn(NamedTuple):
+    """Of positions [rows, q].
+
+    Attributes:
+        tokens: int64; 0 where nothing was drawn, -1 where there is no distribution. probs: of the tokens.
+        highest: the highest probabilities, of greedy rows those at temperature 1; None unless asked for.
+        p: the distributions, [rows, q, vocab]; None unless asked for. All three are float32.
+        impossible: how many positions have no distribution.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    highest: Tensor | None
+    p: Tensor | None
+    impossible: int
+
+
+class Judged(NamedTuple):
+    """The verdict on chains.
+
+    Attributes:
+        accepted: drafts, [rows] int64. token: that follows them, [rows] int64; -1 where there is no distribution.
+        probs: of both, [rows, m + 1] float32. logprobs: of both by the scores alone, natural logarithms, shaped like `probs`.
+        impossible: how many rows have no token.
+    """
+
+    accepted: Tensor
+    token: Tensor
+    probs: Tensor
+    logprobs: Tensor
+    impossible: int
+
+
+def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
+    """Whether the kernels compute these distributions."""
+    return (
+        scores.device.type == "cpu"
+        and scores.dtype in SUFFIXES
+        and all(sampling.typical_p >= 1 for sampling in samplings)
+        and not missing()
+    )
+
+
+def drawn(
+    scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | None = None, *, race: bool = False, want_p: bool = False,
+    want_highest: bool = False,
+) -> Drawn:  # fmt: skip
+    """The declared distributions after temperature, top_k, top_p and min_p, and tokens drawn from them.
+
+    Args:
+        scores: after all other controls, [rows, q, vocab] float32 or bfloat16. Not modified.
+        samplings: of the rows, or one for all.
+        uniforms: [rows, q, ...] float64: of an exponential race, or the first of each position for an inverse transform
+            (`shoal.sampling.drawing`); None: nothing is drawn but the tokens of greedy rows.
+
+    Raises:
+        MemoryError.
+    """
+    rows, columns, vocab = scores.shape
+    tokens, probs = torch.empty(rows, columns, dtype=torch.long), torch.empty(rows, columns)
+    p = torch.empty(rows, columns, vocab) if want_p else None
+    highest = torch.empty(rows, columns) if want_highest else None
+    block, held = _block(scores, samplings, uniforms, race)
+    work = Draws(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
+    impossible = _done(library().draw(ctypes.byref(work)))
+    del held  # what the block has the addresses of
+    return Drawn(tokens, probs, highest, p, impossible)
+
+
+def judged(
+    scores: Tensor, samplings: Sequence[Sampling], tree: DraftTree, uniforms: Tensor, *, race: bool, rejection: bool
+) -> Judged:
+    """What is accepted of chains: by rejection sampling, or as far as the target says the same itself.
+
+    Args:
+        scores: see `drawn`, [rows, m + 1, vocab]. uniforms: [rows, m + 1, ...].
+        race: draws by an exponential race. rejection: with the tree's q, but for greedy rows.
+
+    Raises:
+        MemoryError.
+    """
+    rows, columns, _ = scores.shape
+    accepted, token = torch.empty(2, rows, dtype=torch.long)
+    probs, logprobs = torch.empty(2, rows, columns)
+    block, held = _block(scores, samplings, uniforms, race)
+    drafts, lengths = tree.tokens.contiguous(), tree.lengths.contiguous()
+    q = [_dense(each) for each in tree.q or ()] if rejection else []
+    addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
+    work = Verdicts(
+        block, q[0].stride(0) if q else 0, drafts.data_ptr(), lengths.data_ptr(), ctypes.addressof(addresses) if q else None,
+        accepted.data_ptr(), token.data_ptr(), probs.data_ptr(), logprobs.data_ptr(),
+    )  # fmt: skip
+    impossible = _done(library().judge(ctypes.byref(work)))
+    del held
+    return Judged(accepted, token, probs, logprobs, impossible)
+
+
+def _block(scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | None, race: bool) -> tuple[Block, Any]:
+    """And what must live as long as it is used."""
+    scores = scores if scores.stride(-1) == 1 else scores.contiguous()
+    uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()
+    settings = _settings(tuple(map(_key, samplings)))
+    rows, columns, vocab = scores.shape
+    strides = (0, 0) if uniforms is None else uniforms.stride()[:2]
+    buckets = uniforms.shape[-1] - 1 if race and uniforms is not None else 0
+    block = Block(
+        rows, columns, vocab, torch.get_num_threads(), scores.dtype == torch.bfloat16, buckets, len(settings) > 1,
+        *scores.stride()[:2], *strides, ctypes.addressof(settings), scores.data_ptr(), _address(uniforms),
+    )  # fmt: skip
+    return block, (scores, uniforms, settings)
+
+
+def _key(sampling: Sampling) -> tuple[float, float, float, int]:
+    temperature = 0.0 if sampling.greedy else min(max(sampling.temperature, _COLDEST), _HOTTEST)
+    return temperature, sampling.top_p, sampling.min_p, sampling.top_k
+
+
+@lru_cache(maxsize=256)
+def _settings(keys: tuple[tuple[float, float, float, int], ...]) -> Any:
+    """An array of `Setting`; of one where all are equal."""
+    keys = keys[:1] if len(set(keys)) == 1 else keys
+    return (Setting * len(keys))(*(Setting(*key) for key in keys))
+
+
+def _dense(q: Tensor) -> Tensor:
+    return q.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _done(impossible: int) -> int:
+    if impossible < 0:
+        raise MemoryError("no memory for the scores of a position")
+    return impossible

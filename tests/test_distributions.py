@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
 from shoal.errors import BadLogits, RequestError
-from shoal.sampling import distributions
+from shoal.sampling import distributions, native
 from shoal.sampling.distributions import pure_probabilities
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
@@ -46,6 +46,15 @@ def random_logits(seed: int, rows: int, q: int, vocab: int, scale: float = 3.0, 
 def one(sampling: Sampling, logits: Tensor, tokens: Sequence[int] = (0,), **row: Any) -> Tensor:
     """The distribution of a single position with logits [vocab]."""
     return probabilities(logits[None, None], [make_row(sampling, tokens, **row)], [()])[0, 0]
+
+
+@pytest.fixture(scope="module", params=["kernels", "torch"], autouse=True)
+def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything holds for the kernels in C, and for the operations of torch where there are none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native, "takes", lambda scores, samplings: False)
+        yield
 
 
 def transformers(processors: Sequence[Any], logits: Tensor, tokens: Sequence[int] = (0,)) -> Tensor:

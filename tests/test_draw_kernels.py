@@ -1,4 +1,4 @@
-"""The kernels that draw and judge are their definitions in float64.
+"""The kernels that draw and verify are their definitions in float64.
 
 Tokens are compared with those of the functions on tensors, by the kernel's own p: rounding then moves a token with a probability of
 1e-7 or less. Negative controls compile the sources with one thing wrong, and the same comparisons must notice.
@@ -23,7 +23,7 @@ from shoal.native.build import compiled, loaded, missing
 from shoal.sampling import native
 from shoal.sampling.acceptance import accepted_lengths, reject_and_replace
 from shoal.sampling.drawing import exponential_race, inverse_transform
-from shoal.sampling.native import Drawn, Judged, drawn, judged
+from shoal.sampling.native import Drawn, Verified, drawn, verified
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -211,7 +211,7 @@ def verdict_excess(seed: int, samplings: list[Sampling], vocab: int, race: bool,
     uniforms = uniforms_of(race, len(samplings), tree.m + 1)
     p = drawn(logits, samplings, None, want_p=True).p
     assert p is not None
-    found = judged(logits, samplings, tree, uniforms, race=race, rejection=rejection)
+    found = verified(logits, samplings, tree, uniforms, race=race, rejection=rejection)
     right = expected_verdict(p.double(), samplings, tree, uniforms, race, rejection)
     wrong = [
         2.0 * int((found.accepted != right.accepted).sum()),
@@ -240,18 +240,18 @@ def test_verdicts_are_their_definition(seed: int, samplings: list[Sampling], voc
 
 
 def verdict(
-    seed: int, change: Callable[[Tensor, Judged], None] = lambda logits, found: None, rows: int = 6
-) -> tuple[Judged, Judged]:
+    seed: int, change: Callable[[Tensor, Verified], None] = lambda logits, found: None, rows: int = 6
+) -> tuple[Verified, Verified]:
     """Before and after a change of the logits."""
     logits, tree = asked(seed, [SAMPLED] * rows, 300)
     uniforms = uniforms_of(False, rows, tree.m + 1)
-    before = judged(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
+    before = verified(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
     change(logits, before)
-    return before, judged(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
+    return before, verified(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
 
 
 def test_nothing_behind_the_first_rejection_is_read() -> None:
-    def poison(logits: Tensor, found: Judged) -> None:
+    def poison(logits: Tensor, found: Verified) -> None:
         for row, count in enumerate(found.accepted.tolist()):
             logits[row, count + 1 :] = torch.nan
 
@@ -262,7 +262,7 @@ def test_nothing_behind_the_first_rejection_is_read() -> None:
 
 
 def test_a_row_ends_where_it_has_no_distribution() -> None:
-    def poison(logits: Tensor, found: Judged) -> None:
+    def poison(logits: Tensor, found: Verified) -> None:
         logits[0, int(found.accepted[0]), 7] = torch.nan
 
     for seed in range(10):
@@ -279,7 +279,7 @@ def test_a_row_ends_where_it_has_no_distribution() -> None:
 @pytest.mark.parametrize("vocab", [300, 40_000])
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None:
-    """Alone, beside others, as a part of a larger block, by one thread or two, drawn or judged."""
+    """Alone, beside others, as a part of a larger block, by one thread or two, drawn or verified."""
     logits, uniforms = logits_of(1, 5, 3, vocab), uniforms_of(True, 5, 3)
 
     def of(rows: slice, columns: slice, samplings: list[Sampling]) -> Drawn:
@@ -301,7 +301,7 @@ def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None
     tree = DraftTree(
         whole.tokens[:, :2], torch.full((5,), 2), None, whole.tokens[:, :2].tolist(), DraftTree.of([[0, 0]] * 5).parents
     )
-    found = judged(logits, [sampling], tree, uniforms, race=True, rejection=False)
+    found = verified(logits, [sampling], tree, uniforms, race=True, rejection=False)
     assert torch.equal(found.accepted, torch.full((5,), 2))
     assert torch.equal(found.token, whole.tokens[:, 2])
     assert torch.equal(found.probs, whole.probs)
@@ -328,7 +328,7 @@ MUTANTS = {
     "one draft too few": ("column < length ? v->drafts", "column + 1 < length ? v->drafts"),
     "lengths of another row": ("v->lengths[row] < m ? v->lengths[row]", "v->lengths[0] < m ? v->lengths[0]"),
     "one setting for all rows": ("a->settings + row * a->settings_row", "a->settings"),
-    "greedy rows are judged by q": ("v->q && setting_of(a, row)->temperature != 0", "v->q != NULL"),
+    "greedy rows are verified by q": ("v->q && setting_of(a, row)->temperature != 0", "v->q != NULL"),
     "log-probabilities at the row's temperature": ("log(at->before)", "log(at->total)"),
     "temperature multiplies": ("(float)(1 / temperature)", "(float)temperature"),
     "the last block is forgotten": ("(at->room + SUMMED - 1) / SUMMED, block", "(at->room - 1) / SUMMED, block"),
@@ -344,7 +344,7 @@ def worst() -> float:
         for ties in (False, True)
         for race in (False, True)
     ]
-    found += [verdict_excess(seed, list(SETTINGS), 257, *rule) for rule in RULES for seed in range(4)]
+    found += [verdict_excess(seed, list(SETTINGS), 257, *rule) for rule in RULES for seed in range(10)]
     logits = logits_of(0, 1, 1, 100)
     logits[0, 0, 41] = torch.nan
     found.append(2.0 * (1 - drawn(logits, [SAMPLED]).impossible))

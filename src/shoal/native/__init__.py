@@ -1,7 +1,8 @@
 """Kernels in C for work on a CPU, compiled on the machine they run on.
 
 kernels.c, typed.h   products, attention, rotary embedding with the write to the cache, RMS norm
-drawing.h            distributions, and tokens drawn from them
+decode.h             a decoder's pass of these in one call
+drawing.h            distributions, tokens drawn from them, the verdict on drafts
 kernels.h, structs   their arguments, in C and in Python
 build                compiles them with the system's C compiler, once per machine
 processor            what the processor can do

@@ -147,7 +147,7 @@ def loaded(place: Path) -> ctypes.CDLL:
                 function = getattr(made, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int if name in ("attend", "decode") else None
         made.draw.argtypes, made.draw.restype = [ctypes.POINTER(Draws)], ctypes.c_int64
-        made.judge.argtypes, made.judge.restype = [ctypes.POINTER(Verdicts)], ctypes.c_int64
+        made.verify.argtypes, made.verify.restype = [ctypes.POINTER(Verdicts)], ctypes.c_int64
     except (OSError, AttributeError) as error:
         raise NotBuilt(f"{place}: {error}") from error
     return made

@@ -301,7 +301,7 @@ static int accepts(const Verdicts *v, Position *at, int64_t row, int64_t column,
 
 /* One row, draft after draft, until one is rejected, or is not what the target says itself. Returns 1 if a column that is reached
    has no distribution. */
-static int judge_row(const Verdicts *v, Position *at, int64_t row) {
+static int verify_row(const Verdicts *v, Position *at, int64_t row) {
     const Block *a = &v->block;
     int64_t m = a->columns - 1, length = v->lengths[row] < m ? v->lengths[row] : m, token = -1, column = 0;
     int rejection = v->q && setting_of(a, row)->temperature != 0, accepted = 1, strange = 0;
@@ -321,7 +321,7 @@ static int judge_row(const Verdicts *v, Position *at, int64_t row) {
 }
 
 /* Returns how many rows come to a column that has no distribution; -1: no memory. */
-int64_t judge(const Verdicts *v) {
+int64_t verify(const Verdicts *v) {
     const Block *a = &v->block;
     int64_t strange = 0, failed = 0;
 #pragma omp parallel for schedule(static, 1) reduction(+ : strange, failed) num_threads(a->threads) \
@@ -329,7 +329,7 @@ int64_t judge(const Verdicts *v) {
     for (int64_t row = 0; row < a->rows; row++) {
         Position at;
         if (make_room(a, &at)) failed++;
-        else strange += judge_row(v, &at, row);
+        else strange += verify_row(v, &at, row);
     }
     return failed ? -1 : strange;
 }

@@ -89,6 +89,8 @@ class Pass(ctypes.Structure):
         ("stores", _POINTER),
         *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
         *((name, _POINTER) for name in ("ids", "bounds", "tree_positions", "words", "cos", "sin", "workspace", "logits")),
+    ]
+
 
 class Setting(ctypes.Structure):
     """What of a row's sampling settings the kernels know."""

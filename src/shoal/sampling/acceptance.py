@@ -70,7 +70,7 @@ def reject_and_replace(
 
     Args:
         drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
-        draft_lengths: [rows] int64; more than k where further drafts are judged later.
+        draft_lengths: [rows] int64; more than k where further drafts are verified later.
         q: drafter distributions, [rows, k, vocab]; None when k = 0.
         p: target distributions, [rows, k + 1, vocab]; or [rows, k, vocab], and a row whose k drafts are all accepted gets no token:
             0 stands there.
@@ -135,9 +135,9 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
     """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows, depth of the tree + 1, ...]."""
     uniforms = tree.by_column(uniforms)
-    judged = scores.judged(tree, sampler, uniforms, rejection=False)
-    if judged is not None:
-        return judged
+    verified = scores.verified(tree, sampler, uniforms, rejection=False)
+    if verified is not None:
+        return verified
     if tree.branches:
         return exact_match(tree, *scores.draws(scores.everything(), sampler, uniforms)[:2])
 
@@ -154,9 +154,9 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
     """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
-    judged = scores.judged(tree, inverse_transform, uniforms, rejection=True)
-    if judged is not None:
-        return judged
+    verified = scores.verified(tree, inverse_transform, uniforms, rejection=True)
+    if verified is not None:
+        return verified
 
     def verdict_of(block: Block) -> Verdict:
         drafts, asked = block.of(tree.tokens), (tree.q or ())[block.columns.start : block.columns.stop]
@@ -177,7 +177,7 @@ def _lengths(tree: DraftTree, block: Block) -> Tensor:
 
 
 class Rule(Protocol):
-    """How drafts are drawn and judged. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position.
+    """How drafts are drawn and verified. `uniforms` is the row's own: [rows, width, ...] float64, one slice per position.
 
     Attributes:
         numbers_rounds: whether its uniforms depend on the number of a row's round where that is given.

@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
     impossible: int
 
 
-class Judged(NamedTuple):
+class Verified(NamedTuple):
     """The verdict on chains.
 
     Attributes:
@@ -91,9 +91,9 @@ def drawn(
     return Drawn(tokens, probs, highest, p, impossible)
 
 
-def judged(
+def verified(
     scores: Tensor, samplings: Sequence[Sampling], tree: DraftTree, uniforms: Tensor, *, race: bool, rejection: bool
-) -> Judged:
+) -> Verified:
     """What is accepted of chains: by rejection sampling, or as far as the target says the same itself.
 
     Args:
@@ -114,9 +114,9 @@ def judged(
         block, q[0].stride(0) if q else 0, drafts.data_ptr(), lengths.data_ptr(), ctypes.addressof(addresses) if q else None,
         accepted.data_ptr(), token.data_ptr(), probs.data_ptr(), logprobs.data_ptr(),
     )  # fmt: skip
-    impossible = _done(library().judge(ctypes.byref(work)))
+    impossible = _done(library().verify(ctypes.byref(work)))
     del held
-    return Judged(accepted, token, probs, logprobs, impossible)
+    return Verified(accepted, token, probs, logprobs, impossible)
 
 
 def _block(scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | None, race: bool) -> tuple[Block, Any]:

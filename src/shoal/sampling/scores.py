@@ -105,7 +105,7 @@ class Scores:
         self._keep(found)
         return drawn
 
-    def judged(self, tree: DraftTree, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
+    def verified(self, tree: DraftTree, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
         """The verdict on chains by the kernel in C; None where it does not compute these distributions, or where controls over a
         large vocabulary are better computed as far as drafts are accepted (`in_blocks`).
 
@@ -119,7 +119,7 @@ class Scores:
             return None
         faults: Faults = {}
         scores = controls.all_controlled(self.logits, self.positions, faults)
-        found = native.judged(scores, samplings, tree, uniforms, race=distributions.RACES[sampler], rejection=rejection)
+        found = native.verified(scores, samplings, tree, uniforms, race=distributions.RACES[sampler], rejection=rejection)
         if found.impossible:
             reached = torch.arange(tree.m + 1) == found.accepted[:, None]
             controls.report((found.token < 0)[:, None] & reached, self.logits, self.positions, faults)

@@ -478,6 +478,8 @@ ATTENTION_MUTANTS = {
     "softcap forgotten": ("cap * tanhf(scores[t] * scale / cap)", "scores[t] * scale"),
     "unscaled": ("load(scores + t) * scale", "load(scores + t)"),
     "another row's keys": ("(const T *)a->key + a->key_rows[row]", "(const T *)a->key + a->key_rows[0]"),
+    "last feature of a key forgotten": ("memcpy(some, from, n * sizeof(T));", "memcpy(some, from, (n - 1) * sizeof(T));"),
+    "a prompt one token short": ("place < a->offset ? a->shared", "place < a->offset - 1 ? a->shared"),
     "last feature forgotten": (
         "for (; i < n; i++) to[i] = NAME(widen)(from[i]);",
         "for (; i < n - 1; i++) to[i] = NAME(widen)(from[i]);",

@@ -1,6 +1,7 @@
 """Kernels in C for work on a CPU, compiled on the machine they run on.
 
-kernels.c, typed.h   products, attention, rotary embedding with the write to the cache, RMS norm
+kernels.c            vectors of the processor
+typed.h, attend.h    products, rotary embedding with the write to the cache, RMS norm; ragged attention
 decode.h             a decoder's pass of these in one call
 drawing.h            distributions, tokens drawn from them, the verdict on drafts
 kernels.h, structs   their arguments, in C and in Python

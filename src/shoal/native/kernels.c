@@ -2,7 +2,7 @@
    RMS norm, and a decoder's pass of these in one call; draws (drawing.h).
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
-   types come by including typed.h once for each. No -ffast-math: NaN and infinity must come out as PyTorch would have them. */
+   types come by including the other files once for each. No -ffast-math: NaN and infinity must come out as PyTorch has them. */
 #include "kernels.h"
 #include <math.h>
 #include <stdlib.h>
@@ -103,35 +103,13 @@ INLINE void transpose(vec x[LANES]) {
     EXCHANGE(8)
 }
 
-/* Queries by one block of keys. query: [queries, width]; keys: transposed, [width, LANES]; scores: [queries, span] at the block. */
-INLINE void dot_products(int queries, const float *query, const float *keys, float *scores, int64_t width, int64_t span) {
-    vec sum[4] = {{0}};
-    for (int64_t d = 0; d < width; d++) {
-        vec key = load(keys + d * LANES);
-        for (int i = 0; i < queries; i++) sum[i] += query[i * width + d] * key;
-    }
+/* Adds LANES features of queries times those of a block of keys, by feature. query: [queries, width]; scores: [queries, span]. */
+INLINE void add_products(int queries, const float *query, const vec keys[LANES], float *scores, int64_t width, int64_t span) {
+    vec sum[4];
+    for (int i = 0; i < queries; i++) sum[i] = load(scores + i * span);
+    for (int d = 0; d < LANES; d++)
+        for (int i = 0; i < queries; i++) sum[i] += query[i * width + d] * keys[d];
     for (int i = 0; i < queries; i++) store(scores + i * span, sum[i]);
-}
-
-/* sums [queries, width] += weights [queries, span] of a block of keys, times its values [LANES, width]; so many vectors of width. */
-INLINE void add_weighted(int queries, int vectors, const float *weights, const float *values, float *sums, int64_t width,
-                         int64_t span) {
-    vec sum[4][4];
-    for (int i = 0; i < queries; i++)
-        for (int d = 0; d < vectors; d++) sum[i][d] = load(sums + i * width + d * LANES);
-    for (int t = 0; t < LANES; t++)
-        for (int d = 0; d < vectors; d++) {
-            vec value = load(values + t * width + d * LANES);
-            for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
-        }
-    for (int i = 0; i < queries; i++)
-        for (int d = 0; d < vectors; d++) store(sums + i * width + d * LANES, sum[i][d]);
-}
-
-INLINE void add_weighted_rows(int queries, const float *weights, const float *values, float *sums, int64_t width, int64_t span) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= width; d += 4 * LANES) add_weighted(queries, 4, weights, values + d, sums + d, width, span);
-    for (; d < width; d += LANES) add_weighted(queries, 1, weights, values + d, sums + d, width, span);
 }
 
 /* A buffer of the calling thread, at least so many floats; kept for its next call. NULL: no memory. */
@@ -177,7 +155,8 @@ INLINE void step_float32(int m, int panels, vec sum[TOKENS][PANELS], const float
     for (int i = 0; i < m; i++)
         for (int p = 0; p < panels; p++) sum[i][p] += x[i * width] * weights[p];
 }
-INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint16_t *w, int64_t panel, const uint16_t *x, int64_t width) {
+INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint16_t *w, int64_t panel, const uint16_t *x,
+                          int64_t width) {
     ivec weights[PANELS];
     for (int p = 0; p < panels; p++) memcpy(&weights[p], w + p * panel, sizeof weights[p]);
     for (int i = 0; i < m; i++) {
@@ -198,6 +177,7 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #define GROUP 1 /* inputs of a step */
 #define T float
 #include "typed.h"
+#include "attend.h"
 #include "decode.h"
 #undef SUFFIX
 #undef T
@@ -206,5 +186,6 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #define GROUP 2
 #define T uint16_t
 #include "typed.h"
+#include "attend.h"
 #include "decode.h"
 #include "drawing.h"

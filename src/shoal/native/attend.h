@@ -1,0 +1,189 @@
+/* Ragged attention over elements of type T; see kernels.c. */
+
+/* Which keys a column sees: [first, last), but of the row's own block only those in `word`. */
+typedef struct {
+    int64_t first, last;
+    uint64_t word;
+} NAME(Sight);
+
+INLINE NAME(Sight) NAME(sight)(const Attention *a, int64_t row, int64_t column) {
+    int64_t start = a->bounds[row], count = a->bounds[a->rows + row], position = start + column;
+    NAME(Sight) seen = {0, position + 1, ~(uint64_t)0};
+    if (a->words) {
+        position = a->positions[row * a->columns + column];
+        seen.word = (uint64_t)a->words[row * a->columns + column];
+        seen.last = start + count;
+    }
+    if (a->window && position - a->window + 1 > 0) seen.first = position - a->window + 1;
+    if (a->words && seen.first > start) seen.first = start; /* the word knows the window in the block */
+    return seen;
+}
+
+/* Scores [span] of one query become weights: e^(score - highest) over their sum; 0 where nothing is seen. `origin`: the key of the
+   first score. `sink`: one more score, of no key; -inf: none. */
+INLINE void NAME(soften)(const Attention *a, float *scores, int64_t span, int64_t origin, NAME(Sight) seen, int64_t start,
+                         int64_t count, float sink) {
+    int64_t low = seen.first - origin, high = seen.last - origin;
+    float scale = (float)a->scale, cap = (float)a->softcap;
+    if (cap != 0)
+        for (int64_t t = low; t < high; t++) scores[t] = cap * tanhf(scores[t] * scale / cap);
+    else
+        for (int64_t t = 0; t < span; t += LANES) store(scores + t, load(scores + t) * scale);
+    for (int64_t t = 0; t < low; t++) scores[t] = -INFINITY;
+    for (int64_t t = high; t < span; t++) scores[t] = -INFINITY;
+    if (a->words)
+        for (int64_t c = 0; c < count; c++)
+            if (!(seen.word >> c & 1)) scores[start - origin + c] = -INFINITY;
+    vec most = (vec){} - INFINITY, sum = {};
+    for (int64_t t = 0; t < span; t += LANES) {
+        vec x = load(scores + t);
+        most = choose(x > most, x, most);
+    }
+    float highest = sink;
+    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    if (highest == -INFINITY) highest = 0; /* only NaN are left */
+    for (int64_t t = 0; t < span; t += LANES) {
+        vec x = exponential(load(scores + t) - highest);
+        sum += x;
+        store(scores + t, x);
+    }
+    float total = sum_of(sum) + (sink == -INFINITY ? 0.0f : expf(sink - highest)), share = 1.0f / total;
+    for (int64_t t = 0; t < span; t += LANES) store(scores + t, load(scores + t) * share);
+}
+
+/* Where the keys, or the values, of one head of a row are. */
+typedef struct {
+    const T *shared, *own;            /* token 0 of the shared prompt, of the slot */
+    int64_t shared_token, token, dim;
+    int64_t offset, least, total;     /* tokens of the shared prompt, first and last + 1 that is read: others may be NaN */
+    const T *zeros;                   /* [dim] */
+} NAME(Tokens);
+
+/* The first LANES tokens from `first` on, zeros for those that are not read. Asks for what comes AHEAD. */
+INLINE void NAME(block)(const T *rows[LANES], const NAME(Tokens) *a, int64_t first) {
+    for (int i = 0; i < LANES; i++) {
+        int64_t place = first + i;
+        const T *row = place < a->offset ? a->shared + place * a->shared_token : a->own + (place - a->offset) * a->token;
+        if (place + AHEAD < a->total) NAME(fetch)(row + AHEAD * a->token, a->dim);
+        rows[i] = place >= a->least && place < a->total ? row : a->zeros;
+    }
+}
+
+/* LANES elements, or n and zeros behind them. */
+INLINE vec NAME(some_lanes)(const T *from, int64_t n) {
+    if (n >= LANES) return NAME(lanes)(from);
+    T some[LANES] = {0};
+    memcpy(some, from, n * sizeof(T));
+    return NAME(lanes)(some);
+}
+
+/* scores [queries, span] of a block of keys; query: [queries, width]. */
+INLINE void NAME(score)(const T *rows[LANES], int64_t queries, const float *query, float *scores, int64_t dim,
+                        int64_t width, int64_t span) {
+    for (int64_t i = 0; i < queries; i++) store(scores + i * span, (vec){});
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vec keys[LANES];
+        for (int i = 0; i < LANES; i++) keys[i] = NAME(some_lanes)(rows[i] + d, dim - d);
+        transpose(keys);
+        int64_t i = 0;
+        for (; i + 4 <= queries; i += 4) add_products(4, query + i * width + d, keys, scores + i * span, width, span);
+        for (; i + 2 <= queries; i += 2) add_products(2, query + i * width + d, keys, scores + i * span, width, span);
+        for (; i < queries; i++) add_products(1, query + i * width + d, keys, scores + i * span, width, span);
+    }
+}
+
+/* sums [queries, width] += weights [queries, span] of a block times its values; so many vectors of the first n features. */
+INLINE void NAME(add_weighted)(int queries, int vectors, const T *rows[LANES], int64_t first, int64_t n, const float *weights,
+                               float *sums, int64_t width, int64_t span) {
+    vec sum[4][4];
+    for (int i = 0; i < queries; i++)
+        for (int d = 0; d < vectors; d++) sum[i][d] = load(sums + i * width + first + d * LANES);
+    for (int t = 0; t < LANES; t++)
+        for (int d = 0; d < vectors; d++) {
+            vec value = NAME(some_lanes)(rows[t] + first + d * LANES, n - d * LANES);
+            for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
+        }
+    for (int i = 0; i < queries; i++)
+        for (int d = 0; d < vectors; d++) store(sums + i * width + first + d * LANES, sum[i][d]);
+}
+
+INLINE void NAME(add_values)(int queries, const T *rows[LANES], int64_t dim, const float *weights, float *sums, int64_t width,
+                             int64_t span) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) NAME(add_weighted)(queries, 4, rows, d, 4 * LANES, weights, sums, width, span);
+    for (; d < dim; d += LANES) NAME(add_weighted)(queries, 1, rows, d, dim - d, weights, sums, width, span);
+}
+
+/* One row and one KV head: the scores of all its queries, their softmax, the sums of values. Keys come in blocks of LANES; behind
+   the last there are zeros, which nobody sees. Returns 0, or 1: no memory. */
+static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
+    int64_t group = a->heads / a->kv_heads, width = rounded_up(a->dim), value_width = rounded_up(a->value_dim);
+    int64_t start = a->bounds[row], count = a->bounds[a->rows + row], total = start + count, queries = group * count;
+    int64_t offset = a->bounds[2 * a->rows + row], base = a->bounds[3 * a->rows + row], origin = total;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t first = NAME(sight)(a, row, j).first;
+        if (first < origin) origin = first;
+    }
+    int64_t least = origin;
+    origin = origin / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
+    int64_t span = rounded_up(total - origin), wide = width > value_width ? width : value_width;
+    float *query = scratch(queries * (width + span + value_width) + wide);
+    if (!query) return 1;
+    float *scores = query + queries * width, *sums = scores + queries * span, *zeros = sums + queries * value_width;
+    memset(sums, 0, (queries * value_width + wide) * sizeof(float));
+    NAME(Tokens) keys = {
+        (const T *)a->shared_key + base * a->shared_key_token + head * a->shared_key_head,
+        (const T *)a->key + a->key_rows[row] + head * a->key_head,
+        a->shared_key_token, a->key_token, a->dim, offset, least, total, (const T *)zeros,
+    };
+    NAME(Tokens) values = {
+        (const T *)a->shared_value + base * a->shared_value_token + head * a->shared_value_head,
+        (const T *)a->value + a->value_rows[row] + head * a->value_head,
+        a->shared_value_token, a->value_token, a->value_dim, offset, least, total, (const T *)zeros,
+    };
+    const T *from = (const T *)a->query + a->query_rows[row] * a->query_token + head * group * a->query_head, *rows[LANES];
+    for (int64_t i = 0; i < queries; i++)
+        NAME(widened)(query + i * width, from + i / count * a->query_head + i % count * a->query_token, a->dim);
+
+    for (int64_t t = 0; t < span; t += LANES) {
+        NAME(block)(rows, &keys, origin + t);
+        NAME(score)(rows, queries, query, scores + t, a->dim, width, span);
+    }
+    for (int64_t i = 0; i < queries; i++) {
+        float sink = a->sinks ? a->sinks[head * group + i / count] : -INFINITY;
+        NAME(soften)(a, scores + i * span, span, origin, NAME(sight)(a, row, i % count), start, count, sink);
+    }
+    for (int64_t t = 0; t < span; t += LANES) {
+        NAME(block)(rows, &values, origin + t);
+        int64_t i = 0, n = a->value_dim, to = value_width;
+        for (; i + 4 <= queries; i += 4) NAME(add_values)(4, rows, n, scores + i * span + t, sums + i * to, to, span);
+        for (; i + 2 <= queries; i += 2) NAME(add_values)(2, rows, n, scores + i * span + t, sums + i * to, to, span);
+        for (; i < queries; i++) NAME(add_values)(1, rows, n, scores + i * span + t, sums + i * to, to, span);
+    }
+    for (int64_t i = 0; i < queries; i++) {
+        T *out = (T *)a->out + ((a->query_rows[row] + i % count) * a->heads + head * group + i / count) * a->value_dim;
+        for (int64_t d = 0; d < a->value_dim; d++) out[d] = NAME(narrow)(sums[i * value_width + d]);
+    }
+    return 0;
+}
+
+/* Sets `failed` where there is no memory. */
+static void NAME(share_of_attend)(const Attention *a, int *failed) {
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t row = 0; row < a->rows; row++)
+        for (int64_t head = 0; head < a->kv_heads; head++)
+            if (NAME(attend_head)(a, row, head)) {
+#pragma omp atomic write
+                *failed = 1;
+            }
+}
+
+/* Returns 0, or 1: no memory. */
+int NAME(attend)(const Attention *a) {
+    int failed = 0;
+    int64_t work = 0;
+    for (int64_t row = 0; row < a->rows; row++) work += (a->bounds[row] + a->bounds[a->rows + row]) * a->bounds[a->rows + row];
+#pragma omp parallel num_threads(a->threads) if (work * a->heads * a->dim > PARALLEL / 4)
+    NAME(share_of_attend)(a, &failed);
+    return failed;
+}

@@ -27,7 +27,9 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import draws
+from shoal.sampling.controls import change
+from shoal.sampling.distributions import RACES, draws
+from shoal.sampling.native import known
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Verdict
@@ -58,9 +60,9 @@ class ModelDrafter(Drafter):
         drafting = [length > 0 for length in inputs.lengths]
         self._slots.place(inputs.rows, drafting)
         before = [self._held(row) for row in inputs.rows]
-        fixed = self._static_steps(inputs)
-        tree = fixed and self._drafted(inputs, fixed, {})
-        if tree is None:  # no static steps, or they failed
+        fast = self._static_steps(inputs) or self._lean_steps(inputs)
+        tree = fast and self._drafted(inputs, fast, {})
+        if tree is None:  # there are none, or they failed
             for row, length in zip(inputs.rows, before, strict=True):
                 self.runner.cache.rollback(self._slots.of(row), length)
             faults: Faults = {}
@@ -166,6 +168,23 @@ class ModelDrafter(Drafter):
         )  # fmt: skip
         return step and (lambda uniforms, _: step(uniforms))
 
+    def _lean_steps(self, inputs: DraftInputs) -> Step | None:
+        """Steps by the kernels in C, where the runner has them and no control changes the logits."""
+        samplings = [row.request.sampling for row in inputs.rows]
+        race, vocab = RACES.get(inputs.sampler), self.vocab_size
+        if race is None or inputs.uniforms.device.type != "cpu" or not known(samplings) or change(inputs.rows):
+            return None
+        step = self.runner.lean_steps(
+            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), vocab, samplings, inputs.uniforms, race=race,
+            want_q=_needs_q(inputs), want_highest=inputs.stop is not None,
+        )  # fmt: skip
+        return step and (lambda uniforms, lengths: step())
+
+
+def _needs_q(inputs: DraftInputs) -> bool:
+    """Whether drafts may be verified by their q: not those of a race, nor those of greedy rows, which are point masses."""
+    return not RACES.get(inputs.sampler) and not all(row.request.sampling.greedy for row in inputs.rows)
+
 
 def _drawable(tokens: Sequence[int]) -> list[int]:
     """The tokens before the first that could not be drawn."""
@@ -184,7 +203,7 @@ class _OrdinarySteps:
         self._slots = drafter.slots(inputs.rows)
         self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
-        self._greedy = all(row.request.sampling.greedy for row in self._rows)
+        self._needs_q = _needs_q(inputs)
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self._steps = 0
         self._last: Tensor | None = None
@@ -194,7 +213,7 @@ class _OrdinarySteps:
         logits = self._of_target(self._logits(lengths))
         positions = Positions(self._rows, self._histories, first=self._steps)
         found = draws(
-            logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=not self._greedy,
+            logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=self._needs_q,
             want_highest=self._inputs.stop is not None,
         )  # fmt: skip
         q, tokens = None if found.p is None else found.p[:, 0], found.tokens[:, 0]

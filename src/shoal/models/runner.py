@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.config import Sampling
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.native import takes
 from shoal.models.bridge import Bridge
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
+from shoal.models.lean.drafting import LeanSteps
 from shoal.models.lean.forward import LeanPass, known_tokens
 from shoal.models.out_of_memory import explained
 from shoal.models.weights import nbytes
@@ -228,6 +231,31 @@ class Runner:
 
             return step
         return None
+
+    def lean_steps(
+        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, vocab_size: int,
+        samplings: Sequence[Sampling], uniforms: Tensor, *, race: bool, want_q: bool, want_highest: bool,
+    ) -> Callable[[], Drawn | None] | None:  # fmt: skip
+        """A drafter's steps of a round as lean passes, see `shoal.models.lean.drafting`; None where they cannot be.
+
+        A step returns None when it failed; then the rows must go back to where they were.
+        """
+        lean = None if self.static is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
+        if lean is None or self.vocab_size < vocab_size:
+            return None
+        plan = self._plan(slots, counts, packed=self.packs)
+        if not takes(plan) or plan.kv + most - 1 > self.cache.capacity:
+            return None
+        steps = LeanSteps(
+            lean, self.cache, plan, pending, most, vocab_size, samplings, uniforms, race=race, want_q=want_q,
+            want_highest=want_highest,
+        )  # fmt: skip
+
+        def step() -> Drawn | None:
+            with self._counted():
+                return steps()
+
+        return step
 
     def _counted(self) -> _Counted:
         return _Counted(self)

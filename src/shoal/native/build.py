@@ -25,13 +25,13 @@ import torch
 
 from shoal.durable import cache_folder
 from shoal.native.processor import cpu_flags
-from shoal.native.structs import Attention, Draws, Heads, Pass, Product, Verdicts
+from shoal.native.structs import Attention, DraftStep, Draws, Heads, Pass, Product, Verdicts
 
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, and their names for it; sums and softmax are float32 always."""
-SOURCES = ("kernels.c", "typed.h", "attend.h", "decode.h", "drawing.h", "kernels.h")
+SOURCES = ("kernels.c", "typed.h", "attend.h", "decode.h", "drawing.h", "drafting.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
 
@@ -146,6 +146,8 @@ def loaded(place: Path) -> ctypes.CDLL:
             for name, arguments in SIGNATURES.items():
                 function = getattr(made, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int if name in ("attend", "decode") else None
+            getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStep)]
+            getattr(made, f"draft_{suffix}").restype = ctypes.c_int64
         made.draw.argtypes, made.draw.restype = [ctypes.POINTER(Draws)], ctypes.c_int64
         made.verify.argtypes, made.verify.restype = [ctypes.POINTER(Verdicts)], ctypes.c_int64
     except (OSError, AttributeError) as error:

@@ -103,6 +103,26 @@ static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *fai
     NAME(multiply)(a, &layer->down, NAME(ADD), at.gated, at.x, at.x);
 }
 
+/* Norm and head. */
+static void NAME(predict)(const Pass *a, NAME(Between) at) {
+    const Model *model = a->model;
+    const T *x = at.x;
+    T *normed = at.normed;
+    int64_t tokens = a->tokens, width = model->width;
+    if (a->last_only) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a->rows; row++) {
+            int64_t last = at.query_rows[row] + a->bounds[a->rows + row] - 1;
+            memcpy(at.normed + row * width, at.x + last * width, width * sizeof(T));
+        }
+        x = at.normed, normed = at.x, tokens = a->rows;
+    }
+    NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);
+    Product head = {tokens, model->head.width, model->head.outputs, NAME(PLAIN), a->threads, model->head.weight, model->head.bias,
+                    normed, NULL, a->logits};
+    NAME(share_of_product)(&head);
+}
+
 /* Embedding, layers, norm and head. Returns 0, 1: no memory, or 2: a token that is not in the vocabulary. */
 int NAME(decode)(const Pass *a) {
     const Model *model = a->model;
@@ -113,10 +133,7 @@ int NAME(decode)(const Pass *a) {
     {
         NAME(embed)(a, at);
         for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);
-        if (a->logits) {
-            NAME(norm)(a, &model->norm, at.x, at.normed);
-            NAME(multiply)(a, &model->head, NAME(PLAIN), at.normed, NULL, a->logits);
-        }
+        if (a->logits) NAME(predict)(a, at);
     }
     return failed;
 }

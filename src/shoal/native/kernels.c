@@ -188,4 +188,10 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
 #include "typed.h"
 #include "attend.h"
 #include "decode.h"
+#undef SUFFIX
 #include "drawing.h"
+#define SUFFIX float32
+#include "drafting.h"
+#undef SUFFIX
+#define SUFFIX bfloat16
+#include "drafting.h"

@@ -82,6 +82,7 @@ typedef struct {
     const float *cos, *sin;           /* [positions, rotary] */
     void *workspace;                  /* see decode.h */
     void *logits;                     /* [tokens, outputs of the head]; NULL: not wanted */
+    int64_t last_only;                /* 1: of each row's last token only, [rows, outputs of the head] */
 } Pass;
 
 /* What of a row's sampling settings the kernels know. */
@@ -120,3 +121,10 @@ typedef struct {
     float *chosen;                    /* [rows, columns]: probabilities of the accepted drafts and the token; 1 elsewhere */
     float *logprobs;                  /* the same before temperature and truncation, natural logarithms; 0 elsewhere */
 } Verdicts;
+
+/* A drafter's step: a pass, a draw from its last logits, and what the next step feeds. All are those of the step to come. */
+typedef struct {
+    Pass pass;                        /* with last_only */
+    Draws draws;                      /* one column */
+    int32_t *bounds;                  /* of the pass */
+} DraftStep;

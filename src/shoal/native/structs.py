@@ -89,6 +89,7 @@ class Pass(ctypes.Structure):
         ("stores", _POINTER),
         *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
         *((name, _POINTER) for name in ("ids", "bounds", "tree_positions", "words", "cos", "sin", "workspace", "logits")),
+        ("last_only", _INTEGER),
     ]
 
 
@@ -122,3 +123,9 @@ class Verdicts(ctypes.Structure):
         ("q_row", _INTEGER),
         *((name, _POINTER) for name in ("drafts", "lengths", "q", "accepted", "tokens", "chosen", "logprobs")),
     ]
+
+
+class DraftStep(ctypes.Structure):
+    """A drafter's step: a pass, a draw from its last logits, and what the next step feeds."""
+
+    _fields_ = [("pass_", Pass), ("draws", Draws), ("bounds", _POINTER)]

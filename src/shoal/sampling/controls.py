@@ -51,7 +51,7 @@ def _key(s: Sampling) -> tuple[Any, ...]:
 
 def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
     """`controlled` for rows of any settings: [rows, q, vocab]; the logits themselves where no control changes any."""
-    if not change(positions):
+    if not change(positions.rows):
         return logits
     allowed = masks.allowed(positions, logits)
     rows = groups(positions.rows)
@@ -65,9 +65,10 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
     return scores
 
 
-def change(positions: Positions) -> bool:
+def change(rows: Sequence[Row]) -> bool:
     """Whether some control changes the logits of a row."""
-    return any(row.constraints or _changes(row.request.sampling) for row in positions.rows)
+    settings = {id(row.request.sampling): row.request.sampling for row in rows}
+    return any(map(_changes, settings.values())) or any(row.constraints for row in rows)
 
 
 def controlled(

@@ -57,12 +57,12 @@ class Verified(NamedTuple):
 
 def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
     """Whether the kernels compute these distributions."""
-    return (
-        scores.device.type == "cpu"
-        and scores.dtype in SUFFIXES
-        and all(sampling.typical_p >= 1 for sampling in samplings)
-        and not missing()
-    )
+    return scores.device.type == "cpu" and scores.dtype in SUFFIXES and known(samplings) and not missing()
+
+
+def known(samplings: Sequence[Sampling]) -> bool:
+    """Whether the kernels know all of these settings."""
+    return all(sampling.typical_p >= 1 for sampling in {id(each): each for each in samplings}.values())
 
 
 def drawn(
@@ -84,7 +84,7 @@ def drawn(
     tokens, probs = torch.empty(rows, columns, dtype=torch.long), torch.empty(rows, columns)
     p = torch.empty(rows, columns, vocab) if want_p else None
     highest = torch.empty(rows, columns) if want_highest else None
-    block, held = _block(scores, samplings, uniforms, race)
+    block, held = block_of(scores, settings_of(samplings), uniforms, race)
     work = Draws(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
     impossible = _done(library().draw(ctypes.byref(work)))
     del held  # what the block has the addresses of
@@ -106,7 +106,7 @@ def verified(
     rows, columns, _ = scores.shape
     accepted, token = torch.empty(2, rows, dtype=torch.long)
     probs, logprobs = torch.empty(2, rows, columns)
-    block, held = _block(scores, samplings, uniforms, race)
+    block, held = block_of(scores, settings_of(samplings), uniforms, race)
     drafts, lengths = tree.tokens.contiguous(), tree.lengths.contiguous()
     q = [_dense(each) for each in tree.q or ()] if rejection else []
     addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
@@ -119,11 +119,14 @@ def verified(
     return Verified(accepted, token, probs, logprobs, impossible)
 
 
-def _block(scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | None, race: bool) -> tuple[Block, Any]:
-    """And what must live as long as it is used."""
+def block_of(scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool) -> tuple[Block, Any]:
+    """Positions [rows, q, vocab] as the kernels have them, and what must live as long as they are used.
+
+    Args:
+        settings: see `settings_of`. uniforms, race: see `drawn`.
+    """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()
-    settings = _settings(tuple(map(_key, samplings)))
     rows, columns, vocab = scores.shape
     strides = (0, 0) if uniforms is None else uniforms.stride()[:2]
     buckets = uniforms.shape[-1] - 1 if race and uniforms is not None else 0
@@ -134,6 +137,12 @@ def _block(scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | Non
     return block, (scores, uniforms, settings)
 
 
+def settings_of(samplings: Sequence[Sampling]) -> Any:
+    """What the kernels know of the rows' settings; of one row where all have the same."""
+    first = samplings[0]
+    return _settings((_key(first),) if all(each is first for each in samplings) else tuple(map(_key, samplings)))
+
+
 def _key(sampling: Sampling) -> tuple[float, float, float, int]:
     temperature = 0.0 if sampling.greedy else min(max(sampling.temperature, _COLDEST), _HOTTEST)
     return temperature, sampling.top_p, sampling.min_p, sampling.top_k
@@ -141,7 +150,7 @@ def _key(sampling: Sampling) -> tuple[float, float, float, int]:
 
 @lru_cache(maxsize=256)
 def _settings(keys: tuple[tuple[float, float, float, int], ...]) -> Any:
-    """An array of `Setting`; of one where all are equal."""
+    """An array of `Setting`."""
     keys = keys[:1] if len(set(keys)) == 1 else keys
     return (Setting * len(keys))(*(Setting(*key) for key in keys))
 

@@ -115,7 +115,7 @@ class Scores:
         samplings = [row.request.sampling for row in self.positions.rows]
         if tree.branches or sampler not in distributions.RACES or not native.takes(self.logits, samplings):
             return None
-        if self.blocks_pay() and controls.change(self.positions):
+        if self.blocks_pay() and controls.change(self.positions.rows):
             return None
         faults: Faults = {}
         scores = controls.all_controlled(self.logits, self.positions, faults)

@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.decoder import Decoder, Norm
+from shoal.models.lean.whole import WholePass
 
 
 class Operations(Protocol):
@@ -26,8 +27,6 @@ class Operations(Protocol):
 
 
 Begin = Callable[[Plan, SlotCache, Method], Operations]
-Whole = Callable[[Plan, Tensor, SlotCache, bool], Tensor | None]
-"""All of a pass, as `LeanPass.__call__` without a method; None where it does not compute this one."""
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -42,9 +41,9 @@ class LeanPass:
         decoder: the model. begin: makes the operations of one pass. whole: computes passes at once, those that it can.
     """
 
-    def __init__(self, decoder: Decoder, begin: Begin, whole: Whole | None = None) -> None:
+    def __init__(self, decoder: Decoder, begin: Begin, whole: WholePass | None = None) -> None:
         self.decoder = decoder
-        self._begin, self._whole = begin, whole
+        self._begin, self.whole = begin, whole
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
         """A pass over the plan's tokens.
@@ -56,7 +55,7 @@ class LeanPass:
         Returns:
             Logits [rows, q, vocab] or [1, tokens, vocab]; without `want_logits`, nothing of use.
         """
-        logits = None if self._whole is None else self._whole(plan, tokens, cache, want_logits)
+        logits = None if self.whole is None else self.whole(plan, tokens, cache, want_logits)
         if logits is not None:
             return logits
         decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, self.decoder.head.shape[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,28 +47,50 @@ class WholePass:
         self._token_bytes = features * decoder.dtype.itemsize
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool) -> Tensor | None:
-        decoder = self.decoder
         if not takes(plan):
             return None
+        decoder = self.decoder
+        count = sum(plan.counts) if plan.packed else plan.rows * plan.q
+        shape = (1, count) if plan.packed else (plan.rows, plan.q)
+        logits = torch.empty(*shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
+        work = self.prepared(plan, tokens, cache, logits if want_logits else None)
+        require_done(self._decode(work.pass_))
+        return logits
+
+    def prepared(self, plan: Plan, tokens: Tensor, cache: SlotCache, logits: Tensor | None, ahead: int = 0) -> Prepared:
+        """The pass, ready to be computed.
+
+        Args:
+            logits: receives those of all tokens of the pass. ahead: positions of later passes that the same struct will compute.
+        """
+        decoder = self.decoder
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
         bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *plan.slots])
         ids, stores, trees = tokens.contiguous(), cache.addresses(), None if plan.parents is None else _Trees(plan, decoder)
-        cos, sin = self.angles.reach(max(plan.starts) + plan.q)
+        cos, sin = self.angles.reach(max(plan.starts) + plan.q + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
         workspace = torch.empty((2 * rows + 3 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
-        shape = (1, count) if plan.packed else (rows, plan.q)
-        logits = torch.empty(*shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
-        failure = self._decode(
-            Pass(
-                self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
-                ids.shape[1], ids.data_ptr(), bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
-                cos.data_ptr(), sin.data_ptr(), workspace.data_ptr(), logits.data_ptr() if want_logits else None,
-            )
+        pass_ = Pass(
+            self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
+            ids.shape[1], ids.data_ptr(), bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
+            cos.data_ptr(), sin.data_ptr(), workspace.data_ptr(), None if logits is None else logits.data_ptr(),
         )  # fmt: skip
-        if failure:
-            raise MemoryError("no memory for the scores of attention") if failure == 1 else IndexError("no such token")
-        return logits
+        return Prepared(pass_, bounds, (ids, stores, trees, cos, sin, workspace, logits))
+
+
+class Prepared(NamedTuple):
+    """A pass; its bounds, as the kernels have them; what must live until it is computed."""
+
+    pass_: Pass
+    bounds: array[int]
+    held: Any
+
+
+def require_done(failure: int) -> None:
+    """Raises MemoryError, IndexError: what `decode` returns says that the pass failed."""
+    if failure:
+        raise MemoryError("no memory for the scores of attention") if failure == 1 else IndexError("no such token")
 
 
 class _Trees:

@@ -1,0 +1,63 @@
+"""A drafter's steps of a round by the kernels in C: pass, draw, and the next block in one call.
+
+A step feeds itself: it leaves the tokens that it drew where the next one reads them. Between two calls nothing has to be done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Sampling
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.drafting import Drawn
+from shoal.models.lean.whole import WholePass, require_done
+from shoal.native.build import SUFFIXES, library
+from shoal.native.structs import DraftStep, Draws
+from shoal.sampling.native import block_of, settings_of
+
+
+class LeanSteps:
+    """The steps of one round.
+
+    Args:
+        whole: passes of the drafter. plan: of the first pass. pending: its tokens, [rows, q] int64. most: steps, at most.
+        vocab_size: of q; no more than the drafter's own. samplings: of the rows. uniforms: [rows, at least most, ...] float64.
+        race: draws by an exponential race (`shoal.sampling.native`). want_q, want_highest: beside the tokens.
+    """
+
+    def __init__(
+        self, whole: WholePass, cache: SlotCache, plan: Plan, pending: Tensor, most: int, vocab_size: int,
+        samplings: Sequence[Sampling], uniforms: Tensor, *, race: bool, want_q: bool, want_highest: bool,
+    ) -> None:  # fmt: skip
+        rows = plan.rows
+        logits = torch.empty(rows, 1, whole.decoder.head.shape[0], dtype=whole.decoder.dtype)
+        self._tokens, self._probs = torch.empty(most, rows, dtype=torch.long), torch.empty(most, rows)
+        self._highest = torch.empty(most, rows) if want_highest else None
+        self._q = torch.empty(most, rows, vocab_size) if want_q else None
+        work = whole.prepared(plan, pending, cache, logits, ahead=most)
+        work.pass_.last_only = 1
+        block, drawn_from = block_of(logits[..., :vocab_size], settings_of(samplings), uniforms, race)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q))
+        draws = Draws(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
+        self._step = DraftStep(work.pass_, draws, work.bounds.buffer_info()[0])
+        self._held = work.held, work.bounds, drawn_from  # the step has their addresses
+        self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
+        self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
+
+    def __call__(self) -> Drawn | None:
+        """The next step; None if a row has no distribution. Raises MemoryError."""
+        result = self._draft(ctypes.byref(self._step))
+        require_done(max(0, -result))
+        for slot, count in zip(self._slots, self._counts, strict=True):
+            self._cache.lengths[slot] += count
+        self._counts = [1] * len(self._slots)
+        if result:
+            return None
+        j, self._done = self._done, self._done + 1
+        confidence = self._probs if self._highest is None else self._highest
+        return Drawn(None if self._q is None else self._q[j], self._tokens[j], confidence[j])

@@ -194,7 +194,7 @@ def test_a_token_that_is_not_in_the_vocabulary() -> None:
 
 
 def test_which_decoders_have_passes_in_one_call() -> None:
-    assert packed("llama", form=AS_IS).lean._whole is None  # type: ignore[union-attr]
+    assert packed("llama", form=AS_IS).lean.whole is None  # type: ignore[union-attr]
     hf = packed("llama").hf
     hf.model.norm.weight.data = torch.ones(2 * hf.config.hidden_size)[::2]
     decoder = decoder_of(hf)
@@ -228,7 +228,7 @@ MUTANTS = {
     "no prompts": ("shared_key = store->shared_keys", "shared_key = store->keys"),
     "no trees": ("a->words ? a->words[index] : NULL", "NULL"),
     "one window for all trees": ("a->words[index] : NULL", "a->words[0] : NULL"),
-    "no last norm": ("NAME(norm)(a, &model->norm, at.x, at.normed);", ""),
+    "no last norm": ("NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);", "normed = at.x;"),
 }  # fmt: skip
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 

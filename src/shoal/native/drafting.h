@@ -14,7 +14,7 @@ int64_t NAME(draft)(DraftStep *step) {
         step->bounds[rows + row] = 1;
     }
     pass->ids = draws->tokens, pass->id_row = 1;
-    pass->tokens = rows, pass->columns = 1, pass->packed = 0;
+    pass->tokens = rows, pass->columns = 1;
     draws->block.uniforms += draws->block.uniforms_column;
     draws->tokens += rows, draws->chosen += rows;
     if (draws->highest) draws->highest += rows;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,10 +46,9 @@ class UniformsAhead:
         if max(used) > AHEAD - width:
             # Together with rows that need it soon, or each round would have one that does.
             self._compute([row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows)
-        columns = range(width)
         starts = [AHEAD * place - base + first for (place, base), first in zip(map(self._place, rows), firsts, strict=True)]
-        index = torch.tensor([[start + column for column in columns] for start in starts], device=self._device)
-        return self._table[index]
+        index = torch.from_numpy(np.add.outer(starts, np.arange(width)).reshape(-1)).to(self._device)
+        return self._table.index_select(0, index).unflatten(0, (len(rows), width))
 
     def _place(self, row: Row) -> tuple[int, int]:
         return self._places[row.serial]

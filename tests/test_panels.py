@@ -121,7 +121,7 @@ def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("last < a->outputs ? last : a->outputs);", "a->outputs / LANES * LANES);"),
     ("if (a->kind == NAME(ADD)) result += NAME(lanes)(other);", ""),
     ("result += NAME(lanes)(bias);", ""),
-    ("i * a->outputs + first + p * LANES;", "first + p * LANES;"),
+    ("(x - (const T *)a->x) / width + i;", "(x - (const T *)a->x) / width;"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = build.sources()

@@ -127,6 +127,16 @@ def test_a_prompt_without_logits_is_written() -> None:
     assert all(torch.equal(a[0, :3], b[0, :3]) and torch.equal(a[1, :7], b[1, :7]) for a, b in zip(*caches, strict=True))
 
 
+def test_unused_columns_repeat_the_last_token() -> None:
+    runner = packed("llama")
+    logits = []
+    for each in (runner.fork(), by_operations(runner)):
+        each.reserve(3, 8)
+        logits.append(each.feed([2, 0, 1], torch.arange(12).view(3, 4), [2, 4, 1]))
+    assert torch.equal(*logits)
+    assert torch.equal(logits[0][0, 3], logits[0][0, 1])
+
+
 @torch.inference_mode()
 def test_a_cache_that_has_moved_is_followed() -> None:
     """Between two passes of the same runner; the old memory is overwritten, as its next owner would."""
@@ -229,6 +239,7 @@ MUTANTS = {
     "no trees": ("a->words ? a->words[index] : NULL", "NULL"),
     "one window for all trees": ("a->words[index] : NULL", "a->words[0] : NULL"),
     "no last norm": ("NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);", "normed = at.x;"),
+    "logits of packed columns in a row": ("row * a->columns + column;\n            at.cells", "token;\n            at.cells"),
 }  # fmt: skip
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 

@@ -290,8 +290,9 @@ class Runner:
         else:
             known = plan.pack(known_tokens(plan, tokens, self.vocab_size))
             logits = self._bridge.ordinary(known, self.cache, self._method, self.forward_context(), want_logits)
+            logits = plan.unpack(logits) if want_logits else logits
         self.cache.end()
-        return plan.unpack(logits) if want_logits else logits
+        return logits
 
 
 class _Counted(explained):

@@ -3,7 +3,7 @@
 /* The workspace: where the tokens go, and what is between the operations of a layer, [tokens, ...] each. */
 typedef struct {
     int64_t *query_rows, *key_rows;   /* [rows], as in Attention */
-    int64_t *ids, *positions, *cells; /* [tokens] */
+    int64_t *ids, *positions, *cells, *logit_rows; /* [tokens] */
     T *x;                             /* width of the model */
     T *normed;                        /* the same */
     T *states;                        /* queries, keys and values of all heads */
@@ -19,7 +19,8 @@ static NAME(Between) NAME(between)(const Pass *a) {
     at.ids = at.key_rows + a->rows;
     at.positions = at.ids + a->tokens;
     at.cells = at.positions + a->tokens;
-    at.x = (T *)(at.cells + a->tokens);
+    at.logit_rows = at.cells + a->tokens;
+    at.x = (T *)(at.logit_rows + a->tokens);
     at.normed = at.x + a->tokens * model->width;
     at.states = at.normed + a->tokens * model->width;
     at.attended = at.states + a->tokens * (model->heads + 2 * model->kv_heads) * model->dim;
@@ -43,6 +44,7 @@ static int NAME(place)(const Pass *a, NAME(Between) at) {
             if (id < 0 || id >= model->vocabulary) return 2;
             at.ids[token] = id;
             at.positions[token] = a->tree_positions ? a->tree_positions[row * a->columns + column] : start + column;
+            at.logit_rows[token] = row * a->columns + column;
             at.cells[token] = first + start + column - a->bounds[2 * a->rows + row];
         }
     }
@@ -61,7 +63,7 @@ static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {
 }
 
 static void NAME(multiply)(const Pass *a, const Weights *w, int64_t kind, const T *x, const T *other, T *y) {
-    Product product = {a->tokens, w->width, w->outputs, kind, a->threads, w->weight, w->bias, x, other, y};
+    Product product = {a->tokens, w->width, w->outputs, kind, a->threads, w->weight, w->bias, x, other, y, NULL};
     NAME(share_of_product)(&product);
 }
 
@@ -103,12 +105,25 @@ static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *fai
     NAME(multiply)(a, &layer->down, NAME(ADD), at.gated, at.x, at.x);
 }
 
+/* Columns that a packed pass leaves out get the logits of the row's last. */
+static void NAME(repeat_last)(const Pass *a) {
+    int64_t outputs = a->model->head.outputs;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->rows; row++) {
+        int64_t count = a->bounds[a->rows + row];
+        T *last = (T *)a->logits + (row * a->columns + count - 1) * outputs;
+        for (int64_t column = 1; column <= a->columns - count; column++)
+            memcpy(last + column * outputs, last, outputs * sizeof(T));
+    }
+}
+
 /* Norm and head. */
 static void NAME(predict)(const Pass *a, NAME(Between) at) {
     const Model *model = a->model;
     const T *x = at.x;
     T *normed = at.normed;
     int64_t tokens = a->tokens, width = model->width;
+    const int64_t *rows = a->last_only ? NULL : at.logit_rows;
     if (a->last_only) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->rows; row++) {
@@ -119,8 +134,15 @@ static void NAME(predict)(const Pass *a, NAME(Between) at) {
     }
     NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);
     Product head = {tokens, model->head.width, model->head.outputs, NAME(PLAIN), a->threads, model->head.weight, model->head.bias,
-                    normed, NULL, a->logits};
+                    normed, NULL, a->logits, rows};
     NAME(share_of_product)(&head);
+    if (rows && a->packed) NAME(repeat_last)(a);
+}
+
+/* As many as have work between two meetings: more would wait longer than they compute. */
+static int64_t NAME(threads_of)(const Pass *a) {
+    int64_t least = a->model->layers->states.outputs * a->model->width * a->tokens / (PARALLEL / 4) + 1;
+    return a->threads < least ? a->threads : least;
 }
 
 /* Embedding, layers, norm and head. Returns 0, 1: no memory, or 2: a token that is not in the vocabulary. */
@@ -129,7 +151,7 @@ int NAME(decode)(const Pass *a) {
     NAME(Between) at = NAME(between)(a);
     int failed = NAME(place)(a, at);
     if (failed) return failed;
-#pragma omp parallel num_threads(a->threads)
+#pragma omp parallel num_threads(NAME(threads_of)(a))
     {
         NAME(embed)(a, at);
         for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);

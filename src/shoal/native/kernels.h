@@ -41,6 +41,7 @@ typedef struct {
     const void *x;                    /* [tokens, width] */
     const void *other;                /* [tokens, outputs]: what is added or multiplied; NULL: nothing */
     void *y;                          /* [tokens, outputs] */
+    const int64_t *y_rows;            /* [tokens]: where in y each token's result goes; NULL: in their order */
 } Product;
 
 /* One weight matrix, packed as `Product` takes it; an RMS norm. */
@@ -81,7 +82,7 @@ typedef struct {
     const int64_t *const *words;      /* [layers]: each [rows, columns] */
     const float *cos, *sin;           /* [positions, rotary] */
     void *workspace;                  /* see decode.h */
-    void *logits;                     /* [tokens, outputs of the head]; NULL: not wanted */
+    void *logits;                     /* [rows, columns, outputs of the head]; NULL: not wanted */
     int64_t last_only;                /* 1: of each row's last token only, [rows, outputs of the head] */
 } Pass;
 

@@ -42,7 +42,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
-        *((name, _POINTER) for name in ("weight", "bias", "x", "other", "y")),
+        *((name, _POINTER) for name in ("weight", "bias", "x", "other", "y", "y_rows")),
     ]
 
 

@@ -51,7 +51,8 @@ INLINE void NAME(tile)(int m, int panels, const Product *a, const T *x, int64_t 
     for (int64_t k = 0; k < width; k += GROUP) NAME(step)(m, panels, sum, w + k * LANES, panel, x + k, width);
     for (int i = 0; i < m; i++)
         for (int p = 0; p < panels; p++) {
-            int64_t place = (x - (const T *)a->x) / width * a->outputs + i * a->outputs + first + p * LANES;
+            int64_t token = (x - (const T *)a->x) / width + i;
+            int64_t place = (a->y_rows ? a->y_rows[token] : token) * a->outputs + first + p * LANES;
             int64_t lanes = outputs - p * LANES < LANES ? outputs - p * LANES : LANES;
             T bias[LANES] = {0}, other[LANES] = {0}, y[LANES];
             vec result = sum[i][p];

@@ -53,7 +53,7 @@ class LeanPass:
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
 
         Returns:
-            Logits [rows, q, vocab] or [1, tokens, vocab]; without `want_logits`, nothing of use.
+            Logits [rows, q, vocab]; without `want_logits`, nothing of use.
         """
         logits = None if self.whole is None else self.whole(plan, tokens, cache, want_logits)
         if logits is not None:
@@ -66,4 +66,4 @@ class LeanPass:
             x = layer.out.linear_add(do.attend(states, index), x)
             h = do.norm(x, layer.mlp_norm)
             x = layer.down.linear_add(layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x)
-        return decoder.head.linear(do.norm(x, decoder.norm)).view(*tokens.shape, -1) if want_logits else x
+        return plan.unpack(decoder.head.linear(do.norm(x, decoder.norm)).view(*tokens.shape, -1)) if want_logits else x

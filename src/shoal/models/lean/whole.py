@@ -50,9 +50,7 @@ class WholePass:
         if not takes(plan):
             return None
         decoder = self.decoder
-        count = sum(plan.counts) if plan.packed else plan.rows * plan.q
-        shape = (1, count) if plan.packed else (plan.rows, plan.q)
-        logits = torch.empty(*shape, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
+        logits = torch.empty(plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
         work = self.prepared(plan, tokens, cache, logits if want_logits else None)
         require_done(self._decode(work.pass_))
         return logits
@@ -61,7 +59,7 @@ class WholePass:
         """The pass, ready to be computed.
 
         Args:
-            logits: receives those of all tokens of the pass. ahead: positions of later passes that the same struct will compute.
+            logits: receives those of all columns. ahead: positions of later passes that the same struct will compute.
         """
         decoder = self.decoder
         if not len(cache):
@@ -70,7 +68,7 @@ class WholePass:
         ids, stores, trees = tokens.contiguous(), cache.addresses(), None if plan.parents is None else _Trees(plan, decoder)
         cos, sin = self.angles.reach(max(plan.starts) + plan.q + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
-        workspace = torch.empty((2 * rows + 3 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
+        workspace = torch.empty((2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
         pass_ = Pass(
             self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
             ids.shape[1], ids.data_ptr(), bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from engines.results import Cell, Comparison, Ratio, Results
@@ -171,6 +172,6 @@ def _panel(axes: Any, row: Row, cells: dict[tuple[str, str], Cell]) -> None:
         range(len(shown)), [f"{NAMES[engine]}, {METHODS[method].replace('`', '')}" for engine, method in shown], fontsize=8
     )
     pale = "; pale: disturbed" if any(cell.disturbed for cell in cells.values()) else ""
-    axes.set_title(f"{row.title}{pale}", loc="left", fontsize=9)
+    axes.set_title(fill(f"{row.title}{pale}", 64), loc="left", fontsize=9)
     axes.set_xlabel("tokens/s", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

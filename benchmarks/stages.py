@@ -25,14 +25,15 @@ from shoal.drafting import model as draft_model
 from shoal.engine import engine, logprobs
 from shoal.models import runner
 from shoal.models.cache import slots
+from shoal.models.lean.drafting import LeanSteps
 from shoal.models.runner import Runner
 from shoal.problems.generator import generate as problems
 from shoal.sampling import acceptance, scores
 from shoal.types.stats import Stats
 
 WATCHED: dict[str, tuple[Any, str]] = {
-    "drafter: distributions": (draft_model, "probabilities"),
-    "drafter: draws": (acceptance.Rejection, "draw"),
+    "drafter: draws": (draft_model, "draws"),
+    "drafter: steps in one call": (LeanSteps, "__call__"),
     "noise": (acceptance.Rejection, "uniforms"),
     "target: distributions": (scores.Scores, "p"),
     "acceptance": (acceptance.Rejection, "decide"),
@@ -101,7 +102,7 @@ def main(n: int = 8, max_new_tokens: int = 128, lookahead: str = "auto", dtype: 
             }
             stats += pair.generate(prompt, n, seed=seed, **options).stats
     table = Table("stage", "ms per round", "calls per round")
-    for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+    for name, spent in sorted(((name, seconds[name]) for name in WATCHED), key=lambda item: -item[1]):
         table.add_row(name, f"{1000 * spent / stats.rounds:.2f}", f"{calls[name] / stats.rounds:.1f}")
     models = stats.seconds_target + stats.seconds_draft
     table.add_section()

@@ -49,8 +49,9 @@ def test_a_plain_round(rule: type[Rule], most: int) -> None:
     assert operations(8, 0, rule()) <= most
 
 
-@pytest.mark.parametrize(("rule", "most"), [(Coupled, 270), (Rejection, 220)])
+@pytest.mark.parametrize(("rule", "most"), [(Coupled, 270), (Rejection, 255)])
 def test_a_drafted_round(rule: type[Rule], most: int) -> None:
+    """In float64, without kernels: most of it is draws."""
     assert operations(8, 4, rule()) <= most
 
 

@@ -115,7 +115,7 @@ def resolve(path: str) -> Any:
 
 
 STAGES = [
-    "shoal.drafting.model.probabilities",
+    "shoal.drafting.model.draws",
     "shoal.sampling.distributions.draws",
     "shoal.engine.engine.verify",
     "shoal.sampling.acceptance.Coupled.uniforms",

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.api import Shoal
 from shoal.errors import RequestError
 from shoal.lookahead.controller import PairCosts
-from shoal.sampling.acceptance import Rejection, by_rejection
+from shoal.sampling.acceptance import Rejection, by_rejection, rejection_by_tensors
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose
 from shoal.types.rounds import Verdict
@@ -42,7 +42,8 @@ class Imposed(Rejection):
                 -1, tree.tokens[..., None], 1.0
             )
             tree = replace(tree, q=one_hot.unbind(1))
-        return by_rejection(tree, scores, biased)
+        greedy = any(row.request.sampling.greedy for row in scores.positions.rows)
+        return (rejection_by_tensors if greedy else by_rejection)(tree, scores, biased)
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:

@@ -155,8 +155,11 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
     """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
     verified = scores.verified(tree, inverse_transform, uniforms, rejection=True)
-    if verified is not None:
-        return verified
+    return rejection_by_tensors(tree, scores, uniforms) if verified is None else verified
+
+
+def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+    """`by_rejection` without the kernel, which takes no uniforms for greedy rows."""
 
     def verdict_of(block: Block) -> Verdict:
         drafts, asked = block.of(tree.tokens), (tree.q or ())[block.columns.start : block.columns.stop]

@@ -22,12 +22,11 @@ from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import PACKED
-from shoal.native import build as building
-from shoal.native.build import compiled, loaded, missing
+from shoal.native.build import missing
 from shoal.sampling import native
 from shoal.testing import tiny_model, tiny_tokenizer
-from shoal.types.requests import Request, Row
 from test_lean import PROMPTS
+from test_native import mutant
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -245,12 +244,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_step_is_caught(name: str, tmp_path: Path) -> None:
-    right, wrong = MUTANTS[name]
-    texts = {file: text.decode() for file, text in building.sources().items()}
-    assert sum(text.count(right) for text in texts.values()) == 1, f"the kernels no longer say {right!r}"
-    changed = {file: text.replace(right, wrong).encode() for file, text in texts.items()}
-    flags = ["-O1" if flag == "-O3" else flag for flag in building.FLAGS]
-    made = loaded(compiled(changed, tmp_path, building.compiler(), flags))
+    made = mutant(name, *MUTANTS[name], tmp_path)
     runner = packed("llama", torch.float32)
     with patch.object(drafting, "library", lambda: made), patch.object(whole, "library", lambda: made):
         try:
@@ -259,8 +253,6 @@ def test_a_wrong_step_is_caught(name: str, tmp_path: Path) -> None:
             return
 
 
-def test_rows_are_those_of_a_request() -> None:
-    """The settings of a row are its own, also where a batch has several."""
-    rows = [Row(Request((1,), sampling=sampling), 0, b, b, [1], frozenset(), 9) for b, sampling in enumerate(SAMPLINGS)]
-    assert len(native.settings_of([row.request.sampling for row in rows])) == 4
+def test_rows_of_one_setting_share_it() -> None:
+    assert len(native.settings_of(SAMPLINGS)) == 4
     assert len(native.settings_of([SAMPLINGS[0]] * 4)) == 1

@@ -309,6 +309,7 @@ static int verify_row(const Verdicts *v, Position *at, int64_t row) {
     for (int64_t i = 0; i <= m; i++) chosen[i] = 1, logprobs[i] = 0;
     while (accepted && !(strange = prepare(a, at, row, column, 1))) {
         int64_t draft = column < length ? v->drafts[row * m + column] : -1;
+        if (draft >= a->vocab) draft = -1; /* no q and no p has such a token */
         token = draft;
         if (draft >= 0 && rejection) accepted = accepts(v, at, row, column, &token);
         else accepted = (token = token_of(a, at, row, column)) == draft;

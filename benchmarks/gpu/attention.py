@@ -99,21 +99,19 @@ def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def measured(shape: Shape, methods: Sequence[str], device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
-    """A line for each method; ArithmeticError where the kernel is off by more than four times what plain attention is."""
+    """A line for each method; "verified": whether it is off by at most four times what the padded call is."""
     inputs = inputs_of(shape, DTYPES[device.type], device)
     truth = exact(inputs)
-    lines = []
+    lines, allowed = [], 4 * float((METHODS["pad"](inputs).double() - truth).abs().max())
     for method in methods:
         call = METHODS[method]
         error = float((call(inputs).double() - truth).abs().max())
         taken = seconds(lambda call=call: call(inputs), device)  # type: ignore[misc]
         share = read_bytes(inputs) / taken / bandwidth
         lines.append(
-            {"shape": str(shape), "attention": method, "microseconds": 1e6 * taken, "of bandwidth": share, "error": error}
-        )
-    errors = {line["attention"]: line["error"] for line in lines}
-    if "fused" in errors and not errors["fused"] <= 4 * errors["pad"]:
-        raise ArithmeticError(f"fused is off by {errors['fused']:.3g} where pad is off by {errors['pad']:.3g}: {shape}")
+            {"shape": str(shape), "attention": method, "microseconds": 1e6 * taken, "of bandwidth": share, "error": error,
+             "verified": error <= allowed}
+        )  # fmt: skip
     return lines
 
 
@@ -125,6 +123,7 @@ def main() -> None:
     lines = [line for shape in SHAPES[device.type] for line in measured(shape, methods, device, bandwidth)]
     title = f"attention of one layer, {DTYPES[device.type]}; a copy moves {bandwidth / 1e9:.0f} GB/s"
     deliver(title, list(lines[0]), lines, device, options.results, "attention")
+    raise SystemExit(0 if all(line["verified"] for line in lines) else 1)
 
 
 if __name__ == "__main__":

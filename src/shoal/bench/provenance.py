@@ -77,14 +77,22 @@ def _write(place: Path, text: str) -> None:
     place.write_text(text, encoding="utf-8")
 
 
-def write_results(place: Path, report: Mapping[str, Any], write: Callable[[Path, str], None] = _write) -> None:
+def write_results(
+    place: Path,
+    report: Mapping[str, Any],
+    write: Callable[[Path, str], None] = _write,
+    pages: Mapping[str, str] | None = None,
+) -> None:
     """Writes a report as JSON. The only way in which measurements become files.
 
     Args:
         report: ready for JSON; its "machine" is that of `shoal.bench.machine`. write: what writes a text to a file.
+        pages: texts beside it, by their suffix.
 
     Raises:
         RequestError: see `require_place`; by the commit that the report names.
     """
     require_place(place, made_at=str(report["machine"]["commit"]))
     write(place, json.dumps(report, indent=1) + "\n")
+    for suffix, page in (pages or {}).items():
+        write(place.with_name(place.stem + suffix), page)

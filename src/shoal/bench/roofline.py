@@ -68,7 +68,7 @@ class Load:
         channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * channels
         unread = looked_up * embedding.element_size()
-        return Load(2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.cache_bytes(1, 1)))
+        return Load(2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.token_bytes))
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
         """(operations, bytes) of passes over so many positions; `rows`: rows times passes."""

@@ -80,11 +80,16 @@ class Runner:
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes a cache of that size takes."""
-        if not self.cache.bytes_per_token():
-            self._learn_bytes()
         if self.static is not None:
             slots, capacity = compiled.reservation(slots, capacity)
-        return (slots * self._whole(capacity) + cells) * self.cache.bytes_per_token()
+        return (slots * self._whole(capacity) + cells) * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the keys and values of one token of one row take, over all layers."""
+        if not self.cache.bytes_per_token():
+            self._learn_bytes()
+        return self.cache.bytes_per_token()
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes of the cache once it has room for that, too."""

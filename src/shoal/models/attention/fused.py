@@ -82,7 +82,7 @@ def fused(inputs: AttentionInputs) -> Tensor:
 
 
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
-    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU.
+    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so that few kernels are compiled.
 
     Args:
         query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim].
@@ -96,7 +96,8 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
     keys = max(16, min(128, 1 << (keys.bit_length() - 1)))
     cut = Tiling(queries, keys, splits=1, stages=3 if queries <= 32 else 2)
     programs = rows * key.shape[1] * cut.tiles(query, key)
-    return replace(cut, splits=max(1, min(-(-PROGRAMS * processors // programs), span // SHARE, MOST_SPLITS)))
+    splits = max(1, min(-(-PROGRAMS * processors // programs), span // SHARE, MOST_SPLITS))
+    return replace(cut, splits=1 << (splits.bit_length() - 1))
 
 
 def attend(

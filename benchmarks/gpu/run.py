@@ -1,0 +1,172 @@
+"""Checks the kernels on this machine's GPU, then measures, and ends with a table: target, measured, verdict.
+
+Takes less than nine minutes on an H100 or H200, with --quick (correctness, and decoding at 8 rows) less than three. Uses the Python
+that runs it, installs nothing and needs no network. Every stage has a time limit; one that fails or is stopped does not keep the
+next ones from running. Where correctness was not shown, the figures are marked.
+
+Writes three files, DATE-DEVICE-gpu.json, .md and .log, into $RESULTS (default: benchmarks/results; where that may not be, because
+the tree is no committed state, into a temporary folder). Exit codes: 0 all stages passed, 1 not all, 3 no CUDA device, 4 packages
+are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from requirements import MEASURING, PROJECT, absent, project_bounds, unmet
+from stages import Outcome, Stage, run
+from verdict import markdown, verdicts
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NO_PACKAGES = 4
+PYTHON = sys.executable
+TESTS = ("pytest", "hypothesis")
+SECONDS, QUICK_SECONDS = 535.0, 175.0
+"""For all stages; starting and writing take the rest of nine minutes, or three."""
+SHOWN = 40
+"""Last lines of a stage's output that the run itself shows; the log has all."""
+
+
+def _pytest(*arguments: str, workers: str = "auto") -> tuple[str, ...]:
+    """In parallel where pytest-xdist is there; by settings of its own, as the project's ask for a newer pytest."""
+    from importlib.util import find_spec
+
+    parallel = ("-n", workers, "--dist", "worksteal") if find_spec("xdist") else ()
+    options = ("-q", "-c", str(HERE / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
+    return PYTHON, "-m", "pytest", *options, *parallel, *arguments
+
+
+def _script(name: str, device: str, *arguments: str) -> tuple[str, ...]:
+    return PYTHON, str(HERE / f"{name}.py"), "--device", device, "--results", "{results}", *arguments
+
+
+def _bench(batch: int, on: dict[str, str], tokens: int, repeats: int) -> tuple[str, ...]:
+    return (
+        PYTHON, "-m", "shoal", "bench", "--shape", on["shape"], "--acceptance", "0.8", "--dtype", on["dtype"],
+        "--device", on["device"], "--batch-sizes", str(batch), "--lookahead", "off,fixed:6,auto", "--baselines", "hf",
+        "--temperature", "0.8", "--max-new-tokens", str(tokens), "--repeats", str(repeats), "--wait", "5",
+        "--json", "{results}/bench.json",
+    )  # fmt: skip
+
+
+def stages(device: str) -> list[Stage]:
+    """What is run, in this order. On a CPU the same with tiny shapes, to try the stages out: their figures say nothing."""
+    gpu = device != "cpu"
+    on = {"device": device, "shape": "7.8b/310m" if gpu else "tiny", "dtype": "bfloat16" if gpu else "float32"}
+    variables = {"SHOAL_TEST_DEVICE": device} if gpu else {"TRITON_INTERPRET": "1"}
+    few = () if gpu else ("-k", "poison or refused")
+    contexts = ("--contexts", "short=1024,long=4000") if gpu else ("--contexts", "short=24,long=40", "--repeats", "2")
+    tokens, repeats = (128, 2) if gpu else (8, 1)
+    kernels = [str(ROOT / "tests" / name) for name in ("fused_cases.py",)]
+    return [
+        Stage(
+            "kernels", "the kernels against float64", 100, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables
+        ),
+        Stage(
+            "static", "captured passes against ordinary ones", 45,
+            _pytest(str(ROOT / "tests" / "test_static.py"), *(() if gpu else ("-k", "sizes"))), True, True, TESTS, variables,
+        ),
+        Stage("identity", "greedy tokens of whole runs", 30, _script("identity", device), True, True),
+        Stage("attention", "attention of one layer alone", 40, _script("attention", device)),
+        Stage("passes", "passes against the floor", 80, _script("passes", device, "--shape", on["shape"], *contexts)),
+        *(
+            Stage(
+                f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit,
+                _bench(batch, on, tokens, repeats), quick=batch == 8,
+            )
+            for batch, limit in ((8, 75), (1, 55), (32, 60))
+        ),
+        Stage(
+            "profile", "a plain and a speculative round under the profiler", 45,
+            _script("rounds", device, "--shape", on["shape"], *(() if gpu else ("--rounds", "2"))),
+        ),
+    ]  # fmt: skip
+
+
+def require_packages() -> list[str]:
+    """Names everything that is not as wanted, at once; returns what is not there. Exits if shoal cannot be imported without it."""
+    bounds = project_bounds(PROJECT.read_text(encoding="utf-8"))
+    problems = unmet({**bounds, **MEASURING})
+    for name, problem in problems.items():
+        print(f"benchmarks/gpu/run.sh: {name}: {problem}", file=sys.stderr)
+    missing = absent(problems)
+    if set(missing) & set(bounds):
+        print("benchmarks/gpu/run.sh: nothing was measured: this Python lacks what is named above", file=sys.stderr)
+        raise SystemExit(NO_PACKAGES)
+    return missing
+
+
+def place_for_results(asked: str | None) -> Path:
+    """The folder of the results; a temporary one where nobody asked for another and benchmarks/results may not have them."""
+    from shoal.bench.provenance import require_place
+    from shoal.errors import RequestError
+
+    place = Path(asked or ROOT / "benchmarks" / "results")
+    try:
+        require_place(place)
+    except RequestError as error:
+        if asked:
+            raise SystemExit(f"benchmarks/gpu/run.sh: {error}") from error
+        place = Path(tempfile.mkdtemp(prefix="shoal-gpu-"))
+        print(f"benchmarks/gpu/run.sh: {error}; results go to {place}", file=sys.stderr)
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def write(outcomes: Sequence[Outcome], machine: dict[str, Any], place: Path) -> str:
+    """Writes everything so far; returns the verdict as a page."""
+    from shoal.bench.provenance import write_results
+
+    table = verdicts(outcomes)
+    page = markdown(table, outcomes, machine)
+    stem = "-".join([machine["date"], *machine["device"].split(), "gpu"])
+    told = [
+        {"stage": o.stage.name, "what": o.stage.what, "result": o.result, "seconds": o.seconds, "reports": o.reports}
+        for o in outcomes
+    ]
+    verdict = [{**vars(line), "verdict": line.word} for line in table]
+    log = "\n".join(f"── {o.stage.name}: {o.result}\n{o.output}" for o in outcomes)
+    report = {"measurement": "gpu", "machine": machine, "verdict": verdict, "stages": told}
+    write_results(place / f"{stem}.json", report, pages={".md": page, ".log": log})
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="correctness, and decoding at 8 rows")
+    parser.add_argument("--device", default="cuda", help="cpu tries the stages out on tiny shapes (default: cuda)")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    missing = require_packages()
+    import torch
+
+    if options.device != "cpu" and not torch.cuda.is_available():
+        print("benchmarks/gpu/run.sh: torch finds no CUDA device: nothing was measured", file=sys.stderr)
+        return 3
+    from shoal.bench.machine import machine
+
+    where = machine(torch.device(options.device))
+    place = place_for_results(os.environ.get("RESULTS"))
+    print(f"{where['device']}, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}")
+    chosen = [stage for stage in stages(options.device) if stage.quick or not options.quick]
+    outcomes, page = [], ""
+    with tempfile.TemporaryDirectory(prefix="shoal-stages-") as folder:
+        for outcome in run(chosen, Path(folder), missing, seconds=QUICK_SECONDS if options.quick else SECONDS):
+            outcomes.append(outcome)
+            print("\n".join(outcome.output.splitlines()[-SHOWN:]))
+            print(f"   {outcome.stage.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
+            page = write(outcomes, where, place)
+    print(f"\n{page}\nwritten to {place}, {time.monotonic() - started:.0f} s in all")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

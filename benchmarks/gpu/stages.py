@@ -1,0 +1,140 @@
+"""Stages of a run: processes with a time limit each, one after the other. What one leaves behind, the next ones do not touch.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GRACE = 10.0
+"""Seconds that a stage at its limit has to deliver what it has measured, before it is killed."""
+PASSED = "passed"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process.
+
+    Attributes:
+        name: short, unique. what: for the reader. limit: seconds.
+        command: of the process; "{results}" stands for the folder in which it may leave JSON files.
+        quick: part of the quick run. proves: figures are worth nothing unless it passed.
+        needs: packages that it cannot do without. variables: of its environment.
+    """
+
+    name: str
+    what: str
+    limit: float
+    command: tuple[str, ...]
+    quick: bool = False
+    proves: bool = False
+    needs: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a stage.
+
+    Attributes:
+        result: `PASSED`, or what went wrong. seconds: it took. reports: the JSON files that it left. output: all it printed.
+    """
+
+    stage: Stage
+    result: str
+    seconds: float
+    reports: Sequence[dict[str, Any]]
+    output: str
+
+    @property
+    def passed(self) -> bool:
+        return self.result == PASSED
+
+
+def run(
+    stages: Sequence[Stage],
+    folder: Path,
+    missing: Sequence[str] = (),
+    *,
+    seconds: float = float("inf"),
+    grace: float = GRACE,
+) -> Iterator[Outcome]:
+    """Runs the stages in order, whatever becomes of them.
+
+    Args:
+        folder: for the files of the stages. missing: packages that are not there.
+        seconds: for all of them; a stage gets what its own limit and the others have left. grace: see `GRACE`.
+    """
+    end = time.monotonic() + seconds
+    for stage in stages:
+        lacking = [name for name in stage.needs if name in missing]
+        if lacking:
+            yield Outcome(stage, f"not run: needs {', '.join(lacking)}", 0.0, [], "")
+            continue
+        limit = min(stage.limit, end - time.monotonic() - grace)
+        if limit <= 0:
+            yield Outcome(stage, "not run: no time left", 0.0, [], "")
+            continue
+        place = folder / stage.name
+        place.mkdir(parents=True)
+        print(f"\n── {stage.name}: {stage.what} (at most {limit:.0f} s)", flush=True)
+        yield _run(stage, limit, place, grace)
+
+
+def _run(stage: Stage, limit: float, place: Path, grace: float) -> Outcome:
+    command = [part.replace("{results}", str(place)) for part in stage.command]
+    started, stopped = time.monotonic(), False
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env={**os.environ, **stage.variables}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            stopped = True
+        finally:
+            _end(process, grace)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    result = f"stopped after {limit:.0f} s" if stopped else PASSED
+    if not stopped and process.returncode:
+        result = f"failed, exit code {process.returncode}"
+    seconds = time.monotonic() - started
+    return Outcome(stage, result, seconds, _reports(place), text)
+
+
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Interrupts the process, which may deliver what it has, then kills it and all that it started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(grace)
+        except subprocess.TimeoutExpired:
+            print("   it does not stop by itself", file=sys.stderr)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in this group
+    process.wait()
+
+
+def _reports(place: Path) -> list[dict[str, Any]]:
+    """The JSON files; one that was being written when the stage was killed is left out."""
+    found = []
+    for file in sorted(place.glob("*.json")):
+        try:
+            found.append(json.loads(file.read_text(encoding="utf-8")))
+        except ValueError:
+            print(f"   {file.name} is not whole", file=sys.stderr)
+    return found

@@ -1,0 +1,150 @@
+"""The table at the end: what was wanted, what was measured, and whether that is enough. Standard library only.
+
+Wanted for one H200, bfloat16, shapes 7.8B/310M, 8 rows, an imposed acceptance of 0.8 (docs/measurements/gpu.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stages import Outcome
+
+Report = Mapping[str, Any]
+Reports = Mapping[str, Sequence[Report]]
+"""What each stage left, by its name."""
+UNVERIFIED = "kernels not verified"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of the table. measured: None where no stage has the figure."""
+
+    what: str
+    wanted: str
+    measured: str | None
+    met: bool | None
+    verified: bool = True
+
+    @property
+    def word(self) -> str:
+        word = {None: "not measured", True: "met", False: "missed"}[self.met]
+        return word if self.verified or self.met is None else f"{word}, but {UNVERIFIED}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Wanted: a figure that is at least, or at most, the bound.
+
+    Attributes:
+        figure: finds it among the reports; None: not there. form: of figure and bound.
+    """
+
+    what: str
+    bound: float
+    figure: Callable[[Reports], float | None]
+    form: str = "{:.2f}"
+    at_least: bool = True
+
+    def verdict(self, reports: Reports, verified: bool) -> Verdict:
+        wanted = ("at least " if self.at_least else "at most ") + self.form.format(self.bound)
+        try:
+            value = self.figure(reports)
+        except (LookupError, TypeError, ZeroDivisionError):  # a report that is not whole
+            value = None
+        if value is None:
+            return Verdict(self.what, wanted, None, None, verified)
+        met = value >= self.bound if self.at_least else value <= self.bound
+        return Verdict(self.what, wanted, self.form.format(value), met, verified)
+
+
+def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """The whole table: the stages that prove something, then the figures."""
+    proofs = [outcome for outcome in outcomes if outcome.stage.proves]
+    verified = bool(proofs) and all(proof.passed for proof in proofs)
+    reports = {outcome.stage.name: outcome.reports for outcome in outcomes}
+    table = [Verdict(proof.stage.what, "passes", proof.result, proof.passed) for proof in proofs]
+    return table + [target.verdict(reports, verified) for target in TARGETS]
+
+
+def markdown(table: Sequence[Verdict], outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
+    """The verdict as a page: where, what was wanted and found, what became of the stages."""
+    where = ", ".join(
+        f"{key} {machine[key]}" for key in ("date", "device", "torch", "transformers", "commit") if key in machine
+    )
+    lines = [f"Measured: {where}", "", "| target | wanted | measured | verdict |", "|---|---|---|---|"]
+    lines += [f"| {v.what} | {v.wanted} | {v.measured or '-'} | {v.word} |" for v in table]
+    lines += ["", "| stage | result | seconds |", "|---|---|---|"]
+    lines += [f"| {o.stage.name}: {o.stage.what} | {o.result} | {o.seconds:.0f} |" for o in outcomes]
+    return "\n".join(lines) + "\n"
+
+
+# ── where the figures are ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _lines(reports: Reports, stage: str, **wanted: Any) -> list[Mapping[str, Any]]:
+    """The lines of a stage's reports that have these values."""
+    lines = [line for report in reports.get(stage, ()) for line in report.get("lines", ())]
+    return [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+
+
+def _pass(context: str) -> Callable[[Reports], float | None]:
+    """The share of the floor that a captured plain pass with the kernel reaches."""
+
+    def figure(reports: Reports) -> float | None:
+        found = _lines(reports, "passes", **{"new tokens": 1, "attention": "fused", "passes": "graphed", "context": context})
+        return max((line["floor / time"] for line in found), default=None)
+
+    return figure
+
+
+def _round(lookahead: str, name: str) -> Callable[[Reports], float | None]:
+    def figure(reports: Reports) -> float | None:
+        found = [line[name] for line in _lines(reports, "profile", lookahead=lookahead) if name in line]
+        return found[0] if found else None
+
+    return figure
+
+
+def _speculative(name: str) -> Callable[[Reports], float | None]:
+    """Of the faster speculative setting at 8 rows."""
+
+    def figure(reports: Reports) -> float | None:
+        found = [line for line in _lines(reports, "bench-8", baseline=False) if line["setting"] != "off"]
+        if not found:
+            return None
+        best = max(found, key=lambda line: line["tokens_per_second"][0])
+        return best[name][0] if isinstance(best[name], (list, tuple)) else best[name]
+
+    return figure
+
+
+def _against_transformers(batch: int) -> Callable[[Reports], float | None]:
+    """Tokens per second of our fastest setting over Transformers' fastest."""
+
+    def figure(reports: Reports) -> float | None:
+        speeds = {
+            baseline: [line["tokens_per_second"][0] for line in _lines(reports, f"bench-{batch}", baseline=baseline)]
+            for baseline in (False, True)
+        }
+        return max(speeds[False]) / max(speeds[True]) if speeds[False] and speeds[True] else None
+
+    return figure
+
+
+TARGETS = (
+    Target("plain pass of 8 rows, share of the floor, short context", 0.85, _pass("short")),
+    Target("plain pass of 8 rows, share of the floor, long context", 0.85, _pass("long")),
+    Target("plain round of 8 rows, share of the floor", 0.85, _round("off", "floor / time")),
+    Target("speculative against plain decoding, 8 rows", 2.6, _speculative("speedup"), "{:.2f}x"),
+    Target("speculative, milliseconds per token and row, 8 rows", 1.6, _speculative("ms_mean"), at_least=False),
+    Target("device idle, share of a plain round", 0.03, _round("off", "idle"), "{:.3f}", at_least=False),
+    Target("device idle, share of a speculative round", 0.03, _round("fixed:6", "idle"), "{:.3f}", at_least=False),
+    Target("uploads per speculative round", 1, _round("fixed:6", "uploads"), "{:.1f}", at_least=False),
+    Target("downloads per speculative round", 1, _round("fixed:6", "downloads"), "{:.1f}", at_least=False),
+    *(
+        Target(f"tokens per second against Transformers, batch {batch}", 1.0, _against_transformers(batch), "{:.2f}x")
+        for batch in (8, 1, 32)
+    ),
+)

@@ -29,6 +29,7 @@ from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.cli.files import listed_prompts
 from shoal.errors import InternalError, RequestError
+from shoal.models.load_report import described
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.scores import Scores
 from shoal.types import stats
@@ -239,6 +240,26 @@ def test_the_command_refuses_and_prints_no_table(
     assert "differs from plain decoding" in answer.err
     assert "Speed" not in answer.out
     assert not file.exists()
+
+
+@pytest.mark.parametrize("when", ["warming up", "measuring"])
+def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary passes go on in their place, and their times would stand under the name of captured ones."""
+    pair = load()
+    pair.target.use_static_passes("eager")
+    runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",)), POOL)
+
+    def fail(name: str) -> None:
+        if name.startswith(when) and pair.target.static is not None:
+            pair.target.static.failure = "RuntimeError: an operation that is not permitted while capturing"
+
+    runner.step = fail
+    if when == "measuring":
+        runner.warm_up()
+    with pytest.raises(InternalError, match=r"modules .RuntimeError: an operation .* no times are shown"):
+        list(runner.measure()) if when == "measuring" else runner.warm_up()
+    assert runner.report.lines == []
+    assert described(pair.target)["passes"].startswith("modules (RuntimeError")
 
 
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

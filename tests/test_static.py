@@ -6,10 +6,12 @@ import copy
 import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,10 +27,13 @@ from shoal.models import loading
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
-from shoal.models.compiled import Passes, executor_for
+from shoal.models.compiled import Passes, drafting, executor_for, obstacle
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import COLUMNS, Bucket, bucket_for, reservation, step_up
-from shoal.models.compiled.executors import EXECUTORS, Executor, Graphs, Run
+from shoal.models.compiled.executors import EXECUTORS, Executor, Run
+from shoal.models.compiled.passes import compare
+from shoal.models.compiled.view import View
+from shoal.models.load_report import described
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import VOCABULARY, save_pair, tiny_model
@@ -339,31 +344,26 @@ def test_the_model_is_its_owners_between_passes() -> None:
 # ── capturing, without a GPU ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class FakeGraphs(Graphs):
+class FakeGraphs:
     """Captures by remembering; a replay runs the function again and writes the result over the last one, as a graph does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[str] = []
+    log: ClassVar[list[str]] = []
 
-    def _warm_up(self, run: Run) -> None:
-        self.log.append("warm up")
+    def __init__(self, device: torch.device) -> None:
+        self.generation = object()
+
+    def __call__(self, run: Run) -> Run:
         run()
-
-    def _captured(self, run: Run) -> tuple[Any, Any]:
         self.log.append("capture")
         result = run()
-        return _FakeGraph(run, result, self.log), result
 
+        def replay() -> Any:
+            self.log.append("replay")
+            for old, new in zip(_tensors(result), _tensors(run()), strict=True):
+                old.copy_(new)
+            return result
 
-class _FakeGraph:
-    def __init__(self, run: Run, result: Any, log: list[str]) -> None:
-        self.run, self.result, self.log = run, result, log
-
-    def replay(self) -> None:
-        self.log.append("replay")
-        for old, new in zip(_tensors(self.result), _tensors(self.run()), strict=True):
-            old.copy_(new)
+        return replay
 
 
 def _tensors(result: Any) -> Sequence[Tensor]:
@@ -375,16 +375,15 @@ def test_a_graph_is_captured_once_per_bucket_and_replayed_after(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setattr(FakeGraphs, "log", [])
     made = pair("graphed", draft_seed=1)
     assert made.draft_model is not None
     for _ in range(2):
         assert ids(decode(made, **options)) == ids(decode(pair(None, draft_seed=1), **options))
         gc.collect()
-    for model in (made.target, made.draft_model):
-        assert model.static is not None
-        log = model.static._execute.log  # type: ignore[attr-defined]
-        assert log.count("warm up") == log.count("capture") == model.static.built.total() == len(model.static.built)
-        assert log.count("replay") == model.static.ran.total() > 3 * log.count("capture")
+    log, passes = FakeGraphs.log, [model.static for model in (made.target, made.draft_model) if model.static is not None]
+    assert log.count("capture") == sum(one.built.total() for one in passes) == sum(len(one.built) for one in passes)
+    assert log.count("replay") == sum(one.ran.total() for one in passes) > 3 * log.count("capture")
 
 
 def test_a_cache_that_grew_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +398,44 @@ def test_a_cache_that_grew_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> 
         twins.feed([5, 3])
     assert twins.made.static.built[Bucket(2, 5, 128)] == 2
     assert twins.worst < ERROR
+
+
+def test_a_cache_that_grows_lets_go_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes know the tensors they are over; while they lived on, the old tensors took memory beside the new ones."""
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    twins = Twins(hf(), "graphed")
+    twins.life()
+    cache = twins.forks[0].cache
+    old = [weakref.ref(tensor) for stores in cache.stores() for tensor in stores[:2]]
+    seen = []
+    resize = cache._resize
+
+    def watched(*size: int) -> None:
+        assert twins.made.static is not None
+        seen.append(cache in twins.made.static._of)
+        resize(*size)
+
+    monkeypatch.setattr(cache, "_resize", watched)
+    twins.reserve(3, 200)
+    assert seen == [False]
+    assert [ref() for ref in old] == [None] * len(old)
+
+
+def test_two_engines_in_threads_on_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has passes, pools and results of its own; the model itself computes one pass at a time."""
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    target, draft = runner(hf(), "graphed"), runner(hf(seed=1, layers=1), "graphed")
+    samplings = [[Sampling(temperature=0.8, seed=3 * i + j) for j in range(3)] for i in range(4)]
+    alone = [rows_of(engine_of(runner(hf(), None), runner(hf(seed=1, layers=1), None), Fixed(K)), own) for own in samplings]
+    engines = [engine_of(target, draft, Fixed(K)) for _ in samplings]
+    with ThreadPoolExecutor(len(engines)) as pool:
+        together = list(pool.map(rows_of, engines, samplings))
+    assert together == alone
+    for model in (target, draft):
+        assert model.static is not None
+        assert model.static_failure is None
+        generations = list(model.static._of.values())
+        assert len({id(one.execute) for one in generations}) == len(generations) == len(engines)
 
 
 # ── shared prompts, as the kernel reads them ────────────────────────────────────────────────────────────────────────
@@ -449,7 +486,7 @@ def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.Monkey
 # ── what fails ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def failing_after(runs: int, error: Exception) -> Callable[[], Executor]:
+def failing_after(runs: int, error: Exception) -> Callable[[torch.device], Executor]:
     """An executor whose functions run so often and then raise."""
 
     def execute(run: Run) -> Run:
@@ -462,7 +499,7 @@ def failing_after(runs: int, error: Exception) -> Callable[[], Executor]:
 
         return runs_out
 
-    return lambda: execute
+    return lambda device: execute
 
 
 @pytest.mark.parametrize("runs", [0, 3])
@@ -487,13 +524,89 @@ def test_wrong_logits_are_found_at_the_first_pass(monkeypatch: pytest.MonkeyPatc
     def execute(run: Run) -> Run:
         return lambda: run() * 1.01
 
-    monkeypatch.setitem(EXECUTORS, "wrong", lambda: execute)
+    monkeypatch.setitem(EXECUTORS, "wrong", lambda device: execute)
     made = Shoal(runner(hf(), "wrong"))
     with pytest.warns(RuntimeWarning, match="logits differ by .* standard deviations"):
         result = decode(made, lookahead="off")
     assert ids(result) == ids(decode(pair(None), lookahead="off"))
     assert made.target.static is not None
     assert made.target.static.ran.total() == 1
+
+
+def wrong_position(self: Block, plan: Plan, capacity: int) -> None:
+    place(self, plan, capacity)
+    self.positions[0] += 1
+
+
+def wrong_cell(self: Block, plan: Plan, capacity: int) -> None:
+    place(self, plan, capacity)
+    self.cells[0] -= 1
+
+
+def wrong_layer(self: View, store: Tensor, states: Tensor) -> Tensor:
+    return written(self, store, states.roll(1, dims=-1) if self._layer == 1 else states)
+
+
+place, written = Block.place, View._written
+SABOTAGES: tuple[tuple[Any, str, Any], ...] = (
+    (Block, "place", wrong_position), (Block, "place", wrong_cell), (View, "_written", wrong_layer),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sabotage", [None, *SABOTAGES], ids=lambda s: "none" if s is None else s[2].__name__)
+def test_the_first_pass_of_a_bucket_shows_what_is_wrong(
+    sabotage: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = runner(copy.deepcopy(hf()).to(dtype)).fork()
+    made.reserve(3, 60)
+    made.feed([0, 1], torch.arange(24).view(2, 12), [12, 7], want_logits=False)
+    if sabotage is not None:
+        monkeypatch.setattr(*sabotage)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made.feed([0, 1], torch.arange(6).view(2, 3), [3, 2])
+    assert [f"{warning.message}" for warning in seen if "logits differ" in str(warning.message)] == [
+        f"{warning.message}" for warning in seen
+    ]
+    assert len(seen) == (sabotage is not None)
+    assert (made.static_failure is None) == (sabotage is None)
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES[:2], ids=lambda s: s[2].__name__)
+def test_a_drafters_first_steps_are_compared_too(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*sabotage)
+    made = Shoal(runner(hf(), None), runner(hf(seed=1, layers=1)), max_batch=6)
+    with pytest.warns(RuntimeWarning, match="logits differ"):
+        result = decode(made)
+    assert ids(result) == ids(decode(pair(None, draft_seed=1)))
+
+
+def test_a_step_that_draws_what_is_impossible_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Shoal(runner(hf(), None), runner(hf(seed=1, layers=1)), max_batch=6)
+    step = drafting._Step.__call__
+
+    def wrong(self: drafting._Step, view: View) -> Any:
+        found = step(self, view)
+        return found._replace(tokens=found.q.argmin(-1))
+
+    monkeypatch.setattr(drafting._Step, "__call__", wrong)
+    with pytest.warns(RuntimeWarning, match="does not draw from the distribution of its logits"):
+        decode(made, top_k=5)
+
+
+def test_rounding_of_a_few_logits_is_no_fault() -> None:
+    """The largest of a million differences in 16 bits says nothing; a position whose logits are those of another does."""
+    logits = torch.randn(40, 30000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    rounded = logits + 0.02 * torch.randn_like(logits)
+    rounded[3, 5] += 2  # an outlier of 2 deviations
+    compare(rounded, logits)
+    swapped = logits.clone()
+    swapped[3] = logits[4]
+    with pytest.raises(ArithmeticError, match="logits differ"):
+        compare(swapped, logits)
+    with pytest.raises(ArithmeticError, match="differ by nan"):
+        compare(torch.where(torch.arange(30000) == 7, torch.nan, logits), logits)
 
 
 def test_nan_from_a_drafter_ends_drafts_and_no_row() -> None:
@@ -537,7 +650,7 @@ def test_building_is_told_and_on_no_stage_clock(monkeypatch: pytest.MonkeyPatch,
         time.sleep(0.2)
         return run
 
-    monkeypatch.setitem(EXECUTORS, "slow", lambda: slow)
+    monkeypatch.setitem(EXECUTORS, "slow", lambda device: slow)
     made = Shoal(runner(hf(), "slow"))
     with caplog.at_level("INFO", logger="shoal"):
         stats = made.generate([[1, 2, 3]], 1, lookahead="off", max_new_tokens=3).stats
@@ -546,3 +659,44 @@ def test_building_is_told_and_on_no_stage_clock(monkeypatch: pytest.MonkeyPatch,
     assert (
         max(stats.seconds_rounds, stats.seconds_verify, stats.seconds_target) <= stats.seconds - made.target.seconds_building
     )
+
+
+# ── what cannot be captured ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        ("llama", {}, None),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("phi3", {"rope_parameters": {"type": "longrope"}}, "longrope"),
+        ("mixtral", {"_experts_implementation": "eager"}, "experts are looked up on the host"),
+        ("mixtral", {"_experts_implementation": "grouped_mm"}, "experts' sizes are read on the host"),
+        ("mixtral", {"_experts_implementation": "batched_mm"}, None),
+        ("gpt-oss", {"_experts_implementation": "eager"}, "experts are looked up on the host"),
+        ("deepseek-v3", {"_experts_implementation": "eager"}, "experts are looked up on the host"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_captured_is_known_by_name(
+    architecture: str, options: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setitem(EXECUTORS, "graphed", tried.append)
+    made = loading.wrap(hf(architecture), "tiny", checked=False)
+    for name, value in options.items():
+        monkeypatch.setattr(hf(architecture).config, name, value)
+    made.use_static_passes("graphed")
+    assert (made.static is None) == (reason is not None)
+    assert reason is None or reason in described(made)["passes"]
+    assert not tried
+
+
+@pytest.mark.parametrize(("capability", "found"), [((8, 0), True), ((9, 0), False), ((10, 0), False)])
+def test_grouped_products_are_one_kernel_from_hopper_on(
+    capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = copy.deepcopy(hf("mixtral")).to(torch.bfloat16)
+    model.config._experts_implementation = "grouped_mm"
+    assert (obstacle(model) is not None) == found

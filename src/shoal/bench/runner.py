@@ -119,8 +119,16 @@ class BenchmarkRunner:
                 self._refuse(case, method, error)
                 continue
             expected[case, method.name] = [spent] * self.job.repeats
+            self._require_passes()
         self.expected = expected
         return self.seconds_left or 0.0
+
+    def _require_passes(self) -> None:
+        """Raises InternalError where ordinary passes have taken over from captured ones: what is timed is not what was asked."""
+        for model in (self.pair.target, self.pair.draft_model):
+            if model is not None and model.static_failure is not None:
+                what = f"{model.name}: its {described(model)['passes']} compute passes now"
+                raise InternalError(f"{what}: no times are shown; --compile off measures these")
 
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
         """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
@@ -181,6 +189,11 @@ class BenchmarkRunner:
         for repeat, name in in_turns(list(methods), self.job.repeats):
             self.step(f"measuring, {case.name}: {name}, {repeat + 1} of {self.job.repeats}")
             runs[name].append(self._timed_run(case, methods[name], repeat))
+            try:
+                self._require_passes()
+            except InternalError:
+                runs.clear()
+                raise
         if case.temperature == 0 and self.job.acceptance is None and self.identity.exact:
             try:
                 for name in self.job.lookaheads[1:]:

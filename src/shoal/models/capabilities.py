@@ -11,6 +11,8 @@ REFUSED = {
     "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal lengths get wrong positions",
     "gpt_neo": "its local layers slice keys at an offset common to all rows",
 }
+ROPES_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding that rescale by the longest row of a batch, whose positions they read on the host."""
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
 
 
@@ -53,11 +55,16 @@ def _context(config: Any) -> int:
     neighbours beyond the original length: they are held to it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for parameters in rope.values() if rope and all(isinstance(v, Mapping) for v in rope.values()) else [rope]:
-        if parameters.get("rope_type", parameters.get("type")) in ("dynamic", "longrope"):
+    for parameters in rope_parameters(config):
+        if parameters.get("rope_type", parameters.get("type")) in ROPES_BY_LENGTH:
             original = parameters.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
             context = min(context, int(original or context))
     return context
+
+
+def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Those of the model, or one by one those of its kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return list(rope.values()) if rope and all(isinstance(value, Mapping) for value in rope.values()) else [rope]

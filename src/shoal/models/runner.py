@@ -132,13 +132,24 @@ class Runner:
         """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None
         to stop."""
         self.static = None
-        if executor is not None and self.attention_path == "interface" and self.attention in compiled.ATTENTION:
+        if executor is None or self.attention_path != "interface" or self.attention not in compiled.ATTENTION:
+            return
+        reason = compiled.obstacle(self.hf) if executor == "graphed" else None
+        if reason is None:
             self.static = compiled.Passes(self._bridge, self.name, executor, self.attention)
+        else:
+            self.notes["passes"] = f"modules ({reason})"
 
     @property
     def seconds_building(self) -> float:
         """Spent on building static passes so far."""
         return self.static.seconds_building if self.static is not None else 0.0
+
+    @property
+    def static_failure(self) -> str | None:
+        """Why ordinary passes have taken over from static ones, so that times are not those of static passes, whatever was asked
+        for; None while they have not."""
+        return None if self.static is None else self.static.failure
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
@@ -171,10 +182,13 @@ class Runner:
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
+        cache = self.cache
         if self.static is not None:
             slots, capacity = compiled.reservation(slots, capacity)
+            if slots > cache.slots or self._whole(capacity) > cache.capacity or cells > cache.cells:
+                self.static.forget(cache)
         with explained(self.name):
-            self.cache.reserve(slots, self._whole(capacity), cells)
+            cache.reserve(slots, self._whole(capacity), cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Gives room back that nobody needs; not under static passes, which are built over what there is."""
@@ -227,7 +241,10 @@ class Runner:
         if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
             return None
         with passes.guarded():
-            steps = Steps(passes, self.cache, plan, pending, most, style, temperatures, uniforms)
+            steps = Steps(
+                passes, self.cache, plan, pending, most, style, temperatures, uniforms,
+                lambda plan, tokens: self._dynamic(plan, tokens, True),
+            )  # fmt: skip
 
             def step(uniforms: Tensor) -> Drawn | None:
                 with self._counted(), passes.guarded():

@@ -8,12 +8,14 @@ whose every input lies in a buffer of fixed address.
     block       the buffers of one: tokens, positions, cells
     view        the cache that a model meets inside
     executors   eager (to test), graphed (CUDA)
+    capturable  which models' passes cannot be captured
     passes      builds, checks and runs them, and falls back to ordinary passes
     drafting    a drafter's step with its draw
 """
 
 from shoal.models.compiled.buckets import reservation
+from shoal.models.compiled.capturable import obstacle
 from shoal.models.compiled.executors import executor_for
 from shoal.models.compiled.passes import ATTENTION, Passes
 
-__all__ = ["ATTENTION", "Passes", "executor_for", "reservation"]
+__all__ = ["ATTENTION", "Passes", "executor_for", "obstacle", "reservation"]

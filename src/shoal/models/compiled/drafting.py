@@ -16,7 +16,7 @@ from shoal.config import Sampling
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import bucket_for
-from shoal.models.compiled.passes import Pass, Passes
+from shoal.models.compiled.passes import Pass, Passes, compare
 from shoal.models.compiled.view import View
 from shoal.sampling.distributions import pure_probabilities
 
@@ -62,6 +62,15 @@ class Drawn(NamedTuple):
     confidence: Tensor
 
 
+class _Result(NamedTuple):
+    """What a step returns: `Drawn`, and the logits that it is of, [rows, vocab of the drafter]."""
+
+    q: Tensor
+    tokens: Tensor
+    confidence: Tensor
+    logits: Tensor
+
+
 class _Step:
     """The function. Buffers: uniforms [rows, ...] float64, temperature [rows]. `then`: the block to fill, by default its own."""
 
@@ -74,12 +83,22 @@ class _Step:
             rows, dtype=torch.promote_types(passes.hf.dtype, torch.float32), device=uniforms.device
         )
 
-    def __call__(self, view: View) -> Drawn:
-        block, style = view.block, self.style
+    def __call__(self, view: View) -> _Result:
+        block = view.block
         every = self.passes.forward(view)
         last = (block.bounds[1] - 1).clamp(min=0)
         logits = every[torch.arange(every.shape[0], device=every.device), last]
-        known = logits.shape[-1]
+        q, confidence, sound = self.distribution(logits)
+        tokens = torch.where(sound, self.style.draw(q, self.uniforms), -1)
+        then = block if self.then is None else self.then
+        then.tokens.copy_(tokens.clamp(0, logits.shape[-1] - 1)[:, None])
+        if then is block:
+            block.advance()
+        return _Result(q, tokens, confidence, logits)
+
+    def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, vocab], the confidence [rows] and whether there is a distribution [rows], of logits [rows, known tokens]."""
+        style, known = self.style, logits.shape[-1]
         if known < style.vocab_size:
             logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
         logits = logits[:, : style.vocab_size]
@@ -87,12 +106,17 @@ class _Step:
         logits = torch.where(sound[:, None], logits, 0.0)
         q = pure_probabilities(logits, self.temperature, self.sampling, style.greedy)
         confidence = (q if style.greedy is False else logits.to(q.dtype).softmax(-1)).amax(-1)
-        tokens = torch.where(sound, style.draw(q, self.uniforms), -1)
-        then = block if self.then is None else self.then
-        then.tokens.copy_(tokens.clamp(0, known - 1)[:, None])
-        if then is block:
-            block.advance()
-        return Drawn(q, tokens, confidence * sound)
+        return q, confidence * sound, sound
+
+    def check(self, found: _Result, right: Tensor) -> None:
+        """Raises ArithmeticError if the results of a first pass are not those of an ordinary one, of rows with these logits."""
+        rows = len(right)
+        compare(found.logits[:rows], right)
+        q, tokens = found.q[:rows], found.tokens[:rows, None]
+        possible = (q.gather(1, tokens.clamp(min=0)) > 0) | (tokens < 0)
+        same = torch.allclose(q, self.distribution(found.logits)[0][:rows], rtol=1e-3, atol=1e-6)
+        if not (same and bool(possible.all())):
+            raise ArithmeticError("a drafter's step does not draw from the distribution of its logits")
 
 
 class Steps:
@@ -101,12 +125,14 @@ class Steps:
     Args:
         passes: of the drafter, over `cache`. plan: of the first step, which feeds `pending`, one or two tokens per row.
         most: steps there may be. temperatures: of the rows, 0 = greedy. uniforms: of any position, for its shape.
+        ordinary: the logits of an ordinary pass over the plan's rows, [rows, columns, vocab]; first steps are compared with it.
     """
 
     def __init__(
         self, passes: Passes, cache: SlotCache, plan: Plan, pending: Tensor, most: int, style: Style,
-        temperatures: Sequence[float], uniforms: Tensor,
+        temperatures: Sequence[float], uniforms: Tensor, ordinary: Callable[[Plan, Tensor], Tensor],
     ) -> None:  # fmt: skip
+        self._ordinary = ordinary
         self._passes, self._cache, self._plan = passes, cache, plan
         self._style, self._uniforms, self._keys = style, uniforms, max(plan.tails) + most
         following = Plan(plan.slots, plan.lengths, [1] * plan.rows, plan.device, prefixes=plan.prefixes)
@@ -131,12 +157,17 @@ class Steps:
 
     def __call__(self, uniforms: Tensor) -> Drawn:
         key, made, step = self._next
-        rows = self._plan.rows
+        plan, rows = self._plan, self._plan.rows
         step.uniforms[:rows].copy_(uniforms)
-        drawn: Drawn = self._passes.run(key, made)
-        self._cache.wrote(self._plan)
-        self._plan = Plan(self._plan.slots, self._plan.lengths, [1] * rows, self._plan.device, prefixes=self._plan.prefixes)
+        fed = None if made.checked else made.block.tokens[:rows, : plan.q].clone()
+        found: _Result = self._passes.run(key, made)
+        if fed is not None:
+            right = self._ordinary(plan, fed)
+            last = torch.tensor([count - 1 for count in plan.counts], device=right.device)
+            step.check(found, right[torch.arange(rows, device=right.device), last])
+            made.checked = True
+        self._cache.wrote(plan)
+        self._plan = Plan(plan.slots, plan.lengths, [1] * rows, plan.device, prefixes=plan.prefixes)
         self._next = self._later
         # The next step writes its result over this one's.
-        q = None if drawn.q is None else drawn.q[:rows].clone()
-        return Drawn(q, drawn.tokens[:rows].clone(), drawn.confidence[:rows].clone())
+        return Drawn(found.q[:rows].clone(), found.tokens[:rows].clone(), found.confidence[:rows].clone())

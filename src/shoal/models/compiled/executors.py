@@ -2,11 +2,17 @@
 
 The function takes nothing, reads and writes buffers whose address and shape never change, and returns tensors. What it returns is
 good until it is run again.
+
+An executor serves one *generation* of captures: those over one cache of one size. Its graphs share a pool of memory, as they never
+run at the same time, and they end together. A pool is never used again after that: whatever still holds memory of it would keep it
+alive without users, and the allocator refuses a capture into such a pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +22,7 @@ Executor = Callable[[Run], Run]
 """Builds the runner of a function. It may call the function, so its buffers must hold nothing that matters."""
 
 WARM_UPS = 2
-"""Runs before a capture: libraries allocate workspaces and choose algorithms in them."""
+"""Runs before a capture: libraries allocate handles and choose algorithms in them, kernels are compiled and loaded."""
 
 
 def eager(run: Run) -> Run:
@@ -25,15 +31,20 @@ def eager(run: Run) -> Run:
 
 
 class Graphs:
-    """Captures CUDA graphs that share one pool of memory: they never run at the same time."""
+    """Captures the CUDA graphs of one generation.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = None
 
     def __call__(self, run: Run) -> Run:
         """Runs the function a few times aside, records one run, and returns its replay."""
-        self._warm_up(run)
-        graph, result = self._captured(run)
+        with torch.cuda.device(self._device):
+            graph, result = self._captured(run)
 
         def replay() -> Any:
             graph.replay()
@@ -41,28 +52,87 @@ class Graphs:
 
         return replay
 
-    def _warm_up(self, run: Run) -> None:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+    def _captured(self, run: Run) -> tuple[Any, Any]:
+        """The graph, and the tensors that each replay writes its result to.
+
+        Warm-up and capture are on one stream, as libraries keep handles and workspaces by stream. Workspaces are cleared around the
+        capture: one from before it might be given to somebody else while the graph still writes to it, and one from within
+        belongs to the graphs' pool.
+        """
+        stream = _stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # left also when the capture fails
             for _ in range(WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(aside)
-
-    def _captured(self, run: Run) -> tuple[Any, Any]:
-        """The graph, and the tensors that each replay writes its result to."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+            torch.cuda.synchronize()
+            if self._pool is None:
+                gc.collect()  # graphs of the generation before, and their memory
+                torch.cuda.empty_cache()
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with _without_workspaces(), _without_collections():
+                result = self._recorded(graph, run)
+        torch.cuda.current_stream().wait_stream(stream)
         return graph, result
 
+    def _recorded(self, graph: Any, run: Run) -> Any:
+        """What the function returns while its kernels are recorded. The capture ends whatever happens, and the allocator no longer
+        serves the pool: some versions of torch leave it at that after a failure.
 
-EXECUTORS: dict[str, Callable[[], Executor]] = {
-    "eager": lambda: eager,
+        Only calls of this thread may break the capture, as other engines go on meanwhile.
+        """
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            result = run()
+            graph.capture_end()
+        except BaseException:
+            for tidy in (graph.capture_end, self._leave_pool):
+                with suppress(Exception):  # what failed first is what matters
+                    tidy()
+            raise
+        return result
+
+    def _leave_pool(self) -> None:
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    """The stream that everything on a device is captured on."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+@contextmanager
+def _without_workspaces() -> Iterator[None]:
+    clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage is collected within: to free a graph or an event breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
+    "eager": lambda device: eager,
     "graphed": Graphs,
 }
+"""Makes the executor of a generation on a device."""
 
 
 def executor_for(mode: str, device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from shoal.models.bridge import TOLERANCE, Bridge
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket, bucket_for, step_up
-from shoal.models.compiled.executors import EXECUTORS, Run
+from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.view import Stores, View
 
 log = logging.getLogger("shoal")
@@ -37,20 +37,28 @@ ATTENTION = ("auto", "pad", "fused")
 Function = Callable[[View], Any]
 
 
-class Pass(NamedTuple):
-    """A function of a view, built: fill the block, then run it."""
+@dataclass
+class Pass:
+    """A function of a view, built: fill the block, then run it.
+
+    Attributes:
+        checked: whether what it computes has been compared with an ordinary pass.
+    """
 
     function: Function
     block: Block
     view: View
     run: Run
+    checked: bool = False
 
 
 @dataclass
 class _Built:
-    """The passes over one cache. They know its tensors by address and end with them."""
+    """The passes over one cache, a generation: they know its tensors by address and end with them. What they read, write and return
+    is theirs alone, so that engines, which have a cache each, may run passes of one model at the same time."""
 
     stores: Stores
+    execute: Executor
     passes: dict[Hashable, Pass] = field(default_factory=dict)
 
 
@@ -69,7 +77,7 @@ class Passes:
 
     def __init__(self, bridge: Bridge, name: str, executor: str, attention: str = "auto") -> None:
         self._bridge, self.hf, self.name = bridge, bridge.hf, name
-        self.executor, self._execute = executor, EXECUTORS[executor]()
+        self.executor = executor
         # "auto" is the kernel where it runs on CUDA, else the padded call.
         self._method = METHODS[resolved(attention, self.hf.device, self.hf.dtype, static=True)]
         self.knows_prefixes = self._method is METHODS["fused"]
@@ -91,7 +99,10 @@ class Passes:
         """Lets go of the caches that no runner uses, and of the passes over them."""
         self._idle.clear()
         self._of.clear()
-        self._execute = EXECUTORS[self.executor]()  # graphs share a pool of memory
+
+    def forget(self, cache: SlotCache) -> None:
+        """Ends the passes over a cache that is about to change its size: they would hold the tensors that it lets go of."""
+        self._of.pop(cache, None)
 
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
         """Whether a pass over these rows, and `ahead` more of one token, can be static: unused rows of a bucket must fall on
@@ -119,11 +130,13 @@ class Passes:
             found.block.place(plan, cache.capacity)
             found.block.fill(tokens)
             logits: Tensor = self.run(bucket, found)[: plan.rows, : plan.q]
-            if self.ran[bucket] > 1:
+            if found.checked:
                 cache.wrote(plan)
                 return logits
             right = dynamic()
-            _compare(logits, right, plan.counts)
+            real = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
+            compare(*(block[real.to(block.device)] for block in (logits, right)))
+            found.checked = True
             return right
         return dynamic()
 
@@ -141,31 +154,30 @@ class Passes:
         stores = cache.stores()
         built = self._of.get(cache)
         if built is None or any(a is not b for a, b in zip(built.stores[0], stores[0], strict=True)):  # new, or grown
-            built = self._of[cache] = _Built(stores)
+            built = self._of[cache] = _Built(stores, EXECUTORS[self.executor](self.hf.device))
         if key not in built.passes:
-            built.passes[key] = self._build(bucket, cache, built.stores, make())
+            built.passes[key] = self._build(bucket, cache, built, make())
             self.built[key] += 1
         return built.passes[key]
 
-    def _build(self, bucket: Bucket, cache: SlotCache, stores: Stores, function: Function) -> Pass:
+    def _build(self, bucket: Bucket, cache: SlotCache, built: _Built, function: Function) -> Pass:
         started = time.perf_counter()
         log.info("%s: building a pass of %s (%s) ...", self.name, bucket, self.executor)
         block = Block(bucket, scratch=(cache.slots - 1) * cache.capacity, device=self.hf.device)
-        view = View(block, stores, self._method, self.knows_prefixes and cache.cells > 0)
+        view = View(block, built.stores, self._method, self.knows_prefixes and cache.cells > 0)
 
         def run() -> Any:
-            return function(view)
+            with self._bridge.static(view):
+                return function(view)
 
-        with self._bridge.static(view):
-            executable = self._execute(run)
+        executable = built.execute(run)
         self.seconds_building += time.perf_counter() - started
         return Pass(function, block, view, executable)
 
     def run(self, key: Hashable, prepared: Pass) -> Any:
         """What the pass returns for what its block holds."""
         self.ran[key] += 1
-        with self._bridge.static(prepared.view):
-            return prepared.run()
+        return prepared.run()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -180,12 +192,18 @@ class Passes:
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def _compare(logits: Tensor, right: Tensor, counts: list[int]) -> None:
-    """Raises ArithmeticError if the real columns of a bucket's first logits are not those of the dynamic path."""
-    real = torch.arange(logits.shape[1]) < torch.tensor(counts)[:, None]
-    ours, theirs = (block[real.to(block.device)].double() for block in (logits, right))
+def compare(logits: Tensor, right: Tensor) -> None:
+    """Raises ArithmeticError if the logits of a first pass are not those of an ordinary one, [positions, vocab] each.
+
+    By the root mean square of each position's differences, in standard deviations of its logits: what is wrong moves most logits of
+    a position, while rounding makes outliers, and the largest of millions says nothing.
+    """
+    ours, theirs = logits.double(), right.double()
     numbers = theirs.isfinite()  # a damaged model's NaN is for others to name
-    ours, theirs = ours[numbers], theirs[numbers]
-    error = float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-9)) if theirs.numel() else 0.0
+    ours, theirs = (values.masked_fill(~numbers, 0.0) for values in (ours, theirs))
+    size = numbers.sum(-1).clamp(min=1)
+    mean = theirs.sum(-1, keepdim=True) / size[:, None]
+    spread = ((theirs - mean).masked_fill(~numbers, 0.0).square().sum(-1) / size).clamp(min=1e-18)
+    error = float(((ours - theirs).square().sum(-1) / size / spread).amax().sqrt()) if theirs.numel() else 0.0
     if not error <= TOLERANCE[right.dtype]:
         raise ArithmeticError(f"logits differ by {error:.3g} standard deviations from those of an ordinary pass")

@@ -1,0 +1,196 @@
+"""How passes are captured, shown on a model of CUDA's streams, graphs and memory: what real ones do when they are used wrongly."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.models.compiled import executors
+from shoal.models.compiled.executors import Graphs
+
+DEVICE = torch.device("cpu")  # nothing is computed: the model below stands in for torch.cuda
+
+
+class Cuda:
+    """Streams by name, pools of memory by number, and one library that keeps a workspace per stream."""
+
+    def __init__(self) -> None:
+        self.streams, self.capturing, self.serving = ["default"], None, None
+        self.users: dict[int, int] = {}  # graphs of each pool
+        self.workspaces: dict[str, int | None] = {}  # by stream: the pool it lies in, None = ordinary memory
+        self.pools, self.modes, self.freed = 0, set(), 0
+
+    # what `executors` calls, as torch.cuda has it
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def current_stream(self) -> Any:
+        return _Waits()
+
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        assert self.capturing is None
+
+    def empty_cache(self) -> None:
+        assert self.capturing is None
+
+    def end_pool(self, device: int, pool: int) -> None:
+        assert self.serving == pool
+        self.serving = None
+
+    def clear_workspaces(self) -> None:
+        self.freed += sum(pool is None for pool in self.workspaces.values())
+        self.workspaces.clear()
+
+    # what a captured function calls
+
+    def matmul(self) -> tuple[str, int | None]:
+        """A kernel of the library: makes a workspace for the stream if it has none, where memory is served from now."""
+        stream = self.streams[-1]
+        return stream, self.workspaces.setdefault(stream, self.serving)
+
+
+class _Waits(str):
+    def wait_stream(self, other: str) -> None:
+        return None
+
+
+class Graph:
+    """A CUDA graph: it counts among the users of its pool from its capture to its end."""
+
+    cuda: Cuda
+    breaks = False
+
+    def __init__(self) -> None:
+        self.pool = 0
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        cuda = self.cuda
+        assert cuda.streams[-1] != "default", "operation not permitted: the default stream cannot capture"
+        held = pool in cuda.workspaces.values()
+        if cuda.users.get(pool) == 0 and held:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.pool, cuda.users[pool] = pool, cuda.users.get(pool, 0) + 1
+        cuda.capturing, cuda.serving = self, pool
+        cuda.modes.add(capture_error_mode)
+
+    def capture_end(self) -> None:
+        assert self.cuda.capturing is self, "no capture under way"
+        self.cuda.capturing = None
+        if self.breaks:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.cuda.serving = None
+
+    def __del__(self) -> None:
+        if self.pool:
+            self.cuda.users[self.pool] -= 1
+
+    def replay(self) -> None:
+        return None
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    graph = type("CUDAGraph", (Graph,), {"cuda": made})
+    for name in ("device", "stream", "current_stream", "graph_pool_handle", "current_device", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Waits("own"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", made.clear_workspaces, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end_pool, raising=False)
+    monkeypatch.setattr(executors, "_streams", {})
+    return made
+
+
+def seen_by(cuda: Cuda) -> tuple[list[tuple[str, int | None]], Callable[[], None]]:
+    """A function to capture, and where it ran: stream and pool of the workspace."""
+    log: list[tuple[str, int | None]] = []
+    return log, lambda: log.append(cuda.matmul())
+
+
+def test_the_graphs_of_a_generation_share_a_pool_and_the_next_has_its_own(cuda: Cuda) -> None:
+    log, run = seen_by(cuda)
+    first = Graphs(DEVICE)
+    graphs = [first(run), first(run)]
+    assert cuda.users == {1: 2}
+    del graphs
+    gc.collect()
+    assert cuda.users == {1: 0}  # the cache has grown, and all graphs over it have ended
+    assert Graphs(DEVICE)(run) is not None
+    assert (cuda.pools, log[-1]) == (2, ("own", 2))
+
+
+def test_a_pool_that_outlives_its_graphs_is_refused_by_the_allocator(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one executor for all generations, and a workspace that stays in its pool."""
+    _, run = seen_by(cuda)
+    shared = Graphs(DEVICE)
+    graph = shared(run)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    cuda.workspaces["own"] = 1  # as of a stream that was first used within the capture
+    del graph
+    gc.collect()
+    with pytest.raises(RuntimeError, match="use_count"):
+        shared(run)
+
+
+def test_warm_up_and_capture_are_on_one_stream_of_our_own(cuda: Cuda) -> None:
+    log, run = seen_by(cuda)
+    Graphs(DEVICE)(run)
+    assert [stream for stream, _ in log] == ["own"] * (executors.WARM_UPS + 1)
+    assert cuda.modes == {"thread_local"}
+    assert cuda.streams == ["default"]
+
+
+def test_the_workspace_of_a_graph_is_in_its_pool_and_nobody_keeps_it(cuda: Cuda) -> None:
+    """One from the warm-up could be freed, and given to somebody else, while the graph still writes to it."""
+    log, run = seen_by(cuda)
+    Graphs(DEVICE)(run)
+    assert log[-1] == ("own", 1)
+    assert cuda.workspaces == {}
+    assert cuda.freed == 1  # that of the warm-up
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["capture ends", "capture cannot end"])
+def test_a_failed_capture_leaves_no_trace(cuda: Cuda, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "breaks", breaks)
+    calls = iter(range(100))
+
+    def run() -> None:
+        cuda.matmul()
+        if next(calls) == executors.WARM_UPS:
+            raise ValueError("a host read")
+
+    with pytest.raises(ValueError, match="a host read"):  # the first error, not what followed from it
+        Graphs(DEVICE)(run)
+    assert cuda.streams == ["default"]
+    assert (cuda.capturing, cuda.serving) == (None, None)
+    assert gc.isenabled()
+
+
+def test_nothing_is_collected_during_a_capture(cuda: Cuda) -> None:
+    enabled = []
+    Graphs(DEVICE)(lambda: enabled.append(gc.isenabled()))
+    assert enabled == [True] * executors.WARM_UPS + [False]
+    assert gc.isenabled()

@@ -73,10 +73,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a round with one target pass, of a drafter's pass, by positions: {size: seconds}."""
+    """Seconds of a round with one target pass, of a drafter's pass, by positions: {size: seconds}; and of a proposal beside its
+    passes."""
 
     verify: dict[int, float]
     step: dict[int, float]
+    start: float = 0.0
 
     def of(self, table: dict[int, float], size: int, rng: Generator) -> float:
         """Between the measured sizes, on a straight line; beyond the largest, on the last one."""
@@ -115,7 +117,7 @@ def _distributions(runner: Runner, ids: torch.Tensor, prompt: int) -> torch.Tens
 
 
 def pass_costs(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> PassCosts:
-    """Medians of passes at these numbers of rows, and of what a plain round takes beside its pass."""
+    """Medians of passes at these numbers of rows, and what a plain round and a proposal take beside theirs."""
     assert pair.draft_model is not None
     verify: dict[int, list[float]] = {}
     step: dict[int, list[float]] = {}
@@ -125,9 +127,11 @@ def pass_costs(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> PassCost
                 verify.setdefault(batch * (k + 1), []).append(_timed(pair.target, batch, k + 1))
             for k in (1, PROMPT):
                 step.setdefault(batch * k, []).append(_timed(pair.draft_model, batch, k))
-    rest = _seconds_beside_the_pass(pair)
+    plain, one = (pair.generate("def f(", 8, lookahead=k, max_new_tokens=48, eos=()).stats for k in (0, 1))
+    rest = (plain.seconds_rounds - plain.seconds_target) / plain.rounds
+    start = max((one.seconds_propose - one.seconds_draft) / one.rounds, 0.0)
     whole = {size: rest + median(seconds) for size, seconds in sorted(verify.items())}
-    return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())})
+    return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())}, start)
 
 
 def _timed(runner: Runner, rows: int, q: int) -> float:
@@ -137,11 +141,6 @@ def _timed(runner: Runner, rows: int, q: int) -> float:
     with timed(runner.device) as watch:
         work()
     return watch.seconds
-
-
-def _seconds_beside_the_pass(pair: shoal.Shoal) -> float:
-    stats = pair.generate("def f(", 8, lookahead="off", max_new_tokens=48, eos=()).stats
-    return (stats.seconds_rounds - stats.seconds_target) / stats.rounds
 
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,8 +187,8 @@ def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch:
         with _processor_time() as controlling:
             lengths = list(controller.lengths(cast(Sequence[Row], rows), len(waiting)))
         preparing = _catch_up(facts, rows, lengths, rng)
-        ends, steps, drafting = _draft(controller, facts, rows, lengths, rng)
-        drafting += controlling.seconds
+        ends, laps = _draft(controller, facts, rows, lengths, rng)
+        drafting = controlling.seconds + (facts.start if laps else 0.0) + sum(laps)
         time = drafting + facts.of(facts.verify, len(rows) + sum(ends), rng)
         accepted = [row.accepted(end) for row, end in zip(rows, ends, strict=True)]
         for row, taken, length in zip(rows, accepted, lengths, strict=True):
@@ -197,7 +196,7 @@ def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch:
             row.done, tokens = row.done + committed, tokens + committed
             row.held = len(row.tokens) - 1 if length else row.held
         with _processor_time() as controlling:
-            controller.learn(Outcome(ends, accepted, steps, time, drafting, preparing))
+            controller.learn(Outcome(ends, accepted, len(laps), time, drafting, preparing, sum(laps[1:])))
         seconds += time + preparing + controlling.seconds
         rows = [row for row in rows if row.done < row.end]
         rows, waiting = rows + waiting[: batch - len(rows)], waiting[batch - len(rows) :]
@@ -212,18 +211,18 @@ def _catch_up(facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], r
 
 def _draft(
     controller: Controller, facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], rng: Generator
-) -> tuple[list[int], int, float]:
-    """Draft lengths, drafter steps and their seconds."""
-    ends, steps, seconds = list(lengths), 0, 0.0
-    while steps < max(ends):
-        seconds += facts.of(facts.step, len(rows), rng)
+) -> tuple[list[int], list[float]]:
+    """Draft lengths, and the seconds of each drafter step."""
+    ends, laps = list(lengths), list[float]()
+    while len(laps) < max(ends):
+        seconds, steps = facts.of(facts.step, len(rows), rng), len(laps)
         if controller.shorten is not None:
             sure = [row.trace.confidence[min(row.done + steps, row.most - 1)] for row in rows]
             with _processor_time() as controlling:
                 ends = [min(both) for both in zip(ends, controller.shorten(steps, sure), strict=True)]
             seconds += controlling.seconds
-        steps += 1
-    return ends, steps, seconds
+        laps.append(seconds)
+    return ends, laps
 
 
 @contextmanager
@@ -270,13 +269,21 @@ def lines(
 
 
 def _rates(
-    name: str, facts: PassCosts, known: Sequence[Trace], batch: int, rows: int, tokens: int, runs: int, stops: bool
+    name: str,
+    facts: PassCosts,
+    known: Sequence[Trace],
+    batch: int,
+    rows: int,
+    tokens: int,
+    runs: int,
+    stops: bool,
+    seed: int = 0,
 ) -> list[float]:
-    """Of one setting; every setting decodes the same texts in its i-th run."""
+    """Of one setting that gets to know the pair; every setting decodes the same texts in its i-th run with a seed."""
     pair_costs = PairCosts(packed=True)
     rates = []
     for i in range(-WARM_UP, runs):
-        rng = np.random.default_rng(abs(i) if i >= 0 else 1000 - i)
+        rng = np.random.default_rng(10_000 * seed + (i if i >= 0 else 1000 - i))
         chosen = rng.integers(len(known), size=rows)
         texts = [_Text(known[j], tokens, stops, rng) for j in chosen]
         rates.append(run(as_controller(by_name(name, pair_costs)), facts, texts, batch, rng))
@@ -325,9 +332,9 @@ def main(
     batches = [int(batch) for batch in batch_sizes.split(",")]
     if facts_path is not None and facts_path.exists():
         known = json.loads(facts_path.read_text())
-        facts = PassCosts(
-            *({int(size): seconds for size, seconds in known["prices"][name].items()} for name in ("verify", "step"))
-        )
+        prices = known["prices"]
+        tables = ({int(size): seconds for size, seconds in prices[name].items()} for name in ("verify", "step"))
+        facts = PassCosts(*tables, prices.get("start", 0.0))
         texts = [Trace(**text) for text in known["texts"]]
     else:
         pair = shoal.load(max_batch=max(batches))

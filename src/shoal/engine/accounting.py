@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.drafting.protocol import DraftCounters
+from shoal.drafting.protocol import DraftCounters, Stop
 from shoal.types.rounds import Commit, Outcome
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
@@ -14,18 +14,32 @@ class Stopwatch:
     """Times of the stages of a round: propose, verify, accept, commit.
 
     Attributes:
-        laps: seconds of each stage so far.
+        laps: seconds of each stage so far. between: from the first position of the drafts looked at to the last; None if none was.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._last = clock, clock()
+        self._first = self._last
         self.laps: list[float] = []
+        self.between: float | None = None
 
     def lap(self) -> None:
         """A stage is over."""
         now = self._clock()
         self.laps.append(now - self._last)
         self._last = now
+
+    def timed(self, stop: Stop) -> Stop:
+        """The same, and the times at which it is asked are noted."""
+
+        def asked(position: int, confidence: Sequence[float]) -> Sequence[int]:
+            now = self._clock()
+            if position == 0:
+                self._first = now
+            self.between = now - self._first
+            return stop(position, confidence)
+
+        return asked
 
 
 def count_round(
@@ -55,11 +69,12 @@ def count_round(
     stats.seconds_prefill += drafter.preparing
 
 
-def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], laps: Sequence[float], preparing: float) -> Outcome:
+def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float) -> Outcome:
     """What the draft length controller is told: of a tree that branches, its depth counts as drafted.
 
     Args:
-        laps: see `count_round`. preparing: seconds of the drafter for prompts.
+        watch: of the round. preparing: seconds of the drafter for prompts.
     """
     drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
-    return Outcome(drafted, [len(path) for path in paths], tree.steps, sum(laps), laps[0], preparing)
+    accepted, laps = [len(path) for path in paths], watch.laps
+    return Outcome(drafted, accepted, tree.steps, sum(laps), laps[0], preparing, watch.between)

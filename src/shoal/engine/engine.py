@@ -191,7 +191,7 @@ class Engine:
         if not rows:
             return ended
         watch = Stopwatch(self._now)
-        uniforms, tree = self._propose(rows)
+        uniforms, tree = self._propose(rows, watch)
         watch.lap()
         scores = verify(self.target, rows, tree)
         watch.lap()
@@ -203,7 +203,7 @@ class Engine:
         watch.lap()
         drafter = self._draft_counters()
         count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter)
-        self.lookahead.learn(outcome(tree, paths, watch.laps, drafter.preparing))
+        self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits
 
@@ -278,7 +278,7 @@ class Engine:
             if self._drafting:
                 self.drafter.prepare(round_.chunks)
 
-    def _propose(self, rows: Sequence[Row]) -> tuple[Tensor, DraftTree]:
+    def _propose(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[Tensor, DraftTree]:
         """The uniforms of the round as its rule has them, [rows, longest draft + 1, ...], and the trees drawn by them."""
         lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
         longest = max(lengths)
@@ -286,7 +286,8 @@ class Engine:
         uniforms = self._uniforms.of_round(rows, longest + 1, self.lookahead.adaptive)
         if self.drafter is None or longest == 0:
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
-        inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, self.lookahead.shorten)
+        stop = self.lookahead.shorten
+        inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, stop and watch.timed(stop))
         return uniforms, within(self.drafter.propose(inputs), inputs)
 
     def _settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:

@@ -28,7 +28,9 @@ round of all is plain, so that no token waits for an unknown drafter."""
 MIN_ACCEPTANCE = 0.1
 """Acceptance below which an engine is made without the drafter, until it is time for another trial."""
 TRIAL_ROWS = 2
-"""Rows that a trial drafts for, one token each: the drafter computes the prompts of these only."""
+"""Rows that a trial drafts for: the drafter computes the prompts of these only."""
+FIRST_STEPS = 2
+"""Tokens that the first trials draft for each, later ones one: two steps tell what a step costs, and what any proposal costs."""
 ASSUMED_ROWS = 16
 """Rows assumed before a run is known."""
 LEARNED = 32
@@ -83,9 +85,9 @@ class Auto:
                 self.costs.credit.settle()
             self._rows, self._waiting, self._plan = serials, waiting > 0, None
             self._weights = np.ones(len(rows))
-        self._confidence = []
+        self._confidence, costs = [], self.costs
         drafting = self._rows_to_draft_for(rows)
-        longest = 1 if self._plan is None else self.limit
+        longest = self.limit if self._plan is not None else FIRST_STEPS if costs.rounds < len(FIRST_ROUNDS) else 1
         if len(drafting) == len(rows):
             self._longest = [min(row.max_draft_length, longest) for row in rows]
         else:
@@ -129,11 +131,11 @@ class Auto:
         return plan
 
     def _trial_is_due(self, rows: int, unfed: int) -> bool:
-        """Whether there is credit for a draft of a few of so many rows. unfed: tokens that the drafter has to compute first."""
+        """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the drafter has to compute first."""
         costs = self.costs
         plain = costs.verify.seconds(rows)
         cost = (
-            costs.draft.seconds(rows)
+            costs.seconds_starting(rows)
             + costs.verify.seconds(rows + TRIAL_ROWS if costs.packed else 2 * rows)
             - plain
             + costs.seconds_preparing(unfed)
@@ -185,8 +187,8 @@ class Auto:
             costs.forget_calibration()
             costs.credit.plain(plain)
             return
-        costs.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
-        spent = costs.verify.seconds(positions) + outcome.steps * costs.draft.seconds(rows)
+        costs.observe_drafting(rows, outcome)
+        spent = costs.verify.seconds(positions) + costs.seconds_drafting(rows, outcome.steps)
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))

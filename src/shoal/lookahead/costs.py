@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.credit import Credit
+from shoal.types.rounds import Outcome
 
 CALIBRATION_SHARE = 0.02
 """Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
@@ -24,19 +25,23 @@ class CostCurve:
     below the smallest size seen the cost is proportional to the size, above the largest it is constant. A pass never costs more
     than a larger one. Old observations are forgotten, so that one disturbed measurement cannot rule out a size for good.
 
-    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of the first two passes of a size
-    the faster one counts, and later a pass counts as at most twice the estimate.
+    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of the first passes of a size the
+    median counts, of two the faster one, and later a pass counts as at most twice the estimate.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
     """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
     SHARE = 0.2
     """Weight of a new observation."""
+    FIRST = 5
+    """Observations of a size whose median counts. The faster of two, kept for long, would be 5 % less than a size costs that is
+    observed often, by the noise of a quiet machine: plain rounds would seem that much faster, as few are made where drafts pay."""
     FADE_EVERY = 16
     """Observations between two fadings of all weights."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
+        self._first: dict[int, list[float]] = {}  # size -> seconds of its first observations
         self._observed = 0
         self._line: tuple[list[int], list[float]] | None = (
             None  # sizes and seconds from (0, 0) on; None after an observation
@@ -49,12 +54,16 @@ class CostCurve:
             kept = self.FADE**self.FADE_EVERY
             faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
             self._points = {key: point for key, point in faded.items() if point[1] >= self.FORGOTTEN}
-        value, weight = self._points.setdefault(rounded(size), [seconds, 0.0])
-        if weight < 2:
-            value = min(value, seconds)
+            self._first = {key: first for key, first in self._first.items() if key in self._points}
+        size = rounded(size)
+        value, weight = self._points.get(size, (seconds, 0.0))
+        first = self._first.setdefault(size, [])
+        if len(first) < self.FIRST:
+            first.append(seconds)
+            value = sorted(first)[(len(first) - 1) // 2]
         else:
             value += self.SHARE * (min(seconds, 2 * value) - value)
-        self._points[rounded(size)] = [value, min(weight + 1, self.TRUST)]
+        self._points[size] = [value, min(weight + 1, self.TRUST)]
         self._line = None
 
     @property
@@ -111,8 +120,9 @@ class PairCosts:
 
     Attributes:
         acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
-        draft: seconds of a drafter step, by rows. preparing: seconds in which the drafter computes prompts and what was decoded
-            without it, by tokens. packed: a pass costs its real positions, not rows times the longest.
+        start: seconds of a proposal of one step, by rows. draft: of each step more.
+        preparing: seconds in which the drafter computes prompts and what was decoded without it, by tokens.
+        packed: a pass costs its real positions, not rows times the longest.
         rounds: learned from so far.
         calibration: tokens per second that rounds with drafts bring, over what their plans promised. Plans are corrected by it.
         credit: time that drafting may lose.
@@ -121,13 +131,34 @@ class PairCosts:
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
-        self.verify, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve()
+        self.verify, self.start, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve(), CostCurve()
         self.rounds, self.calibration = 0, 1.0
         self.credit = Credit()
 
     def seconds_preparing(self, tokens: int) -> float:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
+
+    def observe_drafting(self, rows: int, outcome: Outcome) -> None:
+        """A round with drafts. Where the times of its steps are unknown they are taken to be alike."""
+        if outcome.seconds_between is None:
+            self.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
+            return
+        self.start.observe(rows, outcome.seconds_drafting - outcome.seconds_between)
+        if outcome.steps > 1:
+            self.draft.observe(rows, outcome.seconds_between / (outcome.steps - 1))
+
+    def seconds_starting(self, rows: int) -> float:
+        """Of a proposal of one step."""
+        return (self.start if self.start.known else self.draft).seconds(rows)
+
+    def seconds_step(self, rows: int) -> float:
+        """Of each step more."""
+        return (self.draft if self.draft.known else self.start).seconds(rows)
+
+    def seconds_drafting(self, rows: int, steps: int) -> float:
+        """Of a proposal of at least one step."""
+        return self.seconds_starting(rows) + (steps - 1) * self.seconds_step(rows)
 
     def positions(self, drafted: Sequence[int]) -> int:
         """Of a target pass over so many drafts of each row."""

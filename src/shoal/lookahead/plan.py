@@ -56,8 +56,9 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     steps = np.maximum.accumulate(order % limit) + 1
     drafts = np.arange(1, len(order) + 1)
     positions = rows + (drafts if costs.packed else rows * steps)
-    verify, step = costs.verify.table(rows * (limit + 1)), costs.draft.seconds(rows)
-    rates = (rows + gains[order].cumsum()) / (verify[positions] + step * steps)
+    verify = costs.verify.table(rows * (limit + 1))
+    start, step = costs.seconds_starting(rows), costs.seconds_step(rows)
+    rates = (rows + gains[order].cumsum()) / (verify[positions] + start + step * (steps - 1))
     # Of passes larger than any that was made nothing is known: a plan may grow by doubling.
     rates[positions > 2 * max(costs.verify.largest, rows)] = 0.0
     best = int(rates.argmax())
@@ -93,7 +94,7 @@ def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Ar
     rows, speed = len(remaining), 1 + survival.sum(axis=1)
     rounds = remaining / speed
     last = np.exp((rounds - rounds.max()) / np.sqrt(rounds.max()))  # counts of rounds differ by their square roots
-    alone, together = (costs.verify.seconds((1 + TYPICAL) * n) + TYPICAL * costs.draft.seconds(n) for n in (1, rows))
+    alone, together = (costs.verify.seconds((1 + TYPICAL) * n) + costs.seconds_drafting(n, TYPICAL) for n in (1, rows))
     beside = max((together - alone) / max(rows - 1, 1), 0.01 * alone)
     weights = (beside + alone * last / last.sum()) / speed
     return np.asarray(weights / weights.mean())

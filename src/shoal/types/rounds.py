@@ -63,6 +63,7 @@ class Outcome:
         drafted, accepted: tokens per row; replacement and bonus not counted.
         steps: positions the drafter looked at. seconds: of the whole round. seconds_drafting: of them, for the proposal.
         seconds_preparing: beside the round, for what the drafter had to compute of prompts, and of what was decoded without it.
+        seconds_between: of the drafting, from the first position looked at to the last: of all steps but one. None = unknown.
     """
 
     drafted: list[int]
@@ -71,6 +72,7 @@ class Outcome:
     seconds: float
     seconds_drafting: float
     seconds_preparing: float = 0.0
+    seconds_between: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from ahead_of_time import CAPABILITIES, TENSOR_CORES, Binary, compiled, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import methods
-from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, tiling
+from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, joining_warps, tiling
 from test_attention import build
 
 module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
@@ -127,55 +127,96 @@ def test_steps_are_powers_of_two_that_fit(q: int, dim: int, dtype: torch.dtype) 
 
 # ── for GPUs that are not here ──────────────────────────────────────────────────────────────────────────────────────
 
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, cut: Tiling) -> Any:
-    """The kernel in the machine code of that compute capability, by Triton's own assembler."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.endswith(("_row", "_head", "_cell"))
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return compile(source, GPUTarget("cuda", capability, 32), {"num_warps": cut.warps, "num_stages": cut.stages})
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@needs_triton
+@dataclass(frozen=True)
+class Variant:
+    """A kernel that is compiled: new tokens per row, head size, format; what the model and the pass have."""
+
+    q: int = 7
+    dim: int = 128
+    dtype: str = "bf16"
+    rows: int = 8
+    trees: bool = False
+    shared: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+
+    @property
+    def cut(self) -> Tiling:
+        return cut(self.rows, 32, 8, self.q, self.dim, 4096, FORMATS[self.dtype])
+
+    def compiled(self, capability: int, folder: Path) -> Binary:
+        from shoal.models.attention import kernels
+
+        made, pointer, block = self.cut, f"*{self.dtype}", max(16, 1 << (self.dim - 1).bit_length())
+        there = {"shared_key": self.shared, "shared_value": self.shared, "sinks": self.sinks, "positions": self.trees}
+        there |= {"words": self.trees, "logs": made.splits > 1}
+        types = dict.fromkeys(("query", "key", "value", "shared_key", "shared_value", "sinks"), pointer)
+        types |= {"bounds": "*i32", "logs": "*fp32", "scale": "fp32", "positions": "*i64", "words": "*i64"}
+        types["out"] = "*fp32" if made.splits > 1 else pointer
+        constants: dict[str, Any] = {
+            "SOFTCAP": self.softcap, "GROUP": 4, "DIM": self.dim, "VALUE_DIM": self.dim, "BLOCK_D": block, "BLOCK_V": block,
+            "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
+        }  # fmt: skip
+        constants |= {name: None for name, given in there.items() if not given}
+        return compiled(kernels.attend, types, constants, capability, folder, warps=made.warps, stages=made.stages)
+
+
+VARIANTS = {
+    "plain": Variant(q=1),
+    "plain, narrow heads": Variant(q=1, dim=64, dtype="fp16"),
+    "plain, wide heads": Variant(q=1, dim=256),
+    "many rows": Variant(q=1, rows=64),
+    "verifying": Variant(),
+    "verifying, odd heads": Variant(dim=80),
+    "verifying, wide heads": Variant(dim=256),
+    "a prompt": Variant(q=40),
+    "a prompt, wide heads": Variant(q=40, dim=192),
+    "everything": Variant(trees=True, shared=True, sinks=True, softcap=50.0),
+    "float32": Variant(dtype="fp32"),
+    "float32, wide heads": Variant(dim=256, dtype="fp32", shared=True),
+}
+
+
+@needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.skipif(
-    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton's assembler is for Linux on x86-64"
-)
-@pytest.mark.parametrize(
-    ("capability", "q", "dim", "dtype", "trees"),
-    [
-        (90, 7, 128, "bf16", False), (80, 1, 64, "fp16", False), (90, 40, 128, "bf16", False), (80, 1, 64, "fp32", False),
-        (90, 7, 128, "bf16", True), (80, 9, 64, "fp16", True),
-    ],
-)  # fmt: skip
-def test_it_compiles_for_gpus(
-    capability: int, q: int, dim: int, dtype: str, trees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The interpreter forgives what the compiler does not. Matrices are multiplied by tensor cores, float32 without TF32."""
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_compiles_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter forgives what the compiler does not. Nothing is spilled, the shared memory of the smaller GPUs suffices, a
+    multiprocessor holds two programs of decoding, matrices are multiplied by tensor cores (float32 without TF32)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    variant = VARIANTS[name]
+    for capability in CAPABILITIES:
+        binary = variant.compiled(capability, tmp_path)
+        assert binary.keeps_to_registers, (capability, binary.registers, binary.stack, binary.local)
+        assert binary.shared <= DEFAULT_SHARED_MEMORY
+        assert binary.programs >= (1 if variant.cut.queries > 32 or variant.dim > 128 else 2)
+        assert "LDGSTS" in binary.instructions  # keys are fetched while the last ones are worked on
+        used = {TENSOR_CORES[capability] if variant.cut.queries >= 64 else "HMMA"} if variant.dtype != "fp32" else set()
+        assert binary.instructions & {"HMMA", *TENSOR_CORES.values()} == used
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_shares_are_joined_on_gpus(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from shoal.models.attention import kernels
 
-    made = cut(8, 32, 8, q, dim, 4096, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
-    assert made.splits > 1
-    types = dict.fromkeys(("query", "key", "value", "shared_key", "shared_value", "sinks"), f"*{dtype}")
-    constants = {
-        "SOFTCAP": 50.0, "GROUP": 4, "DIM": dim, "VALUE_DIM": dim, "BLOCK_D": dim, "BLOCK_V": dim,
-        "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
-    }  # fmt: skip
-    blocks = dict.fromkeys(("positions", "words"))
-    types, constants = (types | dict.fromkeys(blocks, "*i64"), constants) if trees else (types, constants | blocks)
-    types |= {"bounds": "*i32", "out": "*fp32", "logs": "*fp32", "scale": "fp32"}
-    binary = compiled(kernels.attend, types, constants, capability, made)
-    assert binary.metadata.shared <= DEFAULT_SHARED_MEMORY
-    assert "cp.async" in binary.asm["ptx"]  # keys are fetched while the last ones are worked on
-    assert ("mma" in binary.asm["ptx"]) is (dtype != "fp32")
-    constants = {"VALUE_DIM": dim, "BLOCK_V": dim, "SPLITS": made.splits, "BLOCK_S": 8}
-    joined = compiled(kernels.combine, {"parts": "*fp32", "logs": "*fp32", "out": f"*{dtype}"}, constants, capability, made)
-    assert joined.asm["cubin"]
+    types = {"parts": "*fp32", "logs": "*fp32", "out": "*bf16"}
+    for splits, dim in ((4, 128), (64, 128), (64, 256)):
+        constants = {"VALUE_DIM": dim, "BLOCK_V": dim, "SPLITS": splits, "BLOCK_S": splits}
+        warps = joining_warps(splits, dim)
+        assert compiled(kernels.combine, types, constants, capability, tmp_path, warps=warps).keeps_to_registers
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_a_tile_that_is_too_large_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: four warps do not hold the sums of 32 queries of 256 features, nor 128 keys in a step."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    wide, cuts = VARIANTS["verifying, wide heads"], tiling
+    monkeypatch.setitem(globals(), "tiling", lambda *shape, **more: replace(cuts(*shape, **more), warps=4))
+    assert not wide.compiled(80, tmp_path).keeps_to_registers

@@ -632,7 +632,7 @@ def test_loading_with_a_setting(tmp_path: Path) -> None:
         made = shoal.load(target, draft, compile=mode)
         assert made.draft_model is not None
         assert [model.static for model in (made.target, made.draft_model)] == [None, None]
-    with pytest.raises(RequestError, match="compile must be 'auto', 'on' or 'off', got 'yes'"):
+    with pytest.raises(RequestError, match="compile must be 'auto', 'on', 'off' or 'modules', got 'yes'"):
         shoal.load(target, draft, compile="yes")
 
 

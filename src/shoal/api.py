@@ -72,7 +72,8 @@ def load(
             per second, by measured rounds (see `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from
             run to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a seed's tokens to hold.
         compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see `shoal.native`), compiled
-            once per machine in about two seconds; "off": neither; "auto": on, on a CPU only where there is a C compiler.
+            once per machine in about two seconds; "off": neither; "auto": on, on a CPU only where there is a C compiler;
+            "modules": as "auto", but the model's own modules compute all but attention.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
             decoded losslessly.
         strict: tokens do not depend on the composition of the batch, in 16 bit either (docs/explanation/exactness.md); CPU only.

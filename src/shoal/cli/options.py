@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Compile = Literal["auto", "on", "off"]
+Compile = Literal["auto", "on", "off", "modules"]
 Rule = Literal["auto", "rejection", "coupled"]
 
 PROMPTS_HELP = (
@@ -155,7 +155,8 @@ class ModelSource(PlacedPair):
         Compile,
         speed_option(
             "--compile",
-            help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is possible.",
+            help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is possible; modules = auto, with the "
+            "model's own modules for all but attention.",
         ),
     ] = "auto"
     strict: Annotated[

@@ -51,6 +51,17 @@ class AttentionState(Protocol):
         """The shared store of the layer whose keys were written last, [cells, heads, dim] each; (None, None) without prefixes."""
 
 
+class Layers(Protocol):
+    """Computes static passes in place of the model's modules (`shoal.models.layers`)."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether only the modules know all weights any more."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, state: Any) -> Tensor:
+        """As `Bridge.static_logits`."""
+
+
 @dataclass(frozen=True)
 class _Ordinary:
     """The state of an ordinary pass over a cache."""
@@ -80,7 +91,7 @@ class Bridge:
     Attributes:
         hf: the model, as its owner left it except during a pass. attention_path: "interface" or "mask".
         context: positions that the model has. takes_positions: whether it is told the positions of its tokens.
-        lock: held during a pass.
+        lock: held during a pass. layers: what computes static passes in place of the model's modules, if set.
     """
 
     def __init__(self, hf: Any, attention_path: str, context: int) -> None:
@@ -89,6 +100,7 @@ class Bridge:
         self.takes_positions = "position_ids" in parameters
         self._keeps_last = "logits_to_keep" in parameters
         self.lock = threading.RLock()
+        self.layers: Layers | None = None
 
     def ordinary(
         self,
@@ -124,7 +136,15 @@ class Bridge:
 
     @contextmanager
     def static(self, state: AttentionState) -> Iterator[None]:
-        """Within it, `static_logits` may be called, traced or captured."""
+        """Within it, `static_logits` may be called, traced or captured, and captures replayed.
+
+        Raises:
+            RuntimeError: what was captured reads weights that the model has no longer.
+        """
+        if self.layers is not None and self.layers.stale:
+            raise RuntimeError(
+                "weights of the model were replaced by other tensors; write into them, or load the pair again"
+            )
         with self._switched(STATIC_NAME), _static.lock:
             before, _static.state = _static.state, state
             try:
@@ -134,6 +154,8 @@ class Bridge:
 
     def static_logits(self, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong to columns nobody reads."""
+        if self.layers is not None:
+            return self.layers(tokens, positions.clamp(max=self.context - 1), cache)
         options = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
         logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
         return logits

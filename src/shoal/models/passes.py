@@ -7,44 +7,64 @@ import logging
 from shoal.errors import RequestError
 from shoal.models.bridge import TOLERANCE
 from shoal.models.compiled import executor_for
+from shoal.models.layers.decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import largest_error
+from shoal.models.selfcheck import largest_error, static_error
 from shoal.native.build import SUFFIXES, missing
 
 log = logging.getLogger("shoal")
 
 MOST_DIM = 1024
 """Features of a head that the kernel `heads` has room for."""
-MODES = ("auto", "on", "off")
+MODES = ("auto", "on", "off", "modules")
 
 
 def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
-    """CUDA: passes of fixed shape as graphs. CPU: kernels in C for attention, and lean passes for models of the family.
+    """CUDA: passes of fixed shape as graphs, for models of the family with fused layers. CPU: kernels in C for attention, and lean
+    passes for models of the family.
 
     Args:
-        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without waiting.
+        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without waiting; "modules": as "auto",
+            and the model's own modules compute all but attention.
         owned: shoal loaded the model, so that nobody else has put hooks on its modules, or will.
 
     Raises:
         RequestError: another mode; "on" where the kernels cannot be built.
     """
     if mode not in MODES:
-        raise RequestError(f"compile must be 'auto', 'on' or 'off', got {mode!r}")
+        raise RequestError(f"compile must be 'auto', 'on', 'off' or 'modules', got {mode!r}")
     if runner.device.type != "cpu":
         runner.use_static_passes(executor_for(mode, runner.device))
+        if owned and mode != "modules" and runner.static is not None:
+            use_fused_layers(runner)
         return
     if mode == "on" and missing():
         raise RequestError(f"compile='on' needs kernels in C, and they could not be built here: {missing()}")
     native = mode != "off" and not missing()
     if not native:
         runner.use_attention("mixed", instead_of="auto")
-    if owned:
+    if owned and mode != "modules":
         use_lean_passes(runner, native and runner.attention in ("auto", "native"))
+
+
+def use_fused_layers(runner: Runner) -> None:
+    """Makes static passes of a model of the family by fused layers, if these then still compute what the model does."""
+    if not runner.can_be_lean:
+        return
+    runner.fused_layers = fused_layers_of(runner.hf)
+    if runner.fused_layers is None:
+        return
+    error = static_error(runner)
+    if not error <= TOLERANCE[runner.dtype]:
+        runner.fused_layers = None
+        log.warning(
+            "%s: its modules compute passes: fused layers differ by %.3g deviations of the logits", runner.name, error
+        )
 
 
 def use_lean_passes(runner: Runner, native: bool) -> None:

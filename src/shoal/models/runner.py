@@ -18,7 +18,7 @@ from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import takes
-from shoal.models.bridge import Bridge
+from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
@@ -139,6 +139,15 @@ class Runner:
             self.static = compiled.Passes(self._bridge, self.name, executor, self.attention)
         else:
             self.notes["passes"] = f"modules ({reason})"
+
+    @property
+    def fused_layers(self) -> Layers | None:
+        """What computes static passes in place of the model's modules, if anything does; for all runners forked from this one."""
+        return self._bridge.layers
+
+    @fused_layers.setter
+    def fused_layers(self, layers: Layers | None) -> None:
+        self._bridge.layers = layers
 
     @property
     def seconds_building(self) -> float:

@@ -6,7 +6,9 @@ it, and every such model to come.
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -62,6 +64,19 @@ def largest_error(runner: Runner) -> float:
     ids, plain = _reference(runner)
     checks = [_error, *([_sharing_error] if runner.shares else []), *([_tree_error] if runner.takes_trees else [])]
     return _worst(_guarded(check, runner, ids, plain) for check in checks)
+
+
+@torch.inference_mode()
+def static_error(runner: Runner) -> float:
+    """The same of its static passes, launched one by one as nothing is captured yet; infinite where they fail."""
+    static = copy.copy(runner)
+    static.cache = type(runner.cache)()
+    static.use_static_passes("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the caller says what becomes of it
+        largest_error(static)  # first passes are compared with ordinary ones, and those are what is returned
+        error = largest_error(static)
+    return error if static.static is not None and static.static.failure is None else math.inf
 
 
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:

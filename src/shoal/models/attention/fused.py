@@ -84,6 +84,9 @@ def fused(inputs: AttentionInputs) -> Tensor:
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
     """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so that few kernels are compiled.
 
+    Tiles are as large as the registers of a program hold: with larger ones the compiler spills (tests/test_fused.py reads it off
+    the machine code).
+
     Args:
         query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim].
         span: most keys a row may have.
@@ -91,10 +94,12 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
     """
     rows, heads, q, dim = query.shape
     folded = heads // key.shape[1] * q
-    queries = min(64, _block(folded))
+    single = query.element_size() > 2  # float32 is multiplied without tensor cores, from registers
+    queries = min(16 if single else 64, _block(folded))
     keys = STEP_BYTES // ((_block(dim) + _block(value_dim)) * query.element_size())
-    keys = max(16, min(128, 1 << (keys.bit_length() - 1)))
-    cut = Tiling(queries, keys, splits=1, stages=3 if queries <= 32 else 2)
+    keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
+    wide = queries >= 32 and max(_block(dim), _block(value_dim)) >= 256
+    cut = Tiling(queries, keys, splits=1, warps=8 if single or wide else 4, stages=3 if queries <= 32 else 2)
     programs = rows * key.shape[1] * cut.tiles(query, key)
     splits = max(1, min(-(-PROGRAMS * processors // programs), span // SHARE, MOST_SPLITS))
     return replace(cut, splits=1 << (splits.bit_length() - 1))
@@ -152,14 +157,24 @@ def attend(
             places = rows * q * heads
             kernels.combine[(places,)](
                 parts, logs, out, places, VALUE_DIM=value_dim, BLOCK_V=_block(value_dim), SPLITS=cut.splits,
-                BLOCK_S=1 << (cut.splits - 1).bit_length(), num_warps=1,
+                BLOCK_S=_power(cut.splits), num_warps=joining_warps(cut.splits, value_dim),
             )  # fmt: skip
     return out
 
 
+def joining_warps(splits: int, value_dim: int) -> int:
+    """Warps of the program that joins the shares of a query: at most 64 numbers a thread."""
+    return min(8, max(1, _power(splits) * _block(value_dim) // 2048))
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
 def _block(size: int) -> int:
-    """The smallest power of two that holds `size`, 16 at least: what the tensor cores take."""
-    return max(16, 1 << (size - 1).bit_length())
+    """The same, 16 at least: what the tensor cores take."""
+    return max(16, _power(size))
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -43,6 +43,25 @@ class View(Cache):
         bucket, cells = self.block.bucket, self.block.cells
         flat = store.view(-1, store.shape[2] * store.shape[3])
         flat.index_copy_(0, cells, states.transpose(1, 2).reshape(bucket.rows * bucket.q, -1))
+        return self._of_rows(store)
+
+    @property
+    def cells(self) -> Tensor:
+        """Flat cells that the pass writes, [rows * q] int64."""
+        return self.block.cells
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots in a layer, [slots, capacity, heads, dim] each, for layers that write them themselves."""
+        self._layer = layer
+        return self._stores[layer][:2]
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of the bucket's rows in a layer, [rows, heads, keys, dim] each."""
+        keys, values = self.stores(layer)
+        return self._of_rows(keys), self._of_rows(values)
+
+    def _of_rows(self, store: Tensor) -> Tensor:
+        bucket = self.block.bucket
         return store[: bucket.rows, : bucket.keys].transpose(1, 2)
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,115 @@
+"""A captured pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its keys out.
+
+Norm, product for queries, keys and values, heads, attention, product, norm with the residual sum, product for gate and up,
+activation, product. In the model's modules the same are some forty launches, each of which takes a GPU longer than its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.models.attention.fused import available
+from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.masks import Masks
+from shoal.models.attention.methods import Method
+from shoal.models.layers.operations import MOST_WIDTH, add_norm, heads, silu_mul
+from shoal.models.lean.decoder import Decoder, decoder_of
+from shoal.models.weights import Matrix, matrix_of
+
+
+class PassState(Protocol):
+    """What the pass under way gives to its layers; all of it tensors of fixed address and shape."""
+
+    @property
+    def method(self) -> Method:
+        """Attends."""
+
+    @property
+    def masks(self) -> Masks:
+        """Of the pass."""
+
+    @property
+    def cells(self) -> Tensor:
+        """Where the tokens are written, [tokens] int64."""
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots of a layer, [slots, capacity, kv heads, dim]."""
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
+
+    def shared(self) -> tuple[Tensor | None, Tensor | None]:
+        """The shared store of the layer that was asked for last, [cells, kv heads, dim] each; (None, None) without prefixes."""
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """A decoder whose layers are computed by the kernels.
+
+    Attributes:
+        gate_up: of each layer, gate above up as one matrix.
+    """
+
+    decoder: Decoder
+    gate_up: Sequence[Matrix]
+
+    @property
+    def stale(self) -> bool:
+        """Whether some weight was replaced by another tensor, which only the model's modules know."""
+        return self.decoder.stale
+
+    def __call__(self, tokens: Tensor, positions: Tensor, state: PassState) -> Tensor:
+        """Logits [rows, q, vocab]: a function of tensors alone.
+
+        Args:
+            tokens, positions: [rows, q] int64.
+        """
+        decoder = self.decoder
+        x = decoder.embedding.index_select(0, tokens.flatten())
+        angles = self._angles(positions.flatten())
+        added: Tensor | None = None
+        for index, (layer, gate_up) in enumerate(zip(decoder.layers, self.gate_up, strict=True)):
+            states = layer.states.linear(add_norm(x, added, layer.attention_norm))
+            norms = None
+            if layer.query_norm is not None and layer.key_norm is not None:
+                norms = layer.query_norm, layer.key_norm
+            query = heads(states, angles, norms, state.stores(index), state.cells)
+            attended = self._attended(query.view(*tokens.shape, *query.shape[1:]), index, state)
+            h = add_norm(x, layer.out.linear(attended), layer.mlp_norm)
+            added = layer.down.linear(silu_mul(gate_up.linear(h)))
+        return decoder.head.linear(add_norm(x, added, decoder.norm)).view(*tokens.shape, -1)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, rotary] float32, by the model's own module."""
+        cos, sin = self.decoder.rotary(torch.empty(0, device=positions.device), positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def _attended(self, query: Tensor, index: int, state: PassState) -> Tensor:
+        """query [rows, q, heads, dim] -> [tokens, heads * dim]."""
+        keys, values = state.rows(index)
+        decoder = self.decoder
+        inputs = AttentionInputs(
+            query.transpose(1, 2), keys, values, state.masks, decoder.scale, decoder.layers[index].window, None, None,
+            *state.shared(),
+        )  # fmt: skip
+        return state.method(inputs).reshape(query.shape[0] * query.shape[1], -1)
+
+
+def fused_layers_of(hf: Any) -> FusedLayers | None:
+    """The fused layers of a model; None where it is none of the family, or its owner has changed it, or the kernels cannot run.
+
+    Queries, keys and values of each layer become one matrix, and so do gate and up: the parameters are then rows of them, so that
+    nothing is stored twice and a write into a parameter is a write into the matrix. For a model that is ours.
+    """
+    if not available(torch.empty(0, device=hf.device, dtype=hf.dtype)) or hf.config.hidden_size > MOST_WIDTH:
+        return None
+    if decoder_of(hf) is None:
+        return None
+    gate_up = [matrix_of([layer.mlp.gate_proj, layer.mlp.up_proj]) for layer in hf.model.layers]
+    decoder = decoder_of(hf)  # its weights have got other addresses
+    return None if decoder is None else FusedLayers(decoder, gate_up)

@@ -1,0 +1,91 @@
+"""The Triton kernels of `operations.py`; imported by it alone and only when it runs, because Triton is optional.
+
+Each makes one step of a decoder layer of what are half a dozen operations in the model's modules. They round where the modules do:
+sums and angles are float32, a normalised row is rounded before it is multiplied by the weight, an activation before the product.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
+    """RMS norm (Zhang and Sennrich 2019) of a row, and the residual sum before it; grid (tokens,).
+
+    x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x * weight [width].
+    """
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    place = token * width + column
+    row = tl.load(x + place, mask=inside, other=0.0)
+    if other is not None:
+        row = (row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)
+        tl.store(x + place, row, mask=inside)
+    wide = row.to(tl.float32)
+    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (norm.to(row.dtype).to(tl.float32) * scale).to(row.dtype), mask=inside)
+
+
+@triton.jit
+def heads(
+    states, cos, sin, query_weight, key_weight, query, keys, values, cells, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one token between the product for queries, keys and values and the attention; grid (tokens, heads + 2 kv heads).
+
+    Queries and keys are normalised by head, if there are weights for it (Qwen3), and rotated (Su et al. 2021). Queries go to
+    `query` [tokens, heads, dim], keys and values to the cell of the token in the stores [cells, kv heads, dim].
+
+    states [tokens, heads + 2 kv heads, dim]; cos and sin [tokens, rotary] float32, their halves alike; cells [tokens] int64.
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    feature = tl.arange(0, BLOCK)
+    inside = feature < DIM
+    source = states + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
+    x = tl.load(source + feature, mask=inside, other=0.0)
+    if head >= HEADS + KV_HEADS:
+        place = tl.load(cells + token) * KV_HEADS + head - HEADS - KV_HEADS
+        tl.store(values + place * DIM + feature, x, mask=inside)
+    else:
+        half = ROTARY // 2
+        turned = feature < ROTARY
+        partner = tl.where(turned, tl.where(feature < half, feature + half, feature - half), feature)
+        y = tl.load(source + partner, mask=inside, other=0.0)
+        if query_weight is not None:
+            wide = x.to(tl.float32)
+            factor = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+            if head < HEADS:
+                own = tl.load(query_weight + feature, mask=inside, other=0.0)
+                other = tl.load(query_weight + partner, mask=inside, other=0.0)
+            else:
+                own = tl.load(key_weight + feature, mask=inside, other=0.0)
+                other = tl.load(key_weight + partner, mask=inside, other=0.0)
+            x = ((wide * factor).to(x.dtype).to(tl.float32) * own.to(tl.float32)).to(x.dtype)
+            y = ((y.to(tl.float32) * factor).to(y.dtype).to(tl.float32) * other.to(tl.float32)).to(y.dtype)
+        angle = token * ROTARY + feature
+        c = tl.load(cos + angle, mask=turned, other=1.0)
+        s = tl.load(sin + angle, mask=turned, other=0.0)
+        s = tl.where(feature < half, -s, s)
+        rotated = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(x.dtype)
+        if head < HEADS:
+            tl.store(query + (token * HEADS + head) * DIM + feature, rotated, mask=inside)
+        else:
+            place = tl.load(cells + token) * KV_HEADS + head - HEADS
+            tl.store(keys + place * DIM + feature, rotated, mask=inside)
+
+
+@triton.jit
+def silu_mul(both, out, width, BLOCK: tl.constexpr):
+    """silu(gate) * up, grid (tokens, blocks): both [tokens, gate and up of `width` each] -> out [tokens, width]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(both + token * 2 * width + column, mask=inside, other=0.0)
+    up = tl.load(both + token * 2 * width + width + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide * tl.sigmoid(wide)).to(gate.dtype)
+    tl.store(out + token * width + column, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)

@@ -1,0 +1,86 @@
+"""The steps between the products of a decoder layer, one launch each. They ask nothing of the host and may be captured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.models.lean.decoder import Norm
+
+MOST_WIDTH = 16384
+"""Features of a row that a program of `add_norm` holds in registers."""
+COLUMNS = 1024
+"""Features of a program of `silu_mul`."""
+
+
+def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
+    """x += other, in place; returns x / rms(x) * weight.
+
+    Args:
+        x: [tokens, width], contiguous, at most `MOST_WIDTH` wide. other: the same, or None = nothing to add.
+    """
+    from shoal.models.layers import kernels
+
+    tokens, width = x.shape
+    out = torch.empty_like(x)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernels.add_norm[(tokens,)](
+            x, other, norm.weight, out, width, norm.eps, BLOCK=_power(width), num_warps=_warps(width)
+        )
+    return out
+
+
+def heads(
+    states: Tensor,
+    angles: tuple[Tensor, Tensor],
+    norms: tuple[Norm, Norm] | None,
+    stores: tuple[Tensor, Tensor],
+    cells: Tensor,
+) -> Tensor:
+    """Normalises queries and keys by head if asked to, rotates them, writes keys and values to the cache.
+
+    Args:
+        states: queries, keys and values of all heads, [tokens, (heads + 2 kv heads) * dim], contiguous.
+        angles: cosines and sines [tokens, rotary] float32, contiguous; of both halves of the rotary features.
+        norms: of queries and of keys. stores: of keys and of values, [slots, capacity, kv heads, dim], contiguous.
+        cells: where in them each token's are written, [tokens] int64.
+
+    Returns:
+        Queries [tokens, heads, dim].
+    """
+    from shoal.models.layers import kernels
+
+    (cos, sin), (keys, values) = angles, stores
+    kv_heads, dim = keys.shape[-2:]
+    tokens = len(states)
+    count = states.shape[1] // dim - 2 * kv_heads
+    query = states.new_empty(tokens, count, dim)
+    query_norm, key_norm = norms or (None, None)
+    with torch.cuda.device_of(states):
+        kernels.heads[(tokens, count + 2 * kv_heads)](
+            states, cos, sin, None if query_norm is None else query_norm.weight, None if key_norm is None else key_norm.weight,
+            query, keys, values, cells, 0.0 if query_norm is None else query_norm.eps,
+            HEADS=count, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=_power(dim), num_warps=1,
+        )  # fmt: skip
+    return query
+
+
+def silu_mul(both: Tensor) -> Tensor:
+    """silu(gate) * up; both: gate and up side by side, [tokens, 2 * width], contiguous -> [tokens, width]."""
+    from shoal.models.layers import kernels
+
+    tokens, width = len(both), both.shape[1] // 2
+    out = both.new_empty(tokens, width)
+    with torch.cuda.device_of(both):
+        kernels.silu_mul[(tokens, -(-width // COLUMNS))](both, out, width, BLOCK=COLUMNS, num_warps=4)
+    return out
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """So that a thread holds at most 16 numbers of a row."""
+    return max(1, min(32, _power(width) // 512))

@@ -1,0 +1,96 @@
+"""Triton kernels compiled for GPUs that are not here, by Triton's own compiler and assembler; what the machine code takes."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CAPABILITIES = (80, 90, 100)
+"""A100; H100 and H200; B200."""
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+"""The instruction for 16-bit matrices. Those of one warp are HMMA everywhere."""
+
+needs_compiler = pytest.mark.skipif(
+    find_spec("triton") is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="needs Triton (extra `triton`), whose assembler is for Linux on x86-64",
+)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Machine code of one kernel.
+
+    Attributes:
+        registers: of a thread. stack, local: bytes of a thread's frame and of spilled registers. shared: bytes of a program.
+        warps: of a program. instructions: the mnemonics there are. ptx: the assembler code.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    warps: int
+    instructions: frozenset[str]
+    ptx: str
+
+    @property
+    def keeps_to_registers(self) -> bool:
+        """Nothing is spilled, and nothing is indexed at run time."""
+        return self.stack == self.local == 0 and not self.instructions & {"LDL", "STL"}
+
+    @property
+    def programs(self) -> int:
+        """How many a multiprocessor has registers for."""
+        return 65536 // (self.registers * 32 * self.warps)
+
+
+def compiled(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+    folder: Path,
+    *,
+    warps: int,
+    stages: int = 2,
+) -> Binary:
+    """The kernel for a compute capability.
+
+    Args:
+        types: of arguments; those of neither mapping are 32-bit integers. constants: constexpr arguments, and those that are None.
+        folder: for files. Pointers, and strides, are multiples of 16, as in the models that matter.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name.endswith(("_row", "_head", "_cell", "width"))
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
+    made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages})
+    file = folder / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    numbers = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _dumped(file, "--dump-resource-usage")))
+    names = frozenset(
+        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\w+)", _dumped(file, "--dump-sass"), re.MULTILINE)
+    )
+    registers, stack, local = (int(numbers[name]) for name in ("REG", "STACK", "LOCAL"))
+    return Binary(registers, stack, local, made.metadata.shared, warps, names, made.asm["ptx"])
+
+
+def _dumped(file: Path, what: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout

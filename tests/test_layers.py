@@ -1,0 +1,104 @@
+"""The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ahead_of_time import CAPABILITIES, compiled, needs_compiler
+from shoal.models import loading, passes
+from shoal.testing import tiny_model
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
+)
+
+
+@needs_triton
+@pytest.mark.limit(300)
+def test_the_cases_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("layers_cases.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# ── for GPUs that are not here ──────────────────────────────────────────────────────────────────────────────────────
+
+KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
+    "add_norm": (dict.fromkeys(("x", "other", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 4096}, 8),
+    "add_norm, nothing added": (
+        dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 16384, "other": None}, 32
+    ),
+    "heads": (
+        dict.fromkeys(("states", "query", "keys", "values"), "*bf16")
+        | {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"},
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "ROTARY": 128, "BLOCK": 128, "query_weight": None, "key_weight": None}, 1,
+    ),
+    "heads, normalised": (
+        dict.fromkeys(("states", "query", "keys", "values", "query_weight", "key_weight"), "*bf16")
+        | {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"},
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 80, "ROTARY": 40, "BLOCK": 128}, 1,
+    ),
+    "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
+}  # fmt: skip
+"""Types, constants and warps, as `operations` launches them for a model of 4096 features."""
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", KERNELS)
+def test_they_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is spilled, and threads are so small that loads of many are under way."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from shoal.models.layers import kernels
+
+    types, constants, warps = KERNELS[name]
+    for capability in CAPABILITIES:
+        binary = compiled(getattr(kernels, name.split(",")[0]), types, constants, capability, tmp_path, warps=warps)
+        assert binary.keeps_to_registers
+        assert binary.registers <= 64
+        assert binary.shared <= 1024
+
+
+# ── when they are used ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mode", "owned", "used"),
+    [("auto", True, True), ("on", True, True), ("modules", True, False), ("off", True, False), ("auto", False, False)],
+)
+def test_a_model_of_ours_on_cuda_gets_them_unless_its_modules_are_asked_for(
+    mode: str, owned: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = loading.wrap(tiny_model("llama"), "tiny", checked=False), []
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(passes, "executor_for", lambda mode, device: None if mode == "off" else "eager")
+    monkeypatch.setattr(passes, "use_fused_layers", asked.append)
+    passes.choose_passes(runner, mode, owned=owned)
+    assert asked == [runner] * used
+    assert (runner.static is None) is (mode == "off")
+
+
+def test_modules_compute_on_a_cpu_too_where_they_are_asked_for() -> None:
+    for mode, lean in (("auto", True), ("modules", False)):
+        runner = loading.wrap(tiny_model("llama"), "tiny", checked=False)
+        passes.choose_passes(runner, mode, owned=True)
+        assert (runner.lean is not None) is lean
+
+
+def test_without_a_device_for_the_kernels_the_modules_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    runner = loading.wrap(tiny_model("llama"), "tiny", checked=False)
+    weight = runner.hf.model.layers[0].mlp.gate_proj.weight
+    address = weight.data_ptr()
+    passes.use_fused_layers(runner)
+    assert runner.fused_layers is None
+    assert weight.data_ptr() == address

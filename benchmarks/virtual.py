@@ -57,6 +57,8 @@ NOISE = 0.1
 """A pass takes exp(x) times its cost, x exponential with this mean: disturbances only ever slow down."""
 SHUFFLED, UNSURE = 0.02, 0.3
 """Acceptance and confidence of a shuffled drafter."""
+DRAFTS = 4
+"""Draft length with which a proposal and its steps are timed."""
 PROMPT = 48
 """Tokens of a prompt, which the drafter computes before it drafts for a row."""
 
@@ -121,17 +123,21 @@ def pass_costs(pair: shoal.Shoal, rows: Sequence[int], repeats: int) -> PassCost
     assert pair.draft_model is not None
     verify: dict[int, list[float]] = {}
     step: dict[int, list[float]] = {}
+    rest: list[float] = []
+    start: list[float] = []
     for _ in track(range(repeats), "timing passes", console=Console(stderr=True)):
         for batch in rows:
             for k in (0, 1, 3, 7):
                 verify.setdefault(batch * (k + 1), []).append(_timed(pair.target, batch, k + 1))
-            for k in (1, PROMPT):
-                step.setdefault(batch * k, []).append(_timed(pair.draft_model, batch, k))
-    plain, one = (pair.generate("def f(", 8, lookahead=k, max_new_tokens=48, eos=()).stats for k in (0, 1))
-    rest = (plain.seconds_rounds - plain.seconds_target) / plain.rounds
-    start = max((one.seconds_propose - one.seconds_draft) / one.rounds, 0.0)
-    whole = {size: rest + median(seconds) for size, seconds in sorted(verify.items())}
-    return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())}, start)
+            step.setdefault(batch * PROMPT, []).append(_timed(pair.draft_model, batch, PROMPT))
+            plain, drafted = (
+                pair.generate("def f(", batch, lookahead=k, max_new_tokens=32, eos=()).stats for k in (0, DRAFTS)
+            )
+            rest.append((plain.seconds_rounds - plain.seconds_target) / plain.rounds)
+            start.append((drafted.seconds_propose - drafted.seconds_draft) / drafted.rounds)
+            step.setdefault(batch, []).append(drafted.seconds_draft / drafted.draft_passes)
+    whole = {size: median(rest) + median(seconds) for size, seconds in sorted(verify.items())}
+    return PassCosts(whole, {size: median(seconds) for size, seconds in sorted(step.items())}, median(start))
 
 
 def _timed(runner: Runner, rows: int, q: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +109,7 @@ def test_acceptance_is_learned_by_position_row_and_confidence() -> None:
     assert by_position.shape == (2, 4)
     assert (by_position[0] > by_position[1]).all()
     assert 0.4 < by_position.mean() < 0.65
-    sure, unsure = (acceptance.by_confidence(rows)(np.full(2, c)) for c in (0.99, 0.35))
+    sure, unsure = (acceptance.by_confidence(rows)[:, bisect_left(Acceptance.EDGES, c)] for c in (0.99, 0.35))
     assert (sure - unsure > 0.3).all()
     assert sure[0] > sure[1]
 
@@ -224,7 +225,10 @@ def test_plans_are_corrected_by_what_comes_of_them() -> None:
             break
         controller.shorten(0, [0.99] * 8)
         controller.learn(Outcome([1] * 8, [1] * 8, 1, 40.0, 0.3))
-    assert controller.costs.calibration < 0.8
+    assert controller.costs.calibration(8) < 0.8
+    assert (
+        controller.costs.calibration(1) == 1.0
+    )  # the last row of a batch brings less than promised, and says nothing of all
     assert controller._plan is None
 
 
@@ -617,7 +621,7 @@ class Calls:
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_thinking_takes_few_calls_a_round(rows: int) -> None:
-    """Plans and estimates are made once in several rounds, and a step decides by a few operations on arrays."""
+    """Plans and estimates are made once in several rounds, and a step decides by a lookup per row."""
     controller = auto({1: 1.0, 600: 1.5}, 0.02, 0.9)
     batch, sure = [row(10_000) for _ in range(rows)], [0.97] * rows
     rounds, steps = 64, 0
@@ -637,4 +641,4 @@ def test_thinking_takes_few_calls_a_round(rows: int) -> None:
         for _ in range(rounds):
             steps += decide()
     assert steps > 4 * rounds
-    assert calls.count / rounds < 60 + 6 * rows + 22 * steps / rounds
+    assert calls.count / rounds < 60 + 6 * rows + (12 + 2 * rows) * steps / rounds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class Tried(NamedTuple):
 
     drafted: Sequence[int]
     accepted: Sequence[int]
-    confidence: Sequence[Array]
+    confidence: Sequence[Sequence[float]]
 
 
 class Acceptance:
@@ -68,7 +68,7 @@ class Acceptance:
     PRIOR, PRIOR_TRIALS, CONFIDENCE_TRIALS = 0.7, 8.0, 4.0
     """Acceptance expected of an unknown pair; the number of trials that this prior counts as; the number of trials that the prior
     "acceptance equals confidence" counts as. With fewer, a few rejected drafts of a single row would end speculation."""
-    EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995])
+    EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995)
     """Bins of the drafter's confidence."""
     ROW_STEP, ROW_FADE = 0.25, 0.97
     """How far one outcome moves a row's own log-odds, and how they fade."""
@@ -76,7 +76,7 @@ class Acceptance:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._positions = Frequencies(np.full(limit, self.PRIOR), self.PRIOR_TRIALS)
-        middles = (np.concatenate([[0.0], self.EDGES]) + np.concatenate([self.EDGES, [1.0]])) / 2
+        middles = (np.array([0.0, *self.EDGES]) + np.array([*self.EDGES, 1.0])) / 2
         self._confidences = Frequencies(middles, self.CONFIDENCE_TRIALS)
         self._rows: dict[Hashable, float] = {}
 
@@ -89,12 +89,10 @@ class Acceptance:
         """[rows, limit]: conditional acceptance at each draft position of each row."""
         return _shifted(self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None])
 
-    def by_confidence(self, rows: Sequence[Hashable]) -> Callable[[Array], Array]:
-        """confidence [rows] -> acceptance [rows] of drafts that the drafter draws with it (its highest probability)."""
-        table = _shifted(self._confidences.rates(), self._offsets(rows)[:, None])  # made once a plan, read at every step
-        flat, first = table.ravel(), np.arange(len(rows)) * table.shape[1]
-        edges = self.EDGES
-        return lambda confidence: flat[first + edges.searchsorted(confidence)]
+    def by_confidence(self, rows: Sequence[Hashable]) -> Array:
+        """[rows, bins]: acceptance of drafts that the drafter draws with a confidence (its highest probability) between two of the
+        `EDGES`."""
+        return _shifted(self._confidences.rates(), self._offsets(rows)[:, None])
 
     def learn(self, rows: Sequence[Hashable], rounds: Sequence[Tried]) -> None:
         """Learns from the outcomes of rounds of the same rows, the oldest first."""
@@ -143,7 +141,7 @@ class Acceptance:
         return np.searchsorted(self.EDGES, confidence)
 
 
-def _padded(confidence: Sequence[Array], width: int, rows: int) -> Array:
+def _padded(confidence: Sequence[Sequence[float]], width: int, rows: int) -> Array:
     """[width, rows], NaN where nothing was looked at."""
     padded = np.full((width, rows), np.nan)
     if confidence:

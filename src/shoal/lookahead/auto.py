@@ -2,9 +2,7 @@
 
 The gain of drafting follows from estimates of acceptance (`shoal.lookahead.acceptance`), its cost from passes that were made
 (`shoal.lookahead.costs`). Both are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them;
-a plan holds for several rounds, as making one takes time. While drafting, the drafter's own confidence decides row by row whether
-the next draft is worth its cost (after DISCO, Mamou et al. 2024). The decision on a position is made before its token is drawn, so
-that the uniforms of a position never decide whether they are used.
+a plan holds for several rounds, as making one takes time. `shoal.lookahead.stopping` ends drafts by it.
 
 Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose against plain decoding.
 """
@@ -12,12 +10,15 @@ Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose aga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
+from operator import mul
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Array, Tried
+from shoal.lookahead.acceptance import LIMIT, Tried
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import Plan, best_plan, remaining_weights, repays
+from shoal.lookahead.stopping import Stopping
 from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
@@ -63,8 +64,10 @@ class Auto:
         self._seconds = self._tokens = 0.0  # of these rounds; tokens weighted as planned
         self._unfed_tokens = 0
         self._longest: list[int] = []
-        self._confidence: list[Array] = []  # [rows] at each position looked at
-        self._weights = np.ones(0)
+        self._confidence: list[Sequence[float]] = []  # of each row, at each position looked at
+        self._weights: list[float] = []
+        self._stopping: Stopping | None = None  # by the plan
+        self._plain: float | None = None  # seconds of a plain round of these rows; None = to be asked for
 
     @property
     def may_speculate(self) -> bool:
@@ -84,7 +87,7 @@ class Auto:
             if set(serials).isdisjoint(self._rows):
                 self.costs.credit.settle()
             self._rows, self._waiting, self._plan = serials, waiting > 0, None
-            self._weights = np.ones(len(rows))
+            self._weights, self._plain = [1.0] * len(rows), None
         self._confidence, costs = [], self.costs
         drafting = self._rows_to_draft_for(rows)
         longest = self.limit if self._plan is not None else FIRST_STEPS if costs.rounds < len(FIRST_ROUNDS) else 1
@@ -122,12 +125,13 @@ class Auto:
         survival = following.cumprod(axis=1)
         survival[np.arange(self.limit) >= longest[:, None]] = 0.0
         remaining = np.array([row.remaining for row in rows])
-        self._weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
-        plan = best_plan(survival, self._weights, costs)
+        weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
+        self._weights, self._plain = weights.tolist(), None
+        plan = best_plan(survival, weights, costs)
         if plan is None or not repays(plan, remaining, costs.seconds_preparing(self._unfed.tokens(rows)), costs):
             return None
-        self._by_confidence = costs.acceptance.by_confidence(self._rows)
-        self._following = np.ascontiguousarray(following.T)
+        by_confidence = costs.acceptance.by_confidence(self._rows)
+        self._stopping = Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
         return plan
 
     def _trial_is_due(self, rows: int, unfed: int) -> bool:
@@ -147,31 +151,12 @@ class Auto:
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         """How long each row's draft may still become, given the drafter's highest probability at `position`: `position` if the
         draft there is not worth verifying, and at most one more if another step is not worth its time."""
-        now = np.array(confidence)
-        self._confidence[position:] = [now]
-        plan = self._plan
-        if plan is None:
+        self._confidence[position:] = [confidence]
+        if self._plan is None or self._stopping is None:
             return self._longest
         if position == 0:
-            self._ends = list(self._longest)
-            self._open = self._survival_at(0, self._weights)
-        survival = self._open * self._by_confidence(now)
-        draws = survival > plan.position_cost
-        if not draws.all():
-            self._ends = [end if on else min(end, position) for end, on in zip(self._ends, draws.tolist(), strict=True)]
-            survival = survival * draws
-        if position + 1 < self.limit:
-            self._open = self._survival_at(position + 1, survival)
-            worth = self._open * self._following[position + 1] - plan.position_cost
-            if worth[worth > 0].sum() <= plan.step_cost:
-                self._ends = [min(end, position + 1) for end in self._ends]
-        return self._ends
-
-    def _survival_at(self, position: int, survival: Array) -> Array:
-        """0 for rows whose drafts are no longer than `position`."""
-        if min(self._ends) > position:
-            return survival
-        return survival * [end > position for end in self._ends]
+            self._stopping.begin(self._longest)
+        return self._stopping.shorten(position, confidence)
 
     # ── after a round ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,15 +165,15 @@ class Auto:
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1
-        positions = costs.positions(outcome.drafted)
-        costs.verify.observe(positions, outcome.seconds - outcome.seconds_drafting)
-        plain = costs.verify.seconds(rows)
+        whole = costs.verify.observe(costs.positions(outcome.drafted), outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
-            costs.forget_calibration()
-            costs.credit.plain(plain)
+            self._plain = None
+            costs.forget_calibration(rows)
+            costs.credit.plain(whole)
             return
-        costs.observe_drafting(rows, outcome)
-        spent = costs.verify.seconds(positions) + costs.seconds_drafting(rows, outcome.steps)
+        if self._plain is None:
+            self._plain = costs.verify.seconds(rows)
+        plain, spent = self._plain, whole + costs.observe_drafting(rows, outcome)
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
@@ -196,25 +181,27 @@ class Auto:
                 costs.credit.invested += preparing
             else:
                 spent += preparing
-        tokens = float(self._weights @ outcome.accepted) + rows
+        tokens = rows + sum(map(mul, self._weights, outcome.accepted))
         if not learning:  # the first drafts are made to learn what they cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._seconds, self._tokens = self._seconds + outcome.seconds, self._tokens + tokens
         self._tried.append(Tried(outcome.drafted, outcome.accepted, self._known_confidence()))
 
-    def _known_confidence(self) -> list[Array]:
+    def _known_confidence(self) -> list[Sequence[float]]:
         """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about its drafts."""
-        if min(self._longest) < len(self._confidence):
-            for position, confidence in enumerate(self._confidence):
-                confidence[[longest <= position for longest in self._longest]] = np.nan
-        return self._confidence
+        if min(self._longest) >= len(self._confidence):
+            return self._confidence
+        return [
+            [sure if longest > position else nan for sure, longest in zip(confidence, self._longest, strict=True)]
+            for position, confidence in enumerate(self._confidence)
+        ]
 
     def _learn_acceptance(self) -> None:
         """From the rounds since it was last asked, which were of the same rows."""
         if self._tried:
             self.costs.acceptance.learn(self._rows, self._tried)
             if self._plan is not None:
-                self.costs.calibrate(self._tokens / self._seconds / self._plan.rate, len(self._tried))
+                self.costs.calibrate(len(self._rows), self._tokens / self._seconds / self._plan.rate, len(self._tried))
         self._tried, self._seconds, self._tokens = [], 0.0, 0.0
 
 

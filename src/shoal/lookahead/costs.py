@@ -47,8 +47,8 @@ class CostCurve:
             None  # sizes and seconds from (0, 0) on; None after an observation
         )
 
-    def observe(self, size: int, seconds: float) -> None:
-        """One pass of that size took that long."""
+    def observe(self, size: int, seconds: float) -> float:
+        """One pass of that size took that long; returns what such a pass takes."""
         self._observed += 1
         if self._observed % self.FADE_EVERY == 0:
             kept = self.FADE**self.FADE_EVERY
@@ -65,6 +65,7 @@ class CostCurve:
             value += self.SHARE * (min(seconds, 2 * value) - value)
         self._points[size] = [value, min(weight + 1, self.TRUST)]
         self._line = None
+        return value
 
     @property
     def known(self) -> bool:
@@ -124,7 +125,8 @@ class PairCosts:
         preparing: seconds in which the drafter computes prompts and what was decoded without it, by tokens.
         packed: a pass costs its real positions, not rows times the longest.
         rounds: learned from so far.
-        calibration: tokens per second that rounds with drafts bring, over what their plans promised. Plans are corrected by it.
+        calibrations: tokens per second that rounds with drafts bring, over what their plans promised, by the number of rows to a
+            power of two. Plans are corrected by it: the last row of a batch, an unlucky one, brings little more than half.
         credit: time that drafting may lose.
     """
 
@@ -132,21 +134,22 @@ class PairCosts:
         self.packed = packed
         self.acceptance = Acceptance(LIMIT)
         self.verify, self.start, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve(), CostCurve()
-        self.rounds, self.calibration = 0, 1.0
+        self.rounds = 0
+        self.calibrations: dict[int, float] = {}
         self.credit = Credit()
 
     def seconds_preparing(self, tokens: int) -> float:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
-    def observe_drafting(self, rows: int, outcome: Outcome) -> None:
-        """A round with drafts. Where the times of its steps are unknown they are taken to be alike."""
-        if outcome.seconds_between is None:
-            self.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
-            return
-        self.start.observe(rows, outcome.seconds_drafting - outcome.seconds_between)
-        if outcome.steps > 1:
-            self.draft.observe(rows, outcome.seconds_between / (outcome.steps - 1))
+    def observe_drafting(self, rows: int, outcome: Outcome) -> float:
+        """A round with drafts; returns what such a proposal takes. Where the times of its steps are unknown they are taken to be
+        alike."""
+        between, more = outcome.seconds_between, outcome.steps - 1
+        if between is None:
+            return outcome.steps * self.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
+        start = self.start.observe(rows, outcome.seconds_drafting - between)
+        return start + (more * self.draft.observe(rows, between / more) if more else 0.0)
 
     def seconds_starting(self, rows: int) -> float:
         """Of a proposal of one step."""
@@ -165,11 +168,16 @@ class PairCosts:
         rows = len(drafted)
         return rows + (sum(drafted) if self.packed else rows * max(drafted))
 
-    def calibrate(self, ratio: float, rounds: int) -> None:
-        """So many rounds brought `ratio` times the tokens per second that their plan promised."""
-        corrected = self.calibration * (1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1))
-        self.calibration = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
+    def calibration(self, rows: int) -> float:
+        """Of plans for about so many rows."""
+        return self.calibrations.get(rows.bit_length(), 1.0)
 
-    def forget_calibration(self) -> None:
+    def calibrate(self, rows: int, ratio: float, rounds: int) -> None:
+        """So many rounds brought `ratio` times the tokens per second that their plan promised."""
+        corrected = self.calibration(rows) * (1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1))
+        self.calibrations[rows.bit_length()] = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
+
+    def forget_calibration(self, rows: int) -> None:
         """A round without drafts."""
-        self.calibration += CALIBRATION_SHARE * (1 - self.calibration)
+        if rows.bit_length() in self.calibrations:
+            self.calibrations[rows.bit_length()] += CALIBRATION_SHARE * (1 - self.calibration(rows))

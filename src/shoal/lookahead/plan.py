@@ -62,7 +62,7 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     # Of passes larger than any that was made nothing is known: a plan may grow by doubling.
     rates[positions > 2 * max(costs.verify.largest, rows)] = 0.0
     best = int(rates.argmax())
-    rate = costs.calibration * float(rates[best])
+    rate = costs.calibration(rows) * float(rates[best])
     if rate <= rows / verify[rows]:
         return None
     # The slope from plain decoding to the plan: between neighbouring sizes most of the difference is noise, and beyond the plan

@@ -324,7 +324,18 @@ def test_passes_are_timed_and_written_down(script: Any, monkeypatch: pytest.Monk
             (q, *method) for q in (1, 7) for method in kept
         ]
         assert all(0 < line["fastest"] <= line["ms"] <= line["slowest"] for line in lines)
-        assert {line["context"] for line in lines} == {name}
+        assert {(line["context"], line["layers"]) for line in lines} == {(name, "modules")}
+
+
+@pytest.mark.parametrize("script", ["passes"], indirect=True)
+def test_every_way_is_measured_on_cuda(script: Any) -> None:
+    """Eager against captured, and the modules against the fused layers inside; the kernel alone in long contexts."""
+    found = set(script.kinds(torch.device("cuda"), ["fused", "pad", "split"]))
+    assert found == {
+        ("fused", None, False), ("fused", "graphed", False), ("fused", "graphed", True),
+        ("pad", None, False), ("pad", "graphed", False), ("split", None, False),
+    }  # fmt: skip
+    assert set(script.kinds(torch.device("cuda"), ["fused"])) == {kind for kind in found if kind[0] == "fused"}
 
 
 @pytest.mark.parametrize("script", ["passes"], indirect=True)

@@ -2,7 +2,7 @@
 
 Rows at lengths spread between half the context and all of it; one new token each (plain decoding) and seven (verifying six drafts).
 The floor is the time to read the weights, and the keys and values that the rows really have, once at the bandwidth of a large copy.
-"ms" is of passes that wait in the device's queue, by device events; "latency" that of one alone by the clock, from the call until
+"layers" says what computes them: the model's modules, or the fused layers of captured passes. "ms" is of passes that wait in the device's queue, by device events; "latency" that of one alone by the clock, from the call until
 the logits are there. The methods take turns, so that all meet the same clocks.
 
 Exits with 1 where captured passes fell back to ordinary ones: their lines then say so instead of "graphed".
@@ -26,20 +26,24 @@ from shoal.bench.roofline import Load, ceilings
 from shoal.bench.shapes import shaped_pair
 from shoal.bench.work import timed
 from shoal.models import compiled, loading
+from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner
 
 WARM_UPS = 3
 QUEUED = 8
 """Passes that wait in the queue while one is timed, so that launching them is no part of it unless it takes longer."""
 NEW_TOKENS = (1, 7)
-Kind = tuple[str, str | None]
+Kind = tuple[str, str | None, bool]
+"""Attention, executor of static passes or None, whether the layers are fused."""
 Line = dict[str, Any]
 
 
-def prepared(hf: Any, attention: str, executor: str | None, starts: Sequence[int], room: int) -> Runner:
+def prepared(hf: Any, attention: str, executor: str | None, fused: bool, starts: Sequence[int], room: int) -> Runner:
     """A runner with rows of those lengths in its cache, and room for more tokens."""
     runner = loading.wrap(hf, attention, attention)
     runner.use_static_passes(executor)
+    if fused:
+        use_fused_layers(runner)
     runner = runner.fork()
     runner.reserve(len(starts), max(starts) + room)
     for slot, start in enumerate(starts):
@@ -81,11 +85,13 @@ def queued(runner: Runner, starts: Sequence[int], q: int) -> float:
 
 
 def kinds(device: torch.device, methods: Sequence[str]) -> Iterator[Kind]:
-    """(attention, executor of static passes or None) of every method; SPLIT reads lengths on the host and has no static form."""
+    """Every method; SPLIT reads lengths on the host and has no static form."""
     executor = "graphed" if device.type == "cuda" else "eager"
     for attention, static_executor in product(methods, (None, executor)):
         if static_executor is None or attention in compiled.ATTENTION:
-            yield attention, static_executor
+            yield attention, static_executor, False
+    if device.type == "cuda":
+        yield methods[0], executor, True
 
 
 def floor_seconds(load: Load, starts: Sequence[int], q: int, bandwidth: float) -> float:
@@ -111,6 +117,7 @@ def lines_of(
         taken = [1000 * seconds for seconds, _ in every[WARM_UPS:]]
         yield {
             "context": context, "tokens": max(starts), "new tokens": q, "attention": kind[0], "passes": passes_name(methods[kind]),
+            "layers": "modules" if methods[kind].fused_layers is None else "fused",
             "ms": median(taken), "fastest": min(taken), "slowest": max(taken),
             "latency": 1000 * median(alone for _, alone in every[WARM_UPS:]), "floor / time": 1000 * floor / median(taken),
         }  # fmt: skip

@@ -75,7 +75,7 @@ def compiled(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.endswith(("_row", "_head", "_cell", "width"))
+        if signature[name].startswith("*") or name.endswith(("_row", "_head", "_cell", "width", "puts"))
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
     made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages})

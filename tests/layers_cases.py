@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,9 +26,11 @@ from shoal.models.attention import kernels as attention_kernels
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.layers import kernels
 from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.layers.int8 import MOST_TOKENS, WeightOnlyInt8, product
 from shoal.models.layers.operations import COLUMNS, add_norm, heads, silu_mul
 from shoal.models.lean.decoder import Norm
 from shoal.models.passes import use_fused_layers
+from shoal.models.quantize import _weight_only_int8
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import static_error
 from shoal.testing import tiny_model
@@ -133,9 +135,28 @@ def _rotated(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([turned * angle.cos()[:, None] + torch.cat([-b, a], dim=-1) * angle.sin()[:, None], rest], dim=-1)
 
 
+def of_int8_product(case: Case) -> float:
+    """With a bias where heads are normalised, without it elsewhere."""
+    outputs = 40
+    x, wide = case.random(case.tokens, case.width, salt=1), case.random(outputs, case.width, salt=2)
+    layer = nn.Linear(case.width, outputs, bias=case.normed, device=DEVICE, dtype=case.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(wide * torch.arange(1, outputs + 1, device=DEVICE, dtype=case.dtype)[:, None] / outputs)
+    made = WeightOnlyInt8(layer)
+    exact = x.double() @ (made.weight.detach().double() * made.scales.detach().double()[:, None]).t()
+    with torch.no_grad():
+        found = made(x[None])[0]
+    return error(found, exact if layer.bias is None else exact + layer.bias.detach().double())
+
+
 # ── the kernels are the definitions ─────────────────────────────────────────────────────────────────────────────────
 
-OPERATIONS: dict[str, Callable[[Case], float]] = {"add_norm": of_add_norm, "heads": of_heads, "silu_mul": of_silu_mul}
+OPERATIONS: dict[str, Callable[[Case], float]] = {
+    "add_norm": of_add_norm,
+    "heads": of_heads,
+    "silu_mul": of_silu_mul,
+    "int8_product": of_int8_product,
+}
 
 
 @st.composite
@@ -176,7 +197,7 @@ MUTANTS = {
             "row",
         ),
         "residual of another row": ("tl.load(other + place", "tl.load(other + column"),
-        "norm written to the residual": ("tl.store(out + place", "tl.store(x + place"),
+        "norm written to the residual": ("tl.store(out + place, (norm", "tl.store(x + place, (norm"),
         "weight forgotten": ("norm.to(row.dtype).to(tl.float32) * scale", "norm.to(row.dtype).to(tl.float32)"),
         "row stride wrong": ("place = token * width + column\n    row", "place = token * (width - 8) + column\n    row"),
     },
@@ -215,7 +236,20 @@ MUTANTS = {
         "row stride of one half": ("both + token * 2 * width + width + column", "both + token * width + width + column"),
         "not multiplied": ("active.to(tl.float32) * up.to(tl.float32)", "active.to(tl.float32)"),
     },
-}  # fmt: skip
+    "int8_product": {
+        "scale of another output": ("tl.load(scales + output", "tl.load(scales + output // 2"),
+        "scale forgotten": ("total *= tl.load(scales + output, mask=there, other=0.0)[None, :]", "total *= 1.0"),
+        "bias forgotten": ("total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]", "total += 0.0"),
+        "last step lost": ("range(0, inputs, BLOCK_K)", "range(0, inputs - BLOCK_K, BLOCK_K)"),
+        "unsigned bytes": ("right.to(tl.float32)", "right.to(tl.uint8).to(tl.float32)"),
+        "row stride of the weights": (
+            "output.to(tl.int64)[None, :] * inputs",
+            "output.to(tl.int64)[None, :] * (inputs - 1)",
+        ),
+        "row stride of the inputs": ("x + token[:, None] * inputs", "x + token[:, None] * (inputs - 1)"),
+        "sums of one step": ("total += tl.dot(left.to", "total = tl.dot(left.to"),
+    },
+}
 WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 """Sees all of them."""
 
@@ -365,6 +399,32 @@ def test_writes_into_parameters_count_and_others_end_static_passes() -> None:
         twin.feed([0, 1], tokens, [2, 2])
     assert twin.static is not None
     assert "replaced" in str(twin.static.failure)
+
+
+def test_products_of_many_tokens_are_those_of_few() -> None:
+    """The kernel up to its limit, and beyond it the library's product."""
+    case = Case(tokens=MOST_TOKENS + 1, width=200)
+    x, weight = case.random(case.tokens, case.width), (30 * case.random(40, case.width, salt=1)).to(torch.int8)
+    scales = case.random(40, salt=2).abs()
+    many = product(x, weight, scales, None)
+    for tokens in (1, 17, MOST_TOKENS):
+        torch.testing.assert_close(product(x[:tokens].clone(), weight, scales, None), many[:tokens], rtol=1e-4, atol=1e-3)
+
+
+def test_a_quantised_model_keeps_to_the_model() -> None:
+    """Static passes of it too; its layers are no linear layers, so that its modules compute."""
+    hf = tiny_model("llama").to(DEVICE)
+    ours = _weight_only_int8(hf)
+    made = loading.wrap(ours, "tiny", "pad", checked=False)
+    made.use_static_passes("eager")
+    assert static_error(made) < 1e-4
+    use_fused_layers(made)
+    assert made.fused_layers is None
+    ids = torch.arange(8, device=DEVICE)[None]
+    with torch.inference_mode():
+        right, found = hf(ids).logits, ours(ids).logits
+    assert 0 < float((right - found).std()) < 0.05 * float(right.std())
+    assert type(hf.model.layers[0].mlp.up_proj) is nn.Linear  # the owner's model is as it was
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mixtral"])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ahead_of_time import CAPABILITIES, compiled, needs_compiler
-from shoal.models import loading, passes
+from ahead_of_time import CAPABILITIES, TENSOR_CORES, compiled, needs_compiler
+from shoal.models import loading, passes, quantize
+from shoal.models.layers.int8 import INPUTS, OUTPUTS, STAGES
 from shoal.testing import tiny_model
 
 needs_triton = pytest.mark.skipif(
@@ -47,6 +48,14 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         | {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"},
         {"HEADS": 32, "KV_HEADS": 8, "DIM": 80, "ROTARY": 40, "BLOCK": 128}, 1,
     ),
+    "int8_product": (
+        dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
+    ),
+    "int8_product, 64 tokens": (
+        dict.fromkeys(("x", "out"), "*fp16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
+    ),
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
 }  # fmt: skip
 """Types, constants and warps, as `operations` launches them for a model of 4096 features."""
@@ -62,10 +71,21 @@ def test_they_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     types, constants, warps = KERNELS[name]
     for capability in CAPABILITIES:
-        binary = compiled(getattr(kernels, name.split(",")[0]), types, constants, capability, tmp_path, warps=warps)
+        multiplies = name.startswith("int8")
+        binary = compiled(
+            getattr(kernels, name.split(",")[0]),
+            types,
+            constants,
+            capability,
+            tmp_path,
+            warps=warps,
+            stages=STAGES if multiplies else 1,
+        )
         assert binary.keeps_to_registers
-        assert binary.registers <= 64
-        assert binary.shared <= 1024
+        assert binary.registers <= (128 if multiplies else 64)
+        assert binary.shared <= (99 * 1024 if multiplies else 1024)
+        assert bool(binary.instructions & {"HMMA", *TENSOR_CORES.values()}) is multiplies
+        assert ("LDGSTS" in binary.instructions) is multiplies  # weights are fetched while the last ones are worked on
 
 
 # ── when they are used ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,3 +122,16 @@ def test_without_a_device_for_the_kernels_the_modules_stay(monkeypatch: pytest.M
     passes.use_fused_layers(runner)
     assert runner.fused_layers is None
     assert weight.data_ptr() == address
+
+
+def test_int8_on_cuda_is_ours_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA model is only pretended here; without Triton, and for fp8, it is torchao's."""
+    hf = tiny_model("llama")
+    monkeypatch.setattr(type(hf), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(quantize, "_with_torchao", lambda hf, form: f"torchao, {form}")
+    monkeypatch.setattr(torch, "empty", lambda *_, dtype, **__: torch.zeros(0, dtype=dtype))
+    for there, expected in ((True, "ours"), (False, "torchao, int8")):
+        monkeypatch.setattr(quantize, "available", lambda query, there=there: there)
+        monkeypatch.setattr(quantize, "_weight_only_int8", lambda hf: "ours")
+        assert quantize.quantized(hf, "int8") == (expected, "int8")
+        assert quantize.quantized(hf, "fp8") == ("torchao, fp8", "fp8")

@@ -2,8 +2,9 @@
 
 Rows at lengths spread between half the context and all of it; one new token each (plain decoding) and seven (verifying six drafts).
 The floor is the time to read the weights, and the keys and values that the rows really have, once at the bandwidth of a large copy.
-"layers" says what computes them: the model's modules, or the fused layers of captured passes. "ms" is of passes that wait in the device's queue, by device events; "latency" that of one alone by the clock, from the call until
-the logits are there. The methods take turns, so that all meet the same clocks.
+"layers" says what computes captured passes: the model's modules, or fused layers. "ms" is of passes that wait in the device's
+queue, by device events; "latency" that of one alone by the clock, from the call until the logits are there. The methods take
+turns, so that all meet the same clocks.
 
 Exits with 1 where captured passes fell back to ordinary ones: their lines then say so instead of "graphed".
 

@@ -9,7 +9,7 @@ each other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from shoal.errors import RequestError
 from shoal.models import formats
+from shoal.models.attention.fused import available
+from shoal.models.layers.int8 import WeightOnlyInt8
 from shoal.models.weights import LINEARS
 from shoal.models.weights.int8 import Int8Matrix, plain_sums, product
 from shoal.models.weights.matrix import PACKED
@@ -88,6 +90,8 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
         if form != "int8":
             raise RequestError(f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a CPU take int8")
         return _int8_copy(hf, pack and torch.int8 in formats.cpu().packs), "int8"
+    if form == "int8" and available(torch.empty(0, device=hf.device, dtype=hf.dtype)):
+        return _weight_only_int8(hf), form
     return _with_torchao(hf, form), form
 
 
@@ -103,17 +107,27 @@ def cannot_save(*_: Any, **__: Any) -> None:
 
 
 def _int8_copy(hf: Any, pack: bool) -> Any:
+    return _with_layers(hf, lambda layer: Int8Linear(layer, pack))
+
+
+def _weight_only_int8(hf: Any) -> Any:
+    """On CUDA: the product kernel of ours, whose time is that of reading the weights."""
+    return _with_layers(hf, WeightOnlyInt8)
+
+
+def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
+    """A copy of the model with other linear layers."""
     ours = _copy(hf)
     ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in LINEARS:
-                setattr(parent, name, Int8Linear(child, pack))
+                setattr(parent, name, make(child))
     return ours.eval()
 
 
 def _with_torchao(hf: Any, form: str) -> Any:
-    """On CUDA: torchao's kernels. Weight-only int8, whose time is that of reading the weights; fp8 weights and activations."""
+    """On CUDA: torchao's kernels. fp8 weights and activations; weight-only int8 where Triton is missing."""
     if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
         raise RequestError(f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8")
     try:

@@ -7,8 +7,12 @@ sums and angles are float32, a normalised row is rounded before it is multiplied
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter on the CPU runs the kernels
 
 
 @triton.jit
@@ -89,3 +93,34 @@ def silu_mul(both, out, width, BLOCK: tl.constexpr):
     wide = gate.to(tl.float32)
     active = (wide * tl.sigmoid(wide)).to(gate.dtype)
     tl.store(out + token * width + column, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def int8_product(
+    x, weight, scales, bias, out, tokens, inputs, outputs,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x Wᵀ * scales + bias for few tokens, grid (blocks of outputs, blocks of tokens): the weights are read once, as bytes.
+
+    x [tokens, inputs], weight [outputs, inputs] int8, scales [outputs] float32, out [tokens, outputs]. A byte is exact in all
+    formats of x, sums are float32.
+    """
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    there, real = output < outputs, token < tokens
+    row = output.to(tl.int64)[None, :] * inputs
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        feature = start + tl.arange(0, BLOCK_K)
+        inside = feature < inputs
+        left = tl.load(x + token[:, None] * inputs + feature[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        right = tl.load(weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0)
+        if INTERPRETED:  # its dot is wrong in bfloat16
+            total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+        else:
+            total = tl.dot(left, right.to(left.dtype), total, input_precision="ieee")
+    total *= tl.load(scales + output, mask=there, other=0.0)[None, :]
+    if bias is not None:
+        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    place = token.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & there[None, :])

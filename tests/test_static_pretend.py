@@ -12,6 +12,7 @@ import torch
 
 from pretend import DEVICE, InCapture, Mixed, OnDevice, Pretend, moved
 from shoal.config import Limits, Sampling
+from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
@@ -95,22 +96,44 @@ def of_a_round(k: int, rule: str, device: Pretend, samplings: Sequence[Sampling]
     return device.counts - before
 
 
-BUDGETS: dict[tuple[int, str, str], tuple[int, int]] = {
-    (0, "rejection", "sampled"): (4, 5),
-    (K, "rejection", "sampled"): (11, 6),
-    (K, "coupled", "sampled"): (10, 6),
-    (K, "rejection", "greedy"): (10, 6),
-}
-"""By draft length, rule and settings: copies from the host to the device, and values or copies that the host waits for."""
+def waits(counts: Counter[str]) -> int:
+    """How often the host waits for the device."""
+    return counts["download"] + counts["read"] + counts["size"]
 
 
-@pytest.mark.parametrize(("case", "budget"), BUDGETS.items(), ids=str)
-def test_what_crosses_between_host_and_device_in_a_round(
-    case: tuple[int, str, str], budget: tuple[int, int], device: Pretend
+CASES = [
+    (0, "rejection", "sampled"),
+    (K, "rejection", "sampled"),
+    (K, "coupled", "several"),
+    (K, "rejection", "greedy"),
+    (K, "rejection", "top_p"),
+]
+
+
+@pytest.mark.parametrize(("k", "rule", "settings"), CASES)
+def test_a_captured_round_is_one_upload_two_launches_and_one_download(
+    k: int, rule: str, settings: str, device: Pretend
 ) -> None:
+    counts = of_a_round(k, rule, device, SETTINGS[settings])
+    counts.pop("captured")
+    assert counts == {"upload": 1, "replay": 2 if k else 1, "download": 1}, device.where
+
+
+STAGES: dict[tuple[int, str, str], tuple[int, int]] = {
+    (0, "rejection", "sampled"): (4, 5), (K, "rejection", "sampled"): (10, 6), (K, "coupled", "sampled"): (10, 6),
+    (K, "rejection", "penalty"): (33, 18),
+}  # fmt: skip
+"""By draft length, rule and settings: copies from the host to the device, and how often the host waits."""
+
+
+@pytest.mark.parametrize(("case", "budget"), STAGES.items(), ids=str)
+def test_what_crosses_in_a_round_by_stages(
+    case: tuple[int, str, str], budget: tuple[int, int], device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
     k, rule, settings = case
     counts = of_a_round(k, rule, device, SETTINGS[settings])
-    assert (counts["upload"], counts["download"] + counts["read"] + counts["size"]) == budget, device.where
+    assert (counts["upload"], waits(counts)) == budget, device.where
 
 
 # ── the device itself ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,16 +169,17 @@ def test_the_device_counts_what_crosses(device: Pretend) -> None:
 
 def test_a_host_read_in_a_captured_step_is_found(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the step works on a CPU, and its capture fails on the device."""
-    distribution = drafting._Step.distribution
+    of_target = drafting._of_target
 
-    def reading(self: drafting._Step, logits: torch.Tensor) -> Any:
-        return distribution(self, logits) if bool(logits.sum() < 1e9) else distribution(self, -logits)
+    def reading(logits: torch.Tensor, style: Any) -> Any:
+        return of_target(logits if bool(logits.sum() < 1e9) else -logits, style)
 
-    monkeypatch.setattr(drafting._Step, "distribution", reading)
+    monkeypatch.setattr(drafting, "_of_target", reading)
     with device, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         made = engine(K, "rejection", device, SETTINGS["sampled"])
         tokens(made)
+    assert "read by aten._local_scalar_dense" in str(runners_of(made)[0].static.rounds_failure)  # type: ignore[union-attr]
     assert [str(one.message) for one in seen if "read by aten._local_scalar_dense" in str(one.message)]
     assert runners_of(made)[1].static_failure is not None
 

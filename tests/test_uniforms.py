@@ -138,7 +138,7 @@ class Counted:
 def test_uniforms_computed_ahead_are_those_of_the_rule(rule: Callable[[], Rule], numbered: bool) -> None:
     """Rows join, leave, change their order, and go on by different lengths; each number is what the rule gives for that round."""
     random, counted = Random(0), Counted(rule())
-    ahead = UniformsAhead(counted, torch.device("cpu"))
+    ahead = UniformsAhead(counted)
     request = Request((1, 2), 1)
     rows: list[Row] = []
     for round_ in range(400):
@@ -161,7 +161,7 @@ def test_uniforms_computed_ahead_are_those_of_the_rule(rule: Callable[[], Rule],
 def test_rows_of_one_call_need_new_uniforms_together() -> None:
     """Eight rows that go on by 1 to 5 tokens a round: the rule is asked once in ten rounds or more rarely."""
     random, counted = Random(1), Counted(Coupled())
-    ahead = UniformsAhead(counted, torch.device("cpu"))
+    ahead = UniformsAhead(counted)
     rows = [Row(Request((1,), 1), 0, i, i, [1], frozenset(), 1 << 20) for i in range(8)]
     for _ in range(200):
         ahead.of_round(rows, 5, numbered=True)

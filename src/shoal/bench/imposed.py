@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
 
+@dataclass(unsafe_hash=True)
 class Imposed(Rejection):
     """Rejection sampling in which each draft is accepted with probability `rate`, whatever p and q are.
 
@@ -27,16 +30,16 @@ class Imposed(Rejection):
         RequestError: for a rate outside of 0..1.
     """
 
-    def __init__(self, rate: float) -> None:
-        if not 0 <= rate <= 1:
-            raise RequestError(f"an acceptance rate is in 0..1, got {rate}")
-        self.rate = rate
+    rate: float
+    matches_greedy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise RequestError(f"an acceptance rate is in 0..1, got {self.rate}")
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         """The real decision on uniforms that accept always or never."""
-        biased = uniforms.clone()  # u = -1 accepts every draft that q can draw, u = infinity none
-        column = Purpose.ACCEPT - 1
-        biased[..., column] = torch.where(uniforms[..., column] < self.rate, -1.0, torch.inf)
+        biased = self._biased(uniforms)
         if tree.m and tree.q is None:  # greedy rows: point masses
             one_hot = scores.logits.new_zeros(*tree.tokens.shape, scores.logits.shape[-1]).scatter_(
                 -1, tree.tokens[..., None], 1.0
@@ -44,6 +47,18 @@ class Imposed(Rejection):
             tree = replace(tree, q=one_hot.unbind(1))
         greedy = any(row.request.sampling.greedy for row in scores.positions.rows)
         return (rejection_by_tensors if greedy else by_rejection)(tree, scores, biased)
+
+    def decide_chains(
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+    ) -> Verdict:  # fmt: skip
+        """The same as a function of tensors."""
+        return super().decide_chains(drafts, lengths, q, p, self._biased(uniforms))
+
+    def _biased(self, uniforms: Tensor) -> Tensor:
+        """u = -1 accepts every draft that q can draw, u = infinity none."""
+        biased, column = uniforms.clone(), Purpose.ACCEPT - 1
+        biased[..., column] = torch.where(uniforms[..., column] < self.rate, -1.0, torch.inf)
+        return biased
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:

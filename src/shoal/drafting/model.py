@@ -57,9 +57,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus is ignored."""
-        drafting = [length > 0 for length in inputs.lengths]
-        self._slots.place(inputs.rows, drafting)
-        before = [self._held(row) for row in inputs.rows]
+        before, _ = self.lacking(inputs.rows, inputs.lengths)
         fast = self._static_steps(inputs) or self._lean_steps(inputs)
         tree = fast and self._drafted(inputs, fast, {})
         if tree is None:  # there are none, or they failed
@@ -68,10 +66,27 @@ class ModelDrafter(Drafter):
             faults: Faults = {}
             tree = self._drafted(inputs, _OrdinarySteps(self, inputs, faults), faults)
         assert tree is not None
-        for row, drafted, length in zip(inputs.rows, drafting, before, strict=True):
-            if not drafted:  # it stood as padding
-                self.runner.cache.rollback(self._slots.of(row), length)
+        self.leave_out(inputs.rows, inputs.lengths, before)
         return tree
+
+    def lacking(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        """Puts the rows of a round into their slots; how many tokens of each the cache holds, and those that it lacks, at least the
+        last. One padding token for a row that is not drafted for."""
+        self._slots.place(rows, [length > 0 for length in lengths])
+        held = [self._held(row) for row in rows]
+        return held, [row.tokens[own:] if length else [0] for row, own, length in zip(rows, held, lengths, strict=True)]
+
+    def leave_out(self, rows: Sequence[Row], lengths: Sequence[int], held: Sequence[int]) -> None:
+        """Forgets what rows that were not drafted for, and stood as padding, have beyond what was held of them."""
+        for row, length, own in zip(rows, lengths, held, strict=True):
+            if not length:
+                self.runner.cache.rollback(self._slots.of(row), own)
+
+    def forget_round(self, rows: Sequence[Row], held: Sequence[int]) -> None:
+        """Makes a round undone that may have left what is not finite."""
+        for row, own in zip(rows, held, strict=True):
+            self.runner.cache.lengths[self._slots.of(row)] = own
+            self.runner.cache.zero_non_finite(self._slots.of(row))
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
         """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
@@ -143,9 +158,7 @@ class ModelDrafter(Drafter):
     def pending(self, inputs: DraftInputs) -> tuple[Tensor, list[int]]:
         """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
         padding token for a row that is not drafted for."""
-        pending = [
-            row.tokens[self._held(row) :] if length else [0] for row, length in zip(inputs.rows, inputs.lengths, strict=True)
-        ]
+        _, pending = self.lacking(inputs.rows, inputs.lengths)
         counts = [len(tokens) for tokens in pending]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
         return torch.tensor(block, device=self.runner.device), counts

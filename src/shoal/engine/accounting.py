@@ -29,6 +29,12 @@ class Stopwatch:
         self.laps.append(now - self._last)
         self._last = now
 
+    def lap_shares(self, shares: Sequence[float]) -> None:
+        """Stages that were computed in one go are over, and took these shares of the time."""
+        now = self._clock()
+        self.laps += [share * (now - self._last) for share in shares]
+        self._last = now
+
     def timed(self, stop: Stop) -> Stop:
         """The same, and the times at which it is asked are noted."""
 

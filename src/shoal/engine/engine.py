@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, KeyValueMemory, require_trees, within
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
@@ -23,7 +25,7 @@ from shoal.engine.prefill import policy_for, prefill
 from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
-from shoal.engine.verify import verify
+from shoal.engine.verify import scores_of, verify
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
 from shoal.models.available import kv_budget
@@ -76,7 +78,8 @@ class Engine:
             require_trees(self.target, self.drafter)
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
         self.lookahead, self.rule = controller, rule or Rejection()
-        self._uniforms = UniformsAhead(self.rule, self.target.device)
+        self._uniforms = UniformsAhead(self.rule)
+        self._captured = CapturedRounds(self.target, self.drafter, self.rule)
         nodes = 0 if self.drafter is None else self.drafter.max_nodes
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
         available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
@@ -191,13 +194,8 @@ class Engine:
         if not rows:
             return ended
         watch = Stopwatch(self._now)
-        uniforms, tree = self._propose(rows, watch)
-        watch.lap()
-        scores = verify(self.target, rows, tree)
-        watch.lap()
-        verdict = self.rule.decide(tree, scores, uniforms)
+        tree, scores, verdict = self._decide(rows, watch)
         paths, _ = verdict.lists
-        watch.lap()
         commits = commit(rows, tree, scores, verdict, self._clock)
         self._settle(commits, scores, verdict)
         watch.lap()
@@ -206,6 +204,23 @@ class Engine:
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits
+
+    def _decide(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[DraftTree, Scores, Verdict]:
+        """Draft, verify and accept: as one captured round where the rows' settings allow it, else one after the other."""
+        lengths = self._lengths(rows)
+        stop = self.lookahead.shorten if max(lengths) else None
+        decided = None if stop else self._captured.decide(rows, lengths, partial(self._noise, rows))
+        if decided is not None:
+            watch.lap_shares((decided.share, 1 - decided.share, 0.0))
+            return decided.tree, scores_of(self.target, rows, decided.tree, decided.logits), decided.verdict
+        uniforms, tree = self._propose(rows, lengths, watch)
+        watch.lap()
+        scores = verify(self.target, rows, tree)
+        watch.lap()
+        verdict = self.rule.decide(tree, scores, uniforms)
+        _ = verdict.lists  # waits for a device
+        watch.lap()
+        return tree, scores, verdict
 
     def _now(self) -> float:
         """The clock of the stages; it stands still while prompts are computed for the drafter or a static pass is built, which
@@ -278,13 +293,20 @@ class Engine:
             if self._drafting:
                 self.drafter.prepare(round_.chunks)
 
-    def _propose(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[Tensor, DraftTree]:
-        """The uniforms of the round as its rule has them, [rows, longest draft + 1, ...], and the trees drawn by them."""
+    def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
+        """Tokens that each row may draft."""
         lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
-        longest = max(lengths)
-        self._drafting = longest > 0 or not self.lookahead.adaptive
-        uniforms = self._uniforms.of_round(rows, longest + 1, self.lookahead.adaptive)
-        if self.drafter is None or longest == 0:
+        self._drafting = max(lengths) > 0 or not self.lookahead.adaptive
+        return lengths
+
+    def _noise(self, rows: Sequence[Row], positions: int) -> Tensor:
+        """The uniforms of the round as its rule has them, [rows, positions, ...], on the host."""
+        return self._uniforms.of_round(rows, positions, self.lookahead.adaptive)
+
+    def _propose(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> tuple[Tensor, DraftTree]:
+        """The uniforms of the round, [rows, longest draft + 1, ...], and the trees drawn by them."""
+        uniforms = self._noise(rows, max(lengths) + 1).to(self.target.device)
+        if self.drafter is None or not max(lengths):
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
         stop = self.lookahead.shorten
         inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, stop and watch.timed(stop))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.errors import BadLogits, ShoalError
 from shoal.models.runner import Runner
@@ -24,11 +25,16 @@ def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
         own = torch.arange(block.shape[1], device=block.device) < torch.tensor(counts, device=block.device)[:, None]
         block = torch.where(own, block, last)
     logits = target.feed([row.slot for row in rows], block, counts, parents=tree.parents if tree.branches else None)
-    scores = Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
+    scores = scores_of(target, rows, tree, logits)
     if not finite(logits[..., 0]):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
         scores.p(scores.everything())
     return scores
+
+
+def scores_of(target: Runner, rows: Sequence[Row], tree: DraftTree, logits: Tensor) -> Scores:
+    """What the target says of a draft tree, by logits [rows, m + 1, vocab]."""
+    return Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
 
 
 def _named(error: ShoalError, target: Runner) -> ShoalError:

@@ -229,7 +229,7 @@ class Runner:
             OutOfMemory. UnsupportedModel: a tree that branches, for a model that does not take trees (`takes_trees`).
             RequestError: a tree of more than 63 nodes.
         """
-        plan = self._plan(slots, counts, packed=self.packs, parents=parents)
+        plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         with self._counted():
@@ -246,13 +246,13 @@ class Runner:
 
         A step returns None when it failed; then the rows must go back to where they were.
         """
-        passes, plan = self.static, self._plan(slots, counts)
+        passes, plan = self.static, self.plan(slots, counts)
         if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
             return None
         with passes.guarded():
             steps = Steps(
                 passes, self.cache, plan, pending, most, style, temperatures, uniforms,
-                lambda plan, tokens: self._dynamic(plan, tokens, True),
+                self.ordinary,
             )  # fmt: skip
 
             def step(uniforms: Tensor) -> Drawn | None:
@@ -274,7 +274,7 @@ class Runner:
         lean = None if self.static is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
         if lean is None or self.vocab_size < vocab_size:
             return None
-        plan = self._plan(slots, counts, packed=self.packs)
+        plan = self.plan(slots, counts, packed=self.packs)
         if not takes(plan) or plan.kv + most - 1 > self.cache.capacity:
             return None
         steps = LeanSteps(
@@ -302,16 +302,25 @@ class Runner:
         with self._counted():
             self._dynamic(plan, tokens, want_logits=False)
 
-    def _plan(
+    def plan(
         self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
     ) -> Plan:
-        """Appending counts[b] tokens to each row."""
+        """A pass that appends counts[b] tokens to each row."""
         starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
         share = PACK_FROM if self.lean is None else 0.0
         return Plan(
             slots, starts, counts, self.device, packed=packed, pack_from=share, prefixes=prefixes, kv_block=self._kv_block,
             parents=parents,
         )  # fmt: skip
+
+    def ordinary(self, plan: Plan, tokens: Tensor) -> Tensor:
+        """The logits of an ordinary pass, [rows, q, vocab]; see `feed`."""
+        return self._dynamic(plan, tokens, want_logits=True)
+
+    def count(self, passes: int, seconds: float) -> None:
+        """Adds passes that were computed elsewhere."""
+        self.passes += passes
+        self.seconds += seconds
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         """An ordinary pass, as long as its rows are."""

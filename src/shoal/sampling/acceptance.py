@@ -18,7 +18,8 @@ is the same rule with one-hot p: its argmax is accepted, and anything else repla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -168,7 +169,7 @@ def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> V
             q = block.of_rows(asked[0])[:, None]
         own = block.of(uniforms)
         lengths = _lengths(tree, block)
-        return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., [2, 0]])
+        return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., 0::2].flip(-1))
 
     return in_blocks(tree, scores, verdict_of)
 
@@ -204,11 +205,52 @@ class Rule(Protocol):
         ...
 
 
+@runtime_checkable
+class ChainRule(Protocol):
+    """A rule that also decides on chains as a function of tensors that looks at no value, so that it can be captured. Equal rules
+    decide alike.
+
+    Attributes:
+        reads_q: whether it needs q of drafts that have one.
+        matches_greedy: whether drafts of a greedy row are accepted exactly where they are what the target says.
+    """
+
+    reads_q: bool
+    matches_greedy: bool
+
+    def decide_chains(
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+    ) -> Verdict:  # fmt: skip
+        """The verdict on drafts [rows, k] int64, `lengths` [rows] of each row.
+
+        Args:
+            q: of each of the k drafts, [rows, vocab]; empty where `reads_q` is false. p: [rows, k + 1, vocab].
+            uniforms: by position, [rows, k + 1, ...].
+        """
+        ...
+
+
+def decides_chains(rule: Rule) -> bool:
+    """Whether what a rule decides on chains is known as a function of tensors: not where only `decide` was replaced."""
+    owner = next((kind for kind in type(rule).__mro__ if "decide" in vars(kind)), object)
+    return isinstance(rule, ChainRule) and "decide_chains" in vars(owner) and "decide" not in vars(rule)
+
+
+def match_samples(drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor) -> Verdict:
+    """Accepts the drafts that are what the target says: a sample from p of each column."""
+    said = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
+    accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, lengths)
+    return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), p.gather(-1, said[..., None]).squeeze(-1))
+
+
+@dataclass(unsafe_hash=True)
 class Rejection:
     """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2). Drafts without a
     distribution are verified by exact match."""
 
-    numbers_rounds = True
+    numbers_rounds: ClassVar[bool] = True
+    reads_q: ClassVar[bool] = True
+    matches_greedy: ClassVar[bool] = True
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
@@ -221,7 +263,15 @@ class Rejection:
             return by_samples(tree, scores, self.draw, uniforms)
         return by_rejection(tree, scores, uniforms)
 
+    def decide_chains(
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+    ) -> Verdict:  # fmt: skip
+        k = drafts.shape[1]
+        stacked = torch.stack(list(q), dim=1) if q else None
+        return reject_and_replace(drafts, lengths, stacked, p, uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1))
 
+
+@dataclass(unsafe_hash=True)
 class Coupled:
     """Draws what plain decoding would draw by the same uniforms, and accepts the drafts that are just that.
 
@@ -234,7 +284,9 @@ class Coupled:
     agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
     """
 
-    numbers_rounds = False
+    numbers_rounds: ClassVar[bool] = False
+    reads_q: ClassVar[bool] = False
+    matches_greedy: ClassVar[bool] = True
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         return torch.from_numpy(race_uniforms(seeds, firsts, width))
@@ -243,6 +295,11 @@ class Coupled:
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         return by_samples(tree, scores, self.draw, uniforms)
+
+    def decide_chains(
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+    ) -> Verdict:  # fmt: skip
+        return match_samples(drafts, lengths, p, self.draw, uniforms)
 
 
 RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled}

@@ -19,14 +19,14 @@ AHEAD = 64
 
 
 class UniformsAhead:
-    """The uniforms of the rows of one engine.
+    """The uniforms of the rows of one engine, on the host.
 
     Args:
-        rule: whose they are. device: of the target.
+        rule: whose they are.
     """
 
-    def __init__(self, rule: Rule, device: torch.device) -> None:
-        self._rule, self._device = rule, device
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self._table = torch.empty(0)  # [places * AHEAD, ...]
         self._places: dict[
             int, tuple[int, int]
@@ -41,13 +41,13 @@ class UniformsAhead:
         firsts = [len(row.tokens) for row in rows]
         if width > AHEAD or (numbered and self._rule.numbers_rounds):
             rounds = [row.rounds for row in rows] if numbered else None
-            return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds).to(self._device)
+            return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds)
         used = [first - self._first_of(row) for row, first in zip(rows, firsts, strict=True)]
         if max(used) > AHEAD - width:
             # Together with rows that need it soon, or each round would have one that does.
             self._compute([row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows)
         starts = [AHEAD * place - base + first for (place, base), first in zip(map(self._place, rows), firsts, strict=True)]
-        index = torch.from_numpy(np.add.outer(starts, np.arange(width)).reshape(-1)).to(self._device)
+        index = torch.from_numpy(np.add.outer(starts, np.arange(width)).reshape(-1))
         return self._table.index_select(0, index).unflatten(0, (len(rows), width))
 
     def _place(self, row: Row) -> tuple[int, int]:
@@ -65,10 +65,10 @@ class UniformsAhead:
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
-        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None).to(self._device)
+        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None)
         self._places = kept | {row.serial: both for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)}
         missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
         if missing > 0:
             empty = found.new_empty(missing, *found.shape[2:])
             self._table = torch.cat([self._table, empty]) if len(self._table) else empty
-        self._table.unflatten(0, (-1, AHEAD))[torch.tensor(places, device=self._device)] = found
+        self._table.unflatten(0, (-1, AHEAD))[torch.tensor(places)] = found

@@ -97,13 +97,16 @@ def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greed
         [rows, vocab] float32, or float64 for float64 logits.
     """
     scores = logits.to(width(logits))
-    one_hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     if greedy:
-        return one_hot
+        return _one_hot(scores)
     heat = torch.where(temperature > 0, temperature, 1.0).to(scores.dtype)
     scores = scores / heat[:, None]
     probs = truncation.truncated_softmax(scores, cut, whole=True) if truncation.truncates(cut) else scores.softmax(-1)
-    return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, one_hot)
+    return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, _one_hot(scores))
+
+
+def _one_hot(scores: Tensor) -> Tensor:
+    return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
 
 
 def _by_torch(

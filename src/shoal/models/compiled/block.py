@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.cache import Plan
-from shoal.models.cache.tree import chain_words
+from shoal.models.cache.tree import Array, chain_words
 from shoal.models.compiled.buckets import Bucket
 
 
@@ -17,6 +17,9 @@ class Block:
     Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position, sees valid keys and writes to
     the scratch cell, which no real row reads.
 
+    Args:
+        scratch: the cell that padding writes to. numbers: a buffer for all but the tokens, [`size`] int64; None = one of its own.
+
     Attributes:
         q, kv: columns and keys of the bucket.
         tokens: [rows, q] int64. positions: [rows, q] int64. cells: flat cells of the cache to write to, [rows * q] int64.
@@ -25,18 +28,28 @@ class Block:
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
 
-    def __init__(self, bucket: Bucket, scratch: int, device: torch.device) -> None:
+    def __init__(self, bucket: Bucket, scratch: int, device: torch.device, numbers: Tensor | None = None) -> None:
         self.bucket, self._scratch = bucket, scratch
         self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
         self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
         self._chain = chain_words(bucket.q)
-        self._numbers = torch.zeros(3 * block + 4 * rows, dtype=torch.long, device=device)
+        self._numbers = torch.zeros(self.size(bucket), dtype=torch.long, device=device) if numbers is None else numbers
+        if numbers is None:
+            self._numbers.copy_(torch.from_numpy(self.empty()))  # building a pass writes to the scratch cell only
         positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
         self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
         self.words = words.view(rows, bucket.q) if bucket.q > 1 else None
-        words.fill_(1)
-        self.cells.fill_(scratch)  # all columns are unused until `place`: building a pass writes to the scratch cell only
+
+    @staticmethod
+    def size(bucket: Bucket) -> int:
+        """Numbers of a block of that size, the tokens aside."""
+        return (3 * bucket.q + 4) * bucket.rows
+
+    def empty(self) -> Array:
+        """The numbers of a block without rows: all columns are unused. [`size`] int64 on the host."""
+        block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
+        return np.repeat([0, 1, self._scratch, 0], [block, block, block, 4 * rows])
 
     @property
     def firsts(self) -> Tensor:
@@ -50,6 +63,10 @@ class Block:
 
     def place(self, plan: Plan, capacity: int) -> None:
         """Puts the plan's rows where they are. capacity: tokens per slot."""
+        self._numbers.copy_(torch.from_numpy(self.placed(plan, capacity)))
+
+    def placed(self, plan: Plan, capacity: int) -> Array:
+        """The numbers of a block whose rows are where the plan says, [`size`] int64 on the host."""
         rows, q = self.bucket.rows, self.bucket.q
         bases = [0 if prefix is None else prefix.base for prefix in plan.prefixes]
         bounds = np.zeros((4, rows), dtype=np.int64)
@@ -62,7 +79,7 @@ class Block:
             depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
             words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
         cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
-        self._numbers.copy_(torch.from_numpy(np.concatenate([starts + depths, words, cells, bounds], axis=None)))
+        return np.concatenate([starts + depths, words, cells, bounds], axis=None)
 
     def fill(self, tokens: Tensor) -> None:
         """The tokens of the rows, [rows, columns] int64, neither more than the bucket's."""

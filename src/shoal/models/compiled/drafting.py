@@ -39,6 +39,12 @@ class Style(NamedTuple):
     vocab_size: int
     draw: Draw
 
+    def q_of(self, scores: Tensor, temperature: Tensor) -> Tensor:
+        """The declared distribution of scores [rows, vocab] at temperatures [rows]."""
+        cut = self.cut
+        sampling = Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
+        return pure_probabilities(scores, temperature, sampling, self.greedy)
+
 
 def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Style | None:
     """None where a step cannot be static: rows that cut differently, or that read more than their position's scores."""
@@ -62,13 +68,60 @@ class Drawn(NamedTuple):
     confidence: Tensor
 
 
-class _Result(NamedTuple):
-    """What a step returns: `Drawn`, and the logits that it is of, [rows, vocab of the drafter]."""
+class Result(NamedTuple):
+    """What a step computes: `Drawn`, and the logits that it is of, [rows, vocab of the drafter]. What nobody asked for is None."""
 
-    q: Tensor
+    q: Tensor | None
     tokens: Tensor
-    confidence: Tensor
+    confidence: Tensor | None
     logits: Tensor
+
+
+def stepped(
+    passes: Passes, view: View, style: Style, temperature: Tensor, uniforms: Tensor, *, want_q: bool = True,
+    want_confidence: bool = True,
+) -> Result:  # fmt: skip
+    """A drafter's pass over a view, and what is drawn from it by the uniforms of a position [rows, ...]; a function of tensors."""
+    block, every = view.block, passes.forward(view)
+    logits = every[:, 0]
+    if block.q > 1:
+        logits = every[torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)]
+    scores, best, sound = _of_target(logits, style)
+    if style.greedy and not want_q:
+        q, drawn = None, best
+    else:
+        q = style.q_of(scores, temperature)
+        drawn = best if style.greedy else style.draw(q, uniforms)
+    confidence = None
+    if want_confidence:
+        confidence = (q if q is not None and style.greedy is False else scores.to(temperature.dtype).softmax(-1)).amax(
+            -1
+        ) * sound
+    return Result(q if want_q else None, torch.where(sound, drawn, -1), confidence, logits)
+
+
+def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [rows, vocab] of the target's vocabulary, zeros where there is no distribution; the most probable token [rows], the
+    lowest of equal ones; whether there is a distribution [rows]."""
+    known = logits.shape[-1]
+    if known < style.vocab_size:
+        logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
+    top, best = logits[:, : style.vocab_size].max(-1)
+    sound = top.isfinite()
+    return torch.where(sound[:, None], logits[:, : style.vocab_size], 0.0), best, sound
+
+
+def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> None:
+    """Raises ArithmeticError if the results of a first step are not those of an ordinary one, of rows with the logits `right`."""
+    rows = len(right)
+    compare(found.logits[:rows], right)
+    if found.q is None:
+        return
+    q, tokens = found.q[:rows], found.tokens[:rows, None]
+    possible = (q.gather(1, tokens.clamp(min=0)) > 0) | (tokens < 0)
+    expected = style.q_of(_of_target(found.logits, style)[0], temperature)[:rows]
+    if not (torch.allclose(q, expected, rtol=1e-3, atol=1e-6) and bool(possible.all())):
+        raise ArithmeticError("a drafter's step does not draw from the distribution of its logits")
 
 
 class _Step:
@@ -76,47 +129,23 @@ class _Step:
 
     def __init__(self, passes: Passes, style: Style, rows: int, uniforms: Tensor, then: Block | None) -> None:
         self.passes, self.style, self.then = passes, style, then
-        cut = style.cut
-        self.sampling = Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
         self.uniforms = uniforms.new_zeros(rows, *uniforms.shape[1:])
         self.temperature = torch.ones(
             rows, dtype=torch.promote_types(passes.hf.dtype, torch.float32), device=uniforms.device
         )
 
-    def __call__(self, view: View) -> _Result:
+    def __call__(self, view: View) -> Result:
         block = view.block
-        every = self.passes.forward(view)
-        last = (block.bounds[1] - 1).clamp(min=0)
-        logits = every[torch.arange(every.shape[0], device=every.device), last]
-        q, confidence, sound = self.distribution(logits)
-        tokens = torch.where(sound, self.style.draw(q, self.uniforms), -1)
-        then = block if self.then is None else self.then
-        then.tokens.copy_(tokens.clamp(0, logits.shape[-1] - 1)[:, None])
-        if then is block:
-            block.advance()
-        return _Result(q, tokens, confidence, logits)
+        found = stepped(self.passes, view, self.style, self.temperature, self.uniforms)
+        feed(found, block if self.then is None else self.then, same=self.then is None)
+        return found
 
-    def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, vocab], the confidence [rows] and whether there is a distribution [rows], of logits [rows, known tokens]."""
-        style, known = self.style, logits.shape[-1]
-        if known < style.vocab_size:
-            logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
-        logits = logits[:, : style.vocab_size]
-        sound = logits.amax(-1).isfinite()
-        logits = torch.where(sound[:, None], logits, 0.0)
-        q = pure_probabilities(logits, self.temperature, self.sampling, style.greedy)
-        confidence = (q if style.greedy is False else logits.to(q.dtype).softmax(-1)).amax(-1)
-        return q, confidence * sound, sound
 
-    def check(self, found: _Result, right: Tensor) -> None:
-        """Raises ArithmeticError if the results of a first pass are not those of an ordinary one, of rows with these logits."""
-        rows = len(right)
-        compare(found.logits[:rows], right)
-        q, tokens = found.q[:rows], found.tokens[:rows, None]
-        possible = (q.gather(1, tokens.clamp(min=0)) > 0) | (tokens < 0)
-        same = torch.allclose(q, self.distribution(found.logits)[0][:rows], rtol=1e-3, atol=1e-6)
-        if not (same and bool(possible.all())):
-            raise ArithmeticError("a drafter's step does not draw from the distribution of its logits")
+def feed(found: Result, then: Block, *, same: bool) -> None:
+    """Puts what a step drew into the block of the next one. same: the step was of that block, which moves on by a token."""
+    then.tokens.copy_(found.tokens.clamp(0, found.logits.shape[-1] - 1)[:, None])
+    if same:
+        then.advance()
 
 
 class Steps:
@@ -160,11 +189,13 @@ class Steps:
         plan, rows = self._plan, self._plan.rows
         step.uniforms[:rows].copy_(uniforms)
         fed = None if made.checked else made.block.tokens[:rows, : plan.q].clone()
-        found: _Result = self._passes.run(key, made)
+        found: Result = self._passes.run(key, made)
+        assert found.q is not None
+        assert found.confidence is not None
         if fed is not None:
             right = self._ordinary(plan, fed)
             last = torch.tensor([count - 1 for count in plan.counts], device=right.device)
-            step.check(found, right[torch.arange(rows, device=right.device), last])
+            check(found, right[torch.arange(rows, device=right.device), last], self._style, step.temperature)
             made.checked = True
         self._cache.wrote(plan)
         self._plan = Plan(plan.slots, plan.lengths, [1] * rows, plan.device, prefixes=plan.prefixes)

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,24 @@ class _Built:
     stores: Stores
     execute: Executor
     passes: dict[Hashable, Pass] = field(default_factory=dict)
+    rounds: dict[Hashable, Any] = field(default_factory=dict)
+    partner: _Built | None = None
+
+    def rounds_with(self, partner: _Built | None) -> dict[Hashable, Any]:
+        """The rounds captured over this cache and that of a drafter: they end with either."""
+        if self.partner is not partner:
+            self.rounds.clear()
+            self.partner = partner
+            if partner is not None:
+                partner.partner = self
+        return self.rounds
+
+    def end(self) -> None:
+        """Lets go of all that knows the cache's tensors."""
+        for one in (self, self.partner):
+            if one is not None:
+                one.rounds.clear()
+        self.passes.clear()
 
 
 class Passes:
@@ -73,6 +91,7 @@ class Passes:
         knows_prefixes: whether rows whose prompt is shared may take part.
         built, ran: how often a pass was, by its bucket (and style, see `drafting`).
         seconds_building: what that took. failure: why the dynamic path took over; None while it has not.
+        rounds_failure: why no more whole rounds are captured (`shoal.models.compiled.rounds`); None while they are.
     """
 
     def __init__(self, bridge: Bridge, name: str, executor: str, attention: str = "auto") -> None:
@@ -87,6 +106,7 @@ class Passes:
         self.ran: Counter[Hashable] = Counter()
         self.seconds_building = 0.0
         self.failure: str | None = None
+        self.rounds_failure: str | None = None
 
     def cache_for(self, owner: Any) -> SlotCache:
         """A cache for as long as `owner` lives; then the next owner gets it, with the passes built over its tensors."""
@@ -102,7 +122,8 @@ class Passes:
 
     def forget(self, cache: SlotCache) -> None:
         """Ends the passes over a cache that is about to change its size: they would hold the tensors that it lets go of."""
-        self._of.pop(cache, None)
+        if (built := self._of.pop(cache, None)) is not None:
+            built.end()
 
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
         """Whether a pass over these rows, and `ahead` more of one token, can be static: unused rows of a bucket must fall on
@@ -151,28 +172,48 @@ class Passes:
 
     def prepared(self, key: Hashable, bucket: Bucket, cache: SlotCache, make: Callable[[], Function]) -> Pass:
         """The pass of that key over a cache; if need be, its function is made and built."""
-        stores = cache.stores()
-        built = self._of.get(cache)
-        if built is None or any(a is not b for a, b in zip(built.stores[0], stores[0], strict=True)):  # new, or grown
-            built = self._of[cache] = _Built(stores, EXECUTORS[self.executor](self.hf.device))
+        built = self.generation(cache)
         if key not in built.passes:
             built.passes[key] = self._build(bucket, cache, built, make())
             self.built[key] += 1
         return built.passes[key]
 
+    def generation(self, cache: SlotCache) -> _Built:
+        """What is built over a cache as it is now."""
+        stores = cache.stores()
+        built = self._of.get(cache)
+        if built is None or any(a is not b for a, b in zip(built.stores[0], stores[0], strict=True)):  # new, or grown
+            self.forget(cache)
+            built = self._of[cache] = _Built(stores, EXECUTORS[self.executor](self.hf.device))
+        return built
+
+    def view(self, block: Block, cache: SlotCache) -> View:
+        """What the model meets in passes over a block of a cache."""
+        return View(block, self.generation(cache).stores, self._method, self.knows_prefixes and cache.cells > 0)
+
+    def within(self, view: View) -> AbstractContextManager[None]:
+        """Where `forward` may be called for a view."""
+        return self._bridge.static(view)
+
     def _build(self, bucket: Bucket, cache: SlotCache, built: _Built, function: Function) -> Pass:
-        started = time.perf_counter()
-        log.info("%s: building a pass of %s (%s) ...", self.name, bucket, self.executor)
         block = Block(bucket, scratch=(cache.slots - 1) * cache.capacity, device=self.hf.device)
-        view = View(block, built.stores, self._method, self.knows_prefixes and cache.cells > 0)
+        view = self.view(block, cache)
 
         def run() -> Any:
-            with self._bridge.static(view):
+            with self.within(view):
                 return function(view)
 
-        executable = built.execute(run)
-        self.seconds_building += time.perf_counter() - started
+        with self.building(f"a pass of {bucket}"):
+            executable = built.execute(run)
         return Pass(function, block, view, executable)
+
+    @contextmanager
+    def building(self, what: str) -> Iterator[None]:
+        """Something is built within, which is no part of any round's time."""
+        started = time.perf_counter()
+        log.info("%s: building %s (%s) ...", self.name, what, self.executor)
+        yield
+        self.seconds_building += time.perf_counter() - started
 
     def run(self, key: Hashable, prepared: Pass) -> Any:
         """What the pass returns for what its block holds."""

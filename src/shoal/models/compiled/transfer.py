@@ -1,0 +1,73 @@
+"""What crosses between host and device in a round: one copy each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Upload:
+    """Named parts of one buffer of 64-bit numbers: filled on the host, then copied to the device at once.
+
+    The copy is not waited for. Nothing is written to the host's buffer before the round's results have come back, and with them the
+    copy is over.
+
+    Args:
+        sizes: numbers of each part.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        self._host = host_buffer(sum(sizes.values()), device)
+        self._device = torch.zeros(len(self._host), dtype=torch.long, device=device)
+        names, lengths = list(sizes), list(sizes.values())
+        self._parts = dict(zip(names, self._device.split(lengths), strict=True))
+        self._host_parts = dict(zip(names, np.split(self._host.numpy(), np.cumsum(lengths)[:-1]), strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A part on the device, [size] int64."""
+        return self._parts[name]
+
+    def reals(self, name: str) -> Tensor:
+        """A part on the device that holds reals, [size] float64."""
+        return self._parts[name].view(torch.float64)
+
+    def put(self, name: str, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
+        """The numbers of a part, of any shape; on the host until `send`."""
+        self._host_parts[name][:] = values.reshape(-1).view(np.int64)
+
+    def send(self) -> None:
+        """Copies all parts."""
+        self._device.copy_(self._host, non_blocking=True)
+
+
+def host_buffer(size: int, device: torch.device) -> Tensor:
+    """Zeros [size] int64 on the host, pinned where that makes copies to the device faster."""
+    return torch.zeros(size, dtype=torch.long, pin_memory=device.type == "cuda" and torch.cuda.is_available())
+
+
+def packed(*parts: Tensor) -> Tensor:
+    """Tensors [rows, ...] of integers or reals, side by side as 64-bit numbers, [rows, columns] int64."""
+    return torch.cat([_as_numbers(part.flatten(1) if part.dim() > 1 else part[:, None]) for part in parts], dim=1)
+
+
+def _as_numbers(part: Tensor) -> Tensor:
+    return part.double().view(torch.long) if part.is_floating_point() else part.long()
+
+
+def fetched(results: Tensor, host: Tensor) -> Numbers:
+    """The results of a round on the host, as soon as they are there: the one wait of a round.
+
+    Args:
+        results: [rows, columns] int64 on the device. host: a buffer of the same size from `host_buffer`.
+    """
+    target = host.view(results.shape)
+    target.copy_(results, non_blocking=True)
+    if target.is_pinned():
+        torch.cuda.current_stream(results.device).synchronize()
+    return target.numpy()

@@ -1,0 +1,243 @@
+"""Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.api import Shoal
+from shoal.bench.imposed import Imposed
+from shoal.config import Limits, Sampling
+from shoal.drafting.captured import CapturedRounds
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
+from shoal.models.compiled import rounds
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled.rounds import CapturedRound, Kind
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of, runners_of
+from shoal.types.requests import Request
+from shoal.types.rounds import Outcome
+from test_static import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
+
+RULES: tuple[Rule, ...] = (Rejection(), Coupled())
+
+
+def rounds_run(model: Runner | None) -> int:
+    assert model is not None
+    assert model.static is not None
+    return sum(count for key, count in model.static.ran.items() if isinstance(key, Kind))
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, rounds are left to their stages."""
+    return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+
+
+class Ragged:
+    """Draft lengths 0 to 4 by row and round; some rounds draft nothing at all."""
+
+    limit, adaptive, may_speculate, shorten = 4, False, True, None
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def lengths(self, rows: Sequence[Any], waiting: int) -> list[int]:
+        self.round += 1
+        return [min((self.round * (2 + b)) % 5, row.max_draft_length) for b, row in enumerate(rows)]
+
+    def learn(self, outcome: Outcome) -> None:
+        return None
+
+
+def tokens_of(rule: Rule, samplings: Sequence[Sampling], executor: str, lookahead: Any = None) -> tuple[Engine, Any]:
+    made = engine_of(
+        runner(hf(), executor), runner(hf(seed=1, layers=1), executor), lookahead or Fixed(K), rule=rule, max_batch=8
+    )
+    return made, rows_of(made, samplings)
+
+
+SETTINGS: dict[str, list[Sampling]] = {
+    "greedy": [Sampling(temperature=0.0)] * 3,
+    "sampled": [Sampling(temperature=0.8, seed=i) for i in range(5)],
+    "several": [Sampling(temperature=t, seed=2) for t in (0.0, 0.7, 1.2)],
+    "top_p": [Sampling(top_p=0.9, top_k=20, seed=i) for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("lookahead", [Fixed(1), Fixed(K), Ragged], ids=["1", "4", "ragged"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_tokens_and_counts_are_those_of_the_stages(
+    rule: Rule, settings: str, lookahead: Any, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
+) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    made = lambda: lookahead() if lookahead is Ragged else lookahead  # noqa: E731
+    engine, found = tokens_of(rule, SETTINGS[settings], "graphed", made())
+    stages()
+    plain, expected = tokens_of(rule, SETTINGS[settings], "eager", made())
+    assert found == expected
+    for count in ("rounds", "drafted", "accepted", "target_passes", "draft_passes", "committed"):
+        assert getattr(engine.stats, count) == getattr(plain.stats, count), count
+    target, draft = runners_of(engine)
+    assert target.static is not None
+    assert target.static.rounds_failure is None
+    assert rounds_run(target) == engine.stats.rounds
+    assert rounds_run(draft) == engine.stats.draft_passes
+    assert rounds_run(runners_of(plain)[0]) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_log_probabilities_are_those_of_the_stages(temperature: float, stages: Callable[[], None]) -> None:
+    options = {"temperature": temperature, "rule": "rejection"}
+    found = decode(pair("eager", draft_seed=1), **options)
+    stages()
+    expected = decode(pair("eager", draft_seed=1), **options)
+    for one, other in zip(found, expected, strict=True):
+        for sample, right in zip(one.samples, other.samples, strict=True):
+            assert sample.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+            assert sample.processed_logprobs == pytest.approx(right.processed_logprobs, abs=1e-5)
+
+
+def test_an_imposed_rate_is_kept_by_captured_rounds(stages: Callable[[], None]) -> None:
+    rule = Imposed(0.7)
+    engine, found = tokens_of(rule, SETTINGS["several"], "eager")
+    assert rounds_run(runners_of(engine)[0]) == engine.stats.rounds
+    stages()
+    assert tokens_of(rule, SETTINGS["several"], "eager")[1] == found
+
+
+def test_rounds_outlive_an_engine_and_end_with_either_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    made = pair("graphed", draft_seed=1)
+    assert made.draft_model is not None
+    target, draft = made.target.static, made.draft_model.static
+    assert target is not None
+    assert draft is not None
+    decode(made)
+    gc.collect()
+    built = target.built.copy()
+    decode(made)
+    assert target.built == built
+    generation = next(iter(target._of.values()))
+    assert generation.rounds
+    draft.forget(next(iter(draft._of)))  # the drafter's cache grows
+    assert not generation.rounds
+
+
+# ── what is left to the stages ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 2.0}},
+        {"temperature": 1e-4},
+        {"lookahead": "auto"},
+        {"min_new_tokens": 3},
+    ],
+    ids=str,
+)
+def test_settings_that_captured_rounds_do_not_take(options: dict[str, Any], stages: Callable[[], None]) -> None:
+    made = pair("eager", draft_seed=1)
+    found = decode(made, **options)
+    if "lookahead" not in options:
+        assert rounds_run(made.target) == 0
+        stages()
+        assert ids(found) == ids(decode(pair("eager", draft_seed=1), **options))
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_logits_that_are_not_finite_are_left_to_the_stages(role: str, stages: Callable[[], None]) -> None:
+    """One token's embedding is NaN: rounds in which it is fed, and those after, must be what they are by stages."""
+
+    def result() -> Any:
+        models_ = [tiny_model("llama", seed=0, layers=2), tiny_model("llama", seed=1, layers=1)]
+        models_[role == "drafter"].model.embed_tokens.weight.data[7] = torch.nan
+        made = Shoal(*(runner(model) for model in models_), max_batch=6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outputs = made.generate([[1, 2, 3], [4, 5]], 3, lookahead=K, max_new_tokens=24, seed=5, logit_bias={})
+        reasons = [sample.finish_reason for output in outputs for sample in output.samples]
+        return rounds_run(made.target), ids(outputs), reasons, outputs.stats.accepted
+
+    run, *found = result()
+    assert run
+    stages()
+    _, *expected = result()
+    assert found == expected
+
+
+# ── what is wrong is found at the first round ───────────────────────────────────────────────────────────────────────
+
+
+def wrong_decision(self: CapturedRound, *arguments: Any) -> Any:
+    results, logits = verified(self, *arguments)
+    results[:, 0] += 1
+    return results, logits
+
+
+def wrong_position(self: Block, plan: Any, capacity: int) -> Any:
+    numbers = placed(self, plan, capacity)
+    numbers[: self.bucket.rows * self.bucket.q] += 1
+    return numbers
+
+
+def wrong_step(found: Any, then: Block, *, same: bool) -> None:
+    fed(found, then, same=same)
+    then.tokens += 1
+
+
+verified, placed, fed = CapturedRound._verified, Block.placed, rounds.feed
+SABOTAGES = {
+    "decision": (CapturedRound, "_verified", wrong_decision, "decides"),
+    "position": (Block, "placed", wrong_position, "logits differ"),
+    "step": (rounds, "feed", wrong_step, "logits differ"),
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_wrong_round_is_found_at_the_first(
+    sabotage: str, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
+) -> None:
+    owner, name, wrong, words = SABOTAGES[sabotage]
+    with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as seen:
+        patched.setattr(owner, name, wrong)
+        warnings.simplefilter("always")
+        engine, found = tokens_of(Rejection(), SETTINGS["sampled"], "eager")
+    target = runners_of(engine)[0].static
+    assert target is not None
+    assert target.rounds_failure is not None
+    assert words in target.rounds_failure
+    assert "no more captured rounds" in str(seen[0].message)
+    stages()
+    assert found == tokens_of(Rejection(), SETTINGS["sampled"], "eager")[1]
+
+
+def test_a_limit_of_drafts_and_rows_that_end(stages: Callable[[], None]) -> None:
+    def result() -> list[list[int]]:
+        made = engine_of(runner(hf()), runner(hf(seed=1, layers=1)), Fixed(K), rule=Rejection(), max_batch=4)
+        rows = [
+            row
+            for i in range(6)
+            for row in made.submit(
+                Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=3 + 4 * i), max_draft=[None, 0, 2][i % 3])
+            )
+        ]
+        while made.step():
+            pass
+        return [row.tokens for row in rows]
+
+    found = result()
+    stages()
+    assert found == result()

@@ -119,6 +119,34 @@ def test_a_captured_round_is_one_upload_two_launches_and_one_download(
     assert counts == {"upload": 1, "replay": 2 if k else 1, "download": 1}, device.where
 
 
+LAUNCHES: dict[tuple[int, str, str], tuple[int, int]] = {
+    (0, "rejection", "sampled"): (36, 53), (0, "rejection", "greedy"): (36, 43), (K, "rejection", "sampled"): (38, 287),
+    (K, "coupled", "sampled"): (38, 298), (K, "rejection", "greedy"): (38, 191),
+}  # fmt: skip
+"""Operations on the device in a captured round: of each layer of the target by its own modules in float32 (fused layers have fewer,
+see tests/layers_cases.py; blocks of several columns have masks of two), and of everything but layers, of target and drafter."""
+
+
+@pytest.mark.parametrize(("case", "budget"), LAUNCHES.items(), ids=str)
+def test_launches_of_a_captured_round(
+    case: tuple[int, str, str], budget: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, rule, settings = case
+
+    def launches(target: int, drafter: int) -> int:
+        pretend = Pretend()
+        monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+        monkeypatch.setitem(MODELS, "target", (0, target))
+        monkeypatch.setitem(MODELS, "drafter", (1, drafter))
+        return of_a_round(k, rule, pretend, SETTINGS[settings])["captured"]
+
+    least = launches(1, 1)
+    layer, draft_layer = launches(2, 1) - least, launches(1, 2) - least if k else 0
+    assert layer <= budget[0]
+    assert draft_layer <= k * 36 + 2
+    assert least - layer - draft_layer <= budget[1]
+
+
 STAGES: dict[tuple[int, str, str], tuple[int, int]] = {
     (0, "rejection", "sampled"): (4, 5), (K, "rejection", "sampled"): (10, 6), (K, "coupled", "sampled"): (10, 6),
     (K, "rejection", "penalty"): (33, 18),

@@ -195,7 +195,7 @@ def wrong_position(self: Block, plan: Any, capacity: int) -> Any:
 
 def wrong_step(found: Any, then: Block, *, same: bool) -> None:
     fed(found, then, same=same)
-    then.tokens += 1
+    then.tokens.add_(1)
 
 
 verified, placed, fed = CapturedRound._verified, Block.placed, rounds.feed

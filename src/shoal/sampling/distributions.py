@@ -99,7 +99,7 @@ def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greed
     scores = logits.to(width(logits))
     if greedy:
         return _one_hot(scores)
-    heat = torch.where(temperature > 0, temperature, 1.0).to(scores.dtype)
+    heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(scores.dtype)
     scores = scores / heat[:, None]
     probs = truncation.truncated_softmax(scores, cut, whole=True) if truncation.truncates(cut) else scores.softmax(-1)
     return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, _one_hot(scores))

@@ -90,4 +90,4 @@ class Block:
         counts = self.bounds[1]
         self.positions += counts[:, None]
         self.cells += counts
-        self.bounds[0] += counts
+        self.bounds[0].add_(counts)  # `+=` on an item would copy the result back once more

@@ -69,12 +69,14 @@ class Drawn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step computes: `Drawn`, and the logits that it is of, [rows, vocab of the drafter]. What nobody asked for is None."""
+    """What a step computes: `Drawn`, the logits that it is of, [rows, vocab of the drafter], and the tokens to feed next, [rows],
+    which are ids of the drafter also where nothing can be drawn. What nobody asked for is None."""
 
     q: Tensor | None
     tokens: Tensor
     confidence: Tensor | None
     logits: Tensor
+    fed: Tensor
 
 
 def stepped(
@@ -97,7 +99,9 @@ def stepped(
         confidence = (q if q is not None and style.greedy is False else scores.to(temperature.dtype).softmax(-1)).amax(
             -1
         ) * sound
-    return Result(q if want_q else None, torch.where(sound, drawn, -1), confidence, logits)
+    known = logits.shape[-1]
+    fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
+    return Result(q if want_q else None, torch.where(sound, drawn, -1), confidence, logits, fed)
 
 
 def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +111,7 @@ def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
     if known < style.vocab_size:
         logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
     top, best = logits[:, : style.vocab_size].max(-1)
-    sound = top.isfinite()
+    sound = top.abs() < torch.inf
     return torch.where(sound[:, None], logits[:, : style.vocab_size], 0.0), best, sound
 
 
@@ -143,7 +147,7 @@ class _Step:
 
 def feed(found: Result, then: Block, *, same: bool) -> None:
     """Puts what a step drew into the block of the next one. same: the step was of that block, which moves on by a token."""
-    then.tokens.copy_(found.tokens.clamp(0, found.logits.shape[-1] - 1)[:, None])
+    then.tokens.copy_(found.fed[:, None])
     if same:
         then.advance()
 

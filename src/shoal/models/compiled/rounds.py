@@ -140,7 +140,7 @@ class CapturedRound:
                     want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.confidences,
                 )  # fmt: skip
             feed(found, later.block, same=view is later)
-            target.block.tokens[:, j + 1].copy_(found.tokens.clamp(min=0))
+            target.block.tokens[:, j + 1].copy_(found.fed)
             self.steps.append(found)
         drafts = torch.stack([found.tokens for found in self.steps], dim=1)
         kept = [tensor for found in self.steps for tensor in (found.q, found.confidence, found.logits) if tensor is not None]
@@ -158,7 +158,7 @@ class CapturedRound:
         path = torch.cat([torch.where(inside, drafts, verdict.token[:, None]), verdict.token[:, None]], dim=1)
         width = torch.promote_types(logits.dtype, torch.float32)
         logprobs = logits.log_softmax(-1, dtype=width).gather(-1, path[..., None]).squeeze(-1)
-        sound = logits.amax(-1).isfinite().all(-1)
+        sound = logits.amax(-1).abs().amax(-1) < torch.inf
         drawn = [found.tokens[:, None] for found in self.steps]
         confidences = [found.confidence[:, None] for found in self.steps if found.confidence is not None]
         results = packed(verdict.accepted, verdict.token, sound, verdict.probs, logprobs, *drawn, *confidences)

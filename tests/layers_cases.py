@@ -32,7 +32,7 @@ from shoal.models.lean.decoder import Norm
 from shoal.models.passes import use_fused_layers
 from shoal.models.quantize import _weight_only_int8
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import static_error
+from shoal.models.selfcheck import _reference, _sharing_error, static_error
 from shoal.testing import tiny_model
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -280,9 +280,9 @@ def test_the_same_case_with_the_right_kernel(kernel: str) -> None:
 # ── in a model ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def runner(architecture: str, **options: Any) -> Runner:
+def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
     """One whose static passes are launched one by one, attention by the padded call: the kernel has tests of its own."""
-    made = loading.wrap(tiny_model(architecture, **options).to(DEVICE), "tiny", "pad", checked=False)
+    made = loading.wrap(tiny_model(architecture, **options).to(DEVICE), "tiny", attention, checked=False)
     made.use_static_passes("eager")
     return made
 
@@ -369,6 +369,22 @@ def test_a_layer_is_nine_launches(dtype: torch.dtype, monkeypatch: pytest.Monkey
     fused = launches_per_layer(dtype, True, monkeypatch)
     assert fused == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "linear": 4}
     assert launches_per_layer(dtype, False, monkeypatch).total() > 30
+
+
+def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
+    """Attention by the kernel of ours as well: then rows whose prompt is stored once take part."""
+    made = runner("llama", "fused", layers=1, num_attention_heads=2, num_key_value_heads=1)
+    assert made.static is not None
+    assert made.static.knows_prefixes
+    made.fused_layers = fused_layers_of(made.hf)
+    assert made.fused_layers is not None
+    ids, plain = _reference(made)
+    for _ in range(2):  # the first pass of a size returns what the ordinary one has computed
+        with torch.inference_mode():
+            assert _sharing_error(made, ids, plain) < 1e-4
+        made.cache.clear()
+    assert made.static.failure is None
+    assert made.static.ran.total() == 2
 
 
 def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

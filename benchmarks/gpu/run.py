@@ -68,11 +68,11 @@ def stages(device: str) -> list[Stage]:
     kernels = [str(ROOT / "tests" / name) for name in ("fused_cases.py", "layers_cases.py")]
     return [
         Stage(
-            "kernels", "the kernels against float64", 100, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables
+            "kernels", "the kernels against float64", 85, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables
         ),
         Stage(
-            "static", "captured passes against ordinary ones", 45,
-            _pytest(str(ROOT / "tests" / "test_static.py"), *(() if gpu else ("-k", "sizes"))), True, True, TESTS, variables,
+            "static", "captured passes against ordinary ones", 60,
+            _pytest(str(ROOT / "tests" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))), True, True, TESTS, variables,
         ),
         Stage("identity", "greedy tokens of whole runs", 30, _script("identity", device), True, True),
         Stage("attention", "attention of one layer alone", 40, _script("attention", device)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -158,6 +158,16 @@ class Bridge:
             return self.layers(tokens, positions.clamp(max=self.context - 1), cache)
         options = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
         logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
+        return logits
+
+    def plain_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention.
+
+        Soft-capped scores (Gemma 2) are computed by the eager one: Transformers 5.17 takes SDPA for them, which leaves the cap out.
+        """
+        capped = getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        with self._switched("eager") if capped else nullcontext():
+            logits: Tensor = self.hf(tokens, use_cache=False).logits
         return logits
 
     @contextmanager

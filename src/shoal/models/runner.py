@@ -149,6 +149,10 @@ class Runner:
     def fused_layers(self, layers: Layers | None) -> None:
         self._bridge.layers = layers
 
+    def plain_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention: what passes are checked with."""
+        return self._bridge.plain_logits(tokens)
+
     @property
     def seconds_building(self) -> float:
         """Spent on building static passes so far."""

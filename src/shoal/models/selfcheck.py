@@ -83,7 +83,7 @@ def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
     """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab] float64."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
-    return ids, runner.hf(ids, use_cache=False).logits.double()
+    return ids, runner.plain_logits(ids).double()
 
 
 def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:
@@ -107,7 +107,7 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     runner.feed_prefix(prefix, 0, ids[:1, :split])
     for slot in range(2):
         runner.cache.enter(slot, prefix)
-    logits = runner.feed([1, 0], tail, [2, 1]).double()
+    logits = runner.feed([0, 1], tail, [2, 1]).double()  # side by side, as passes of fixed shape need them
     expected = plain[0, split:]
     worst = _worst(float((own - truth).abs().max()) for own, truth in ((logits[0], expected), (logits[1, 0], expected[0])))
     return worst / max(float(plain.std()), 1e-9)

@@ -203,6 +203,7 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
     assert "| what kernels does | passes | failed, exit code 1 | missed |" in files[".md"]
     assert "| 0.90 | met, but kernels not verified |" in files[".md"]
     assert "not measured" in files[".md"]
+    assert files[".md"].startswith("**Tiny shapes on a CPU")
     assert files[".md"] in capsys.readouterr().out
     assert "said" in files[".log"]
 

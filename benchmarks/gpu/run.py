@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     from shoal.bench.machine import machine
 
-    where = machine(torch.device(options.device))
+    where = {**machine(torch.device(options.device)), "trial": options.device == "cpu"}
     place = place_for_results(os.environ.get("RESULTS"))
     print(f"{where['device']}, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}")
     chosen = [stage for stage in stages(options.device) if stage.quick or not options.quick]

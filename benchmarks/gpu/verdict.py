@@ -73,7 +73,8 @@ def markdown(table: Sequence[Verdict], outcomes: Sequence[Outcome], machine: Map
     where = ", ".join(
         f"{key} {machine[key]}" for key in ("date", "device", "torch", "transformers", "commit") if key in machine
     )
-    lines = [f"Measured: {where}", "", "| target | wanted | measured | verdict |", "|---|---|---|---|"]
+    trial = ["**Tiny shapes on a CPU, to try the stages out: the figures say nothing.**", ""] if machine.get("trial") else []
+    lines = [*trial, f"Measured: {where}", "", "| target | wanted | measured | verdict |", "|---|---|---|---|"]
     lines += [f"| {v.what} | {v.wanted} | {v.measured or '-'} | {v.word} |" for v in table]
     lines += ["", "| stage | result | seconds |", "|---|---|---|"]
     lines += [f"| {o.stage.name}: {o.stage.what} | {o.result} | {o.seconds:.0f} |" for o in outcomes]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +237,19 @@ def test_passes_of_every_dense_architecture_stay_on_the_device(architecture: str
     assert isinstance(logits, OnDevice)
     assert made.static_failure is None
     assert device.counts["replay"] == 2
+
+
+@pytest.mark.limit(300)
+def test_the_tests_of_static_passes_run_on_the_device() -> None:
+    """Those that tests/test_static.py has for a GPU: a few of each part."""
+    tests = str(Path(__file__).with_name("test_static.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
+    chosen = "llama and logits or wrong_cell or covers or grew or nan or reads_bounds"
+    found = subprocess.run(
+        [*command, "-k", chosen],
+        env={**os.environ, "SHOAL_TEST_DEVICE": "pretend"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:]

@@ -300,8 +300,9 @@ def test_tokens_are_those_of_ordinary_passes(draft_seed: int, options: dict[str,
     expected, made = decode(pair(None, draft_seed), **options), pair(STATIC, draft_seed)
     result = decode(made, **options)
     assert ids(result) == ids(expected)
-    for count in ("rounds", "drafted", "accepted", "target_passes", "draft_passes"):
+    for count in ("rounds", "drafted", "accepted", "target_passes"):
         assert getattr(result.stats, count) == getattr(expected.stats, count)
+    assert result.stats.draft_passes >= expected.stats.draft_passes
     target, draft = made.target.static, made.draft_model.static  # type: ignore[union-attr]
     assert target is not None
     assert draft is not None

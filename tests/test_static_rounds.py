@@ -86,8 +86,9 @@ def test_tokens_and_counts_are_those_of_the_stages(
     stages()
     plain, expected = tokens_of(rule, SETTINGS[settings], "eager", made())
     assert found == expected
-    for count in ("rounds", "drafted", "accepted", "target_passes", "draft_passes", "committed"):
+    for count in ("rounds", "drafted", "accepted", "target_passes", "committed"):
         assert getattr(engine.stats, count) == getattr(plain.stats, count), count
+    assert engine.stats.draft_passes >= plain.stats.draft_passes  # a longer round serves rows that are about to end
     target, draft = runners_of(engine)
     assert target.static is not None
     assert target.static.rounds_failure is None
@@ -132,6 +133,38 @@ def test_rounds_outlive_an_engine_and_end_with_either_cache(monkeypatch: pytest.
     assert generation.rounds
     draft.forget(next(iter(draft._of)))  # the drafter's cache grows
     assert not generation.rounds
+
+
+def test_few_rounds_are_captured_for_a_batch_that_ends_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture takes as long as many rounds: rows that end, and ask for fewer drafts at their ends, find one that serves them."""
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    models_ = runner(hf(), "graphed"), runner(hf(seed=1, layers=1), "graphed")
+    made = engine_of(*models_, Fixed(K), rule=Rejection(), max_batch=8)
+    for i in range(8):
+        made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=6 + 3 * i)))
+    while made.step():
+        pass
+    target = runners_of(made)[0].static
+    assert target is not None
+    kinds = [key for key in target.built if isinstance(key, Kind)]
+    assert {(kind.rows, kind.k) for kind in kinds} <= {(8, K), (8, 0), (1, K), (1, 0)}
+    assert sum(target.ran[kind] for kind in kinds) == made.stats.rounds > 4 * len(kinds)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_draft_length_that_stays_is_captured_even_where_a_longer_one_is(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    target, draft = runner(hf(), "graphed"), runner(hf(seed=1, layers=1), "graphed")
+    rows_of(engine_of(target, draft, Fixed(K), max_batch=8), SETTINGS["sampled"])
+    gc.collect()
+    engine = engine_of(target, draft, Fixed(k), max_batch=8)
+    for _ in range(3):
+        for sampling in SETTINGS["sampled"]:
+            engine.submit(Request((1, 2, 3), 1, sampling, Limits(max_new_tokens=16)))
+    while engine.step():
+        pass
+    assert target.static is not None
+    assert k in {key.k for key in target.static.built if isinstance(key, Kind)}
 
 
 # ── what is left to the stages ──────────────────────────────────────────────────────────────────────────────────────

@@ -10,19 +10,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.drafting.captured_inputs import Round, fill
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.models.cache import Plan
 from shoal.models.compiled.buckets import COLUMNS, bucket_for
 from shoal.models.compiled.drafting import Style, check, style_of
-from shoal.models.compiled.passes import compare
+from shoal.models.compiled.passes import Passes, compare
 from shoal.models.compiled.rounds import CapturedRound, Found, Kind, Model
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
@@ -32,6 +30,10 @@ from shoal.types.trees import DraftTree, chains
 
 MOST = 32
 """Rounds kept per generation of captures: a graph takes a few megabytes, and what it returns."""
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+"""Rows that rounds are captured for: a round of fewer rows takes about as long, and each capture takes as long as many rounds."""
+STEADY = 8
+"""Rounds of one draft length, one after the other, before it is captured where a longer one has been."""
 PENDING = 2
 """Columns of a drafter's first pass: most tokens of a row that its cache lacks."""
 
@@ -50,35 +52,6 @@ class Decided(NamedTuple):
     share: float
 
 
-@dataclass(frozen=True)
-class _Round:
-    """What a round computes.
-
-    Attributes:
-        plan: of the target's pass. first: of the drafter's first pass, which feeds `pending`; None where nothing is drafted.
-        held: tokens of each row in the drafter's cache.
-    """
-
-    rows: Sequence[Row]
-    lengths: Sequence[int]
-    style: Style
-    plan: Plan
-    first: Plan | None
-    pending: Sequence[Sequence[int]]
-    held: Sequence[int]
-
-    @property
-    def k(self) -> int:
-        return max(self.lengths)
-
-    def later(self, step: int, count: int = 1) -> Plan:
-        """Of the drafter's pass `step`, counted from 1 for the one after the first."""
-        first = self.first
-        assert first is not None
-        starts = [length + step - 1 for length in first.lengths]
-        return Plan(first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes)
-
-
 class CapturedRounds:
     """The captured rounds of one engine.
 
@@ -89,6 +62,7 @@ class CapturedRounds:
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._rule = target, rule
         self._drafter = drafter if isinstance(drafter, ModelDrafter) else None
+        self._longest, self._rounds = 0, 0  # the length last asked for, and rounds that have asked for it since
 
     def decide(self, rows: Sequence[Row], lengths: Sequence[int], uniforms: Callable[[int], Tensor]) -> Decided | None:
         """The round of these rows; None where it is left to its stages, which then find the caches as they were.
@@ -102,7 +76,7 @@ class CapturedRounds:
         work = None
         try:
             work = self._round(rows, lengths)
-            return None if work is None else self._decided(work, uniforms(max(lengths) + 1).flatten(2))
+            return None if work is None else self._decided(work, uniforms(work.k + 1).flatten(2))
         except Exception as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             passes.rounds_failure = f"{type(error).__name__}: {reason:.300}"
@@ -112,7 +86,7 @@ class CapturedRounds:
                 self._undo(work)
             return None
 
-    def _round(self, rows: Sequence[Row], lengths: Sequence[int]) -> _Round | None:
+    def _round(self, rows: Sequence[Row], lengths: Sequence[int]) -> Round | None:
         """None where the round cannot be captured."""
         target, k = self._target, max(lengths)
         drafter = self._drafter if k else None
@@ -123,27 +97,39 @@ class CapturedRounds:
         if style is None or target.static is None or not target.static.covers(plan, target.cache):
             return None
         if not k:
-            return _Round(rows, lengths, style, plan, None, (), ())
+            return Round(rows, lengths, style, k, plan, None, (), ())
         if drafter is None or getattr(drafter.propose, "__func__", None) is not _PROPOSE:
             return None
         if drafter.runner.static is None or drafter.runner.device != target.device:
             return None
         held, pending = drafter.lacking(rows, lengths)
         first = drafter.runner.plan(drafter.slots(rows), [len(tokens) for tokens in pending])
-        if first.q > PENDING or not drafter.runner.static.covers(first, drafter.runner.cache, ahead=k - 1):
-            return None
-        return _Round(rows, lengths, style, plan, first, pending, held)
+        for steps in dict.fromkeys((self._steps(k, target.static, style), k)):
+            if first.q <= PENDING and drafter.runner.static.covers(first, drafter.runner.cache, ahead=steps - 1):
+                return Round(rows, lengths, style, steps, plan, first, pending, held)
+        return None
 
-    def _decided(self, work: _Round, noise: Tensor) -> Decided | None:
+    def _steps(self, k: int, passes: Passes, style: Style) -> int:
+        """Drafts to compute where k are asked for: more where that has been captured and k has not, as rows that are about to end
+        ask for a few rounds of each length. What is not captured costs nothing to build."""
+        if passes.executor == "eager":
+            return k
+        self._rounds = self._rounds + 1 if k == self._longest else 1
+        self._longest = k
+        kinds = passes.generation(self._target.cache).rounds
+        captured = [kind.k for kind in kinds if isinstance(kind, Kind) and kind.style == style and kind.k >= k]
+        return min(captured, default=k) if self._rounds < STEADY else k
+
+    def _decided(self, work: Round, noise: Tensor) -> Decided | None:
         """The round; None where logits are not finite."""
         target, drafter = self._target, self._drafter
         round_ = self._prepared(work, noise.shape[2])
-        self._put(round_, work, noise)
+        fill(round_, work, noise, target.vocab_size, 0 if drafter is None else drafter.runner.vocab_size)
         started = time.perf_counter()
         found = round_(work.plan.rows)
         seconds = time.perf_counter() - started
-        drawn = all((drafts[:length] >= 0).all() for drafts, length in zip(found.drafts, work.lengths, strict=True))
-        if not (found.sound.all() and drawn):
+        # Also of drafts that nobody asked for: they leave keys and values.
+        if not found.sound.all() or (found.drafts < 0).any():
             self._undo(work)
             return None
         if not round_.checked:
@@ -156,13 +142,13 @@ class CapturedRounds:
             drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work)
 
-    def _prepared(self, work: _Round, numbers: int) -> CapturedRound:
+    def _prepared(self, work: Round, numbers: int) -> CapturedRound:
         """The round's functions, built if need be."""
         target, drafter = self._target, self._drafter
         assert target.static is not None
         assert isinstance(self._rule, ChainRule)
         slots = target.cache.slots - 1
-        rows = min(1 << (work.plan.rows - 1).bit_length(), slots)
+        rows = min(next((size for size in ROWS if size >= work.plan.rows), slots), slots)
         built = target.static.generation(target.cache)
         drafting, keys, rounds = None, 0, built.rounds
         if work.first is not None and drafter is not None and drafter.runner.static is not None:
@@ -187,27 +173,7 @@ class CapturedRounds:
         round_: CapturedRound = rounds[kind]
         return round_
 
-    def _put(self, round_: CapturedRound, work: _Round, noise: Tensor) -> None:
-        """Fills the round's inputs, on the host."""
-        inputs, rows = round_.inputs, len(work.rows)
-        most = self._target.vocab_size - 1
-        round_.place("target", work.plan)
-        inputs.put("last", _padded([min(row.tokens[-1], most) for row in work.rows], round_.kind.rows))
-        inputs.put("lengths", _padded(work.lengths, round_.kind.rows))
-        temperatures = np.ones(round_.kind.rows)
-        temperatures[:rows] = [row.request.sampling.temperature for row in work.rows]
-        inputs.put("temperatures", temperatures)
-        uniforms = np.full(tuple(round_.uniforms.shape), 0.5)
-        uniforms[:rows] = noise.numpy()
-        inputs.put("uniforms", uniforms)
-        if work.first is not None and self._drafter is not None:
-            round_.place("first", work.first)
-            round_.place("later", work.later(1))
-            most = self._drafter.runner.vocab_size - 1
-            tokens = [[min(own[i], most) if i < len(own) else 0 for i in range(PENDING)] for own in work.pending]
-            inputs.put("pending", _padded(tokens, round_.kind.rows))
-
-    def _check(self, round_: CapturedRound, work: _Round, found: Found) -> None:
+    def _check(self, round_: CapturedRound, work: Round, found: Found) -> None:
         """Raises ArithmeticError if a first round is not what ordinary passes and the rule make of it."""
         rows, k = len(work.rows), work.k
         logits, steps = found.logits.clone(), list(round_.steps)
@@ -233,7 +199,7 @@ class CapturedRounds:
                 fed = drafts[:, j : j + 1].clamp(min=0, max=runner.vocab_size - 1)
         round_.checked = True
 
-    def _undo(self, work: _Round) -> None:
+    def _undo(self, work: Round) -> None:
         """Nothing of a round counts. What is not finite must not stand in the cells that it wrote, where others read past it."""
         for row, start in zip(work.rows, work.plan.starts, strict=True):
             self._target.cache.lengths[row.slot] = start
@@ -249,22 +215,16 @@ def _keys(model: Model, keys: int) -> int:
     return cache.capacity if bucket is None else bucket.keys
 
 
-def _padded(values: Sequence[int] | Sequence[Sequence[int]], rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The values of real rows, and zeros."""
-    own = np.array(values, dtype=np.int64)
-    return np.concatenate([own, np.zeros((rows - len(own), *own.shape[1:]), dtype=np.int64)])
-
-
-def _outcome(found: Found, work: _Round) -> Decided:
+def _outcome(found: Found, work: Round) -> Decided:
     """The round as the stages after the verdict take it."""
-    k, rows = work.k, len(work.rows)
+    k, rows = max(work.lengths), len(work.rows)
     drafts = [own[:length].tolist() for own, length in zip(found.drafts, work.lengths, strict=True)]
     tree = DraftTree.empty(rows, torch.device("cpu"))
     if k:
-        tokens = torch.from_numpy(found.drafts.clip(min=0))
-        tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), k)
+        tokens = torch.from_numpy(found.drafts[:, :k])
+        tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), work.k)
     width = torch.promote_types(found.logits.dtype, torch.float32)
-    probs, logprobs = (torch.from_numpy(values).to(width) for values in (found.probs, found.logprobs))
+    probs, logprobs = (torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs))
     accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
-    return Decided(tree, found.logits, verdict, found.share)
+    return Decided(tree, found.logits[:, : k + 1], verdict, found.share)

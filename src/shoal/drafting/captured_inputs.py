@@ -1,0 +1,73 @@
+"""What a captured round is given: the rows, where they are in both caches, and the numbers of its one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from shoal.models.cache import Plan
+from shoal.models.compiled.drafting import Style
+from shoal.models.compiled.rounds import CapturedRound
+from shoal.types.requests import Row
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round computes.
+
+    Attributes:
+        k: drafts that are computed of each row, at least the longest length. plan: of the target's pass.
+        first: of the drafter's first pass, which feeds `pending`; None where nothing is drafted.
+        held: tokens of each row in the drafter's cache.
+    """
+
+    rows: Sequence[Row]
+    lengths: Sequence[int]
+    style: Style
+    k: int
+    plan: Plan
+    first: Plan | None
+    pending: Sequence[Sequence[int]]
+    held: Sequence[int]
+
+    def later(self, step: int, count: int = 1) -> Plan:
+        """Of the drafter's pass `step`, counted from 1 for the one after the first."""
+        first = self.first
+        assert first is not None
+        starts = [length + step - 1 for length in first.lengths]
+        return Plan(first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes)
+
+
+def fill(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int, draft_vocab_size: int) -> None:
+    """Puts the rows of a round into its inputs, on the host.
+
+    Args:
+        noise: the uniforms of the rows, [rows, k + 1, numbers] float64. vocab_size, draft_vocab_size: of the models.
+    """
+    inputs, rows = round_.inputs, len(work.rows)
+    round_.place("target", work.plan)
+    inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], round_.kind.rows))
+    inputs.put("lengths", _padded(work.lengths, round_.kind.rows))
+    temperatures = np.ones(round_.kind.rows)
+    temperatures[:rows] = [row.request.sampling.temperature for row in work.rows]
+    inputs.put("temperatures", temperatures)
+    uniforms = np.full(tuple(round_.uniforms.shape), 0.5)
+    uniforms[:rows] = noise.numpy()
+    inputs.put("uniforms", uniforms)
+    if work.first is not None:
+        round_.place("first", work.first)
+        round_.place("later", work.later(1))
+        tokens = [
+            [min(own[i], draft_vocab_size - 1) if i < len(own) else 0 for i in range(round_.kind.pending)]
+            for own in work.pending
+        ]
+        inputs.put("pending", _padded(tokens, round_.kind.rows))
+
+
+def _padded(values: Sequence[int] | Sequence[Sequence[int]], rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """The values of real rows, and zeros."""
+    own = np.array(values, dtype=np.int64)
+    return np.concatenate([own, np.zeros((rows - len(own), *own.shape[1:]), dtype=np.int64)])

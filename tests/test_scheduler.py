@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
+from shoal.engine.memory import grown
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -458,7 +459,7 @@ def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
     assert engine.stats.prefills == 20
     assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) - 1 for request in requests)
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert engine.target.cache.slots == min(max_batch, 80)
+    assert engine.target.cache.slots == grown(min(max_batch, 80))
     assert tokens == alone()
 
 
@@ -472,4 +473,5 @@ def test_an_engine_step_costs_nothing_for_rows_that_wait() -> None:
         engine.step()
         return work(lambda: [engine.step() for _ in range(3)])
 
+    of(40)  # what is computed once in a process
     assert of(2000) <= of(40) + 200

@@ -253,7 +253,7 @@ def test_what_is_wrong_shows(name: str, method: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(*SABOTAGE[name])
     if method == "static":
         made.use_static_passes("eager")
-        monkeypatch.setattr("shoal.models.compiled.passes._compare", lambda *_: None)
+        monkeypatch.setattr("shoal.models.compiled.passes.compare", lambda *_: None)
     rows = Rows(made, HISTORIES)
     deep, block = [-1, -1, 1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 51)]  # longer than the window, and a sibling before it
     for _ in range(2):

@@ -118,6 +118,8 @@ class Passes:
     def release(self) -> None:
         """Lets go of the caches that no runner uses, and of the passes over them."""
         self._idle.clear()
+        for built in list(self._of.values()):
+            built.end()  # its rounds know the caches
         self._of.clear()
 
     def forget(self, cache: SlotCache) -> None:

@@ -176,6 +176,7 @@ def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool
     """A controller that knows these costs and has seen this acceptance at every position."""
     pair_costs = PairCosts(packed)
     pair_costs.verify, pair_costs.draft, pair_costs.rounds = KnownCosts(verify), KnownCosts({1: draft, 64: draft}), 100
+    pair_costs.start = pair_costs.draft
     seen = pair_costs.acceptance._positions
     seen._trials[:], seen._hits[:] = 50.0, 50.0 * acceptance
     return Auto(pair_costs)
@@ -359,6 +360,7 @@ def with_known_costs(packed: bool = False) -> Auto:
     """For a target whose pass costs little more for many positions, and a drafter that is not free."""
     pair_costs = PairCosts(packed)
     pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 1000: 1.5}), KnownCosts({1: 0.02, 250: 0.02})
+    pair_costs.start = pair_costs.draft
     return Auto(pair_costs)
 
 
@@ -454,6 +456,7 @@ class Steps:
 def test_no_drafter_work_where_it_does_not_pay() -> None:
     pair_costs = PairCosts(packed=False)
     pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 1000: 1000.0}), KnownCosts({1: 5.0, 250: 5.0})
+    pair_costs.start = pair_costs.draft
     pair_costs.rounds = 100
     engine, _ = run(Auto(pair_costs), samples=200)
     assert (engine.stats.draft_passes, engine.stats.drafted) == (0, 0)

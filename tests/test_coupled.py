@@ -66,6 +66,7 @@ def with_known_costs() -> Auto:
     """`Auto` for a target whose pass costs little more for many positions, and a drafter ten times as cheap."""
     pair_costs = PairCosts(packed=False)
     pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 100: 1.5}), KnownCosts({1: 0.1, 16: 0.1})
+    pair_costs.start = pair_costs.draft
     return Auto(pair_costs)
 
 

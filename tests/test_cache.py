@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.engine.memory import grown
 from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.layer import allocated
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.types.prefix import Prefix
@@ -181,6 +183,24 @@ def test_growth_keeps_what_is_there(cache: SlotCache) -> None:
     assert (cache.slots, cache.capacity) == (5, 40)  # never shrinks
     write(cache, [4], [30], 20)
     assert len(held(cache, 4)) == 30
+
+
+def test_growth_copies_no_more_than_what_rows_have(cache: SlotCache) -> None:
+    """Rejected drafts lie beyond; what is new is zero, also where a mask would hide it: 0 * NaN is NaN."""
+    cache.stores()[0][0][:, 4:] = torch.nan  # beyond all rows' ends
+    cache.reserve(5, 40)
+    keys = cache.stores()[0][0]
+    assert keys[1, :4].all()
+    assert not keys[:, 4:].any()
+    assert keys.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("layer", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_of_any_dtype(layer: torch.dtype) -> None:
+    zeros = allocated(torch.ones(1, 2, 3, 4, dtype=layer), 5, 6)
+    assert (zeros.shape, zeros.dtype) == ((5, 6, 2, 4), layer)
+    assert not zeros.any()
+    assert not allocated(torch.ones(1, 2, 3, 4), 0, 6).numel()
 
 
 def test_side_by_side_slots_are_views_and_others_copies(cache: SlotCache) -> None:
@@ -352,3 +372,13 @@ def test_forks_share_weights_and_nothing_else() -> None:
     one.feed([0], torch.tensor([[1, 2, 3]]), [3])
     assert (one.passes, two.passes) == (1, 0)
     assert (one.cache.lengths, two.cache.lengths) == ([3], [])
+
+
+@given(st.integers(0, 10_000))
+def test_room_to_spare_is_at_most_a_quarter(size: int) -> None:
+    assert size <= grown(size) <= 1.25 * size
+    assert grown(grown(size)) == grown(size)
+
+
+def test_what_grows_one_by_one_is_copied_a_few_times() -> None:
+    assert len({grown(size) for size in range(1, 257)}) == 28

@@ -19,6 +19,7 @@ import torch
 
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
+from shoal.engine.memory import grown
 from shoal.engine.scheduler import Scheduler
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
@@ -115,7 +116,7 @@ def test_batched_permuted_and_compacted(max_batch: int, order: str, monkeypatch:
     for i in indices:
         assert paths(rows[i]) == alone(i)
     assert moves or max_batch < 7
-    assert running.target.cache.slots == min(max_batch, sum(request.n for request in requests()))
+    assert running.target.cache.slots == grown(min(max_batch, sum(request.n for request in requests())))
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats, weights
+from shoal.models.cache import slots
 from shoal.models.lean import whole
 from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import LeanPass
@@ -32,8 +34,8 @@ from test_native import threads
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels in C: {build.missing()}")
 DTYPES = (torch.float32, torch.bfloat16)
-CALLS = 8
-"""Passes of `life` that the kernel computes: all but the one with a long prompt and those into the shared store."""
+CALLS = 11
+"""Passes of `life` that the kernel computes: all but the one with a long prompt."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,7 @@ def lived(runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
         for tensor in stores[:2]
         for slot, length in enumerate(cache.lengths)
     ]
-    return rows.logits, held
+    return rows.logits, held + [tensor for stores in cache.stores() for tensor in stores[2:]]
 
 
 def differing(runner: Runner, other: Runner) -> int:
@@ -106,6 +108,17 @@ def test_the_bits_are_those_of_the_operations(name: str, dtype: torch.dtype) -> 
     with counted() as calls:
         assert not differing(runner, by_operations(runner))
     assert sum(calls) == CALLS
+
+
+def test_a_prompt_at_the_wrong_place_of_the_shared_store_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, as_slot = packed("llama"), slots._as_slot
+    operations = by_operations(runner)
+    expected = lived(operations)
+    monkeypatch.setattr(slots, "_as_slot", lambda into, *stores: as_slot(replace(into, base=max(into.base - 1, 0)), *stores))
+    found = lived(runner)
+    assert any(
+        not torch.equal(a, b) for one, two in zip(expected, found, strict=True) for a, b in zip(one, two, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

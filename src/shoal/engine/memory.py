@@ -21,6 +21,13 @@ CacheSize = tuple[int, int, int]
 """Slots, tokens per slot, and token slots of the prefix store."""
 
 
+def grown(size: int) -> int:
+    """The size and up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... So what grows one by one to n is copied about
+    3 log n times, not n times."""
+    step = 1 << max(size.bit_length() - 3, 0)
+    return -(-size // step) * step
+
+
 class Memory:
     """The caches of an engine's models.
 
@@ -88,9 +95,7 @@ class Memory:
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
         """Whether there is memory for these rows in that many slots, with these prompts (by group) in the prefix store."""
-        most, beside = self._most, self._reserved
-        if most is None and slots > self._few:
-            most, beside = self._available, slots * self._row_bytes
+        most, beside = self._limit(slots)
         if most is None:
             return True
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
@@ -112,17 +117,32 @@ class Memory:
         self._reserved = need if tokens else 0
 
     def allocate(self, round_: Round) -> None:
-        """Sizes the caches for what a round has in its slots. They keep the size they had, unless that would be too much.
+        """Sizes the caches for what a round has in its slots. They keep the size they had, unless that would be too much. With room
+        to spare where there is enough memory: a cache that grows by one row is copied as a whole.
 
         Raises:
             OutOfMemory.
         """
-        sizes = [(model, self._size(model, round_.in_slots, round_.slots, round_.prefixes)) for model in self._models]
-        if self._most is not None and sum(model.grown_bytes(*size) for model, size in sizes) + self._reserved > self._most:
-            for model, size in sizes:
+        sizes = [self._size(model, round_.in_slots, round_.slots, round_.prefixes) for model in self._models]
+        roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
+        most, beside = self._limit(round_.slots)
+        if most is None or self._grown_bytes(roomy) + beside <= most:
+            sizes = roomy
+        elif self._most is not None and self._grown_bytes(sizes) + beside > most:
+            for model, size in zip(self._models, sizes, strict=True):
                 model.trim(*size)
-        for model, size in sizes:
+        for model, size in zip(self._models, sizes, strict=True):
             model.reserve(*size)
+
+    def _grown_bytes(self, sizes: Sequence[CacheSize]) -> int:
+        """Bytes that the caches take once they are of these sizes, or larger as they are now."""
+        return sum(model.grown_bytes(*size) for model, size in zip(self._models, sizes, strict=True))
+
+    def _limit(self, slots: int) -> tuple[int | None, int]:
+        """The most bytes for caches of so many slots, None = no limit, and the bytes that are to stay free beside them."""
+        if self._most is None and slots > self._few:
+            return self._available, slots * self._row_bytes
+        return self._most, self._reserved
 
     def _size(self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> CacheSize:
         """The cache that the model needs."""

@@ -7,13 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
 MAX_PASS_WIDTH = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
+SHORT = 4 * MOST_COLUMNS
 MAX_PASS_TOKENS = 4096
 """Tokens per pass over all rows, padding included."""
+
+
+def pass_width(runner: Runner, longest: int) -> int:
+    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels that compute passes in one call take a few: a wider
+    pass goes operation by operation, which takes up to 1.4 times as long, and less from some `SHORT` tokens on."""
+    in_one_call = longest <= SHORT and runner.lean is not None and runner.lean.whole is not None
+    return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
 
 
 def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -> int:
@@ -23,18 +32,19 @@ def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -
         prompts: (slot, tokens) pairs; those without tokens are passed over.
     """
     todo = sorted((pair for pair in prompts if pair[1]), key=lambda pair: -len(pair[1]))
+    width = pass_width(runner, len(todo[0][1]) if todo else 0)
     while todo:
         longest = len(todo[0][1])
-        rows = max(1, MAX_PASS_TOKENS // min(longest, MAX_PASS_WIDTH))
+        rows = max(1, MAX_PASS_TOKENS // min(longest, width))
         # Padding up to the longest must not reach beyond the end of a slot that is nearly full.
         batch = [pair for pair in todo if _free(runner, pair[0]) >= longest][:rows]
         taken = {slot for slot, _ in batch}
         todo = [pair for pair in todo if pair[0] not in taken]
-        for first in range(0, longest, MAX_PASS_WIDTH):
-            part = [(slot, tokens[first : first + MAX_PASS_WIDTH]) for slot, tokens in batch if len(tokens) > first]
-            width = max(len(tokens) for _, tokens in part)
+        for first in range(0, longest, width):
+            part = [(slot, tokens[first : first + width]) for slot, tokens in batch if len(tokens) > first]
+            most = max(len(tokens) for _, tokens in part)
             # Padding repeats a token of the row's own: what spoils another row's keys must not come in that way.
-            padded = [[*tokens, *[tokens[-1]] * (width - len(tokens))] for _, tokens in part]
+            padded = [[*tokens, *[tokens[-1]] * (most - len(tokens))] for _, tokens in part]
             block = torch.tensor(padded, device=runner.device)
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
     return sum(len(tokens) for _, tokens in prompts)
@@ -48,6 +58,7 @@ def _free(runner: Runner, slot: int) -> int:
 
 def feed_prefix(runner: Runner, prefix: Prefix, start: int, tokens: Tensor) -> int:
     """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns how many there were."""
-    for first in range(0, tokens.shape[1], MAX_PASS_WIDTH):
-        runner.feed_prefix(prefix, start + first, tokens[:, first : first + MAX_PASS_WIDTH])
+    width = pass_width(runner, tokens.shape[1])
+    for first in range(0, tokens.shape[1], width):
+        runner.feed_prefix(prefix, start + first, tokens[:, first : first + width])
     return tokens.shape[1]

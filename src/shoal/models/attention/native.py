@@ -25,8 +25,8 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def takes(plan: Plan) -> bool:
-    """Whether the kernel attends in this pass; not for prompts."""
-    return plan.q <= MOST_COLUMNS and plan.into is None
+    """Whether the kernel attends in this pass; not for long prompts."""
+    return plan.q <= MOST_COLUMNS
 
 
 def native(inputs: AttentionInputs) -> Tensor:

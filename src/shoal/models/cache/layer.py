@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes, of a cache line and of the widest vectors."""
 
 
 @dataclass
@@ -21,22 +27,37 @@ class Layer:
         """The slots'."""
         return self.keys, self.values
 
-    def resize(self, slots: int, capacity: int, cells: int) -> None:
-        """Makes room, or takes it back, keeping what fits."""
-        self.keys, self.values = (_resized(tensor, slots, capacity) for tensor in (self.keys, self.values))
-        self.shared_keys, self.shared_values = (_resized(tensor, cells) for tensor in (self.shared_keys, self.shared_values))
+    def resize(self, slots: int, capacity: int, cells: int, used: int) -> None:
+        """Makes room, or takes it back, keeping what fits of the first `used` tokens in each slot."""
+        size, kept = (slots, capacity), (slots, min(used, capacity))
+        self.keys, self.values = (_resized(tensor, size, kept) for tensor in (self.keys, self.values))
+        self.shared_keys, self.shared_values = (
+            _resized(tensor, (cells,), (cells,)) for tensor in (self.shared_keys, self.shared_values)
+        )
 
 
 def allocated(states: Tensor, *size: int) -> Tensor:
     """Zeros [*size, heads, dim] for states [rows, heads, q, dim]: a masked key is multiplied by 0, and 0 * NaN would be NaN."""
-    return states.new_zeros(*size, states.shape[1], states.shape[3])
+    return _zeros(states, (*size, states.shape[1], states.shape[3]))
 
 
-def _resized(tensor: Tensor, *size: int) -> Tensor:
-    """The tensor with its first dimensions enlarged or cut; itself where nothing changes."""
+def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
+    """The tensor with its first dimensions enlarged or cut, and of the old elements those within `kept`; itself where nothing
+    changes."""
     if tensor.shape[: len(size)] == size:
         return tensor
-    resized = tensor.new_zeros(*size, *tensor.shape[len(size) :])
-    kept = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, size, strict=False))
-    resized[kept] = tensor[kept]
+    resized = _zeros(tensor, (*size, *tensor.shape[len(size) :]))
+    part = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, kept, strict=False))
+    resized[part] = tensor[part]
     return resized
+
+
+def _zeros(like: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Zeros of a tensor's dtype on its device. On a CPU the system makes a page when something is first written there, so that room
+    which no row uses costs neither time nor memory."""
+    if like.device.type != "cpu":
+        return like.new_zeros(size)
+    count = math.prod(size) * like.element_size()
+    buffer = np.zeros(count + ALIGNMENT, dtype=np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return torch.from_numpy(buffer[start : start + count]).view(like.dtype).view(size)

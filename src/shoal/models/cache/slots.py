@@ -58,12 +58,14 @@ class SlotCache(Cache):
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
         self._addresses = None
+        own = (length - (prefix.length if prefix else 0) for length, prefix in zip(self.lengths, self.prefixes, strict=True))
+        used = max(own, default=0)
         try:
             for layer in self._layers:
-                layer.resize(slots, capacity, cells)
+                layer.resize(slots, capacity, cells, used)
         except BaseException:  # out of memory, most likely: all layers must stay of one size
             for layer in self._layers:
-                layer.resize(self.slots, self.capacity, self.cells)
+                layer.resize(self.slots, self.capacity, self.cells, used)
             raise
         self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
         self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
@@ -103,8 +105,14 @@ class SlotCache(Cache):
         """Keys and values of each layer, the slots' and the shared ones, for passes that write and read them themselves."""
         return [(layer.keys, layer.values, layer.shared_keys, layer.shared_values) for layer in self._layers]
 
-    def addresses(self) -> array[int]:
-        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the cache changes its size."""
+    def addresses(self, into: Prefix | None = None) -> array[int]:
+        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the cache changes its size.
+
+        Args:
+            into: a prompt on its way into the shared store, whose place there is the slot of the pass.
+        """
+        if into is not None:
+            return array("q", [address for stores in self.stores() for address in _as_slot(into, *stores[2:])])
         if self._addresses is None:
             self._addresses = array("q", [tensor.data_ptr() for stores in self.stores() for tensor in stores])
         return self._addresses
@@ -277,3 +285,9 @@ class SlotCache(Cache):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def _as_slot(into: Prefix, keys: Tensor, values: Tensor) -> tuple[int, int, int, int]:
+    """Addresses of a layer's stores for a pass whose only slot is the prompt's place in the shared store."""
+    own = [store.data_ptr() + into.base * store.stride(0) * store.element_size() for store in (keys, values)]
+    return own[0], own[1], keys.data_ptr(), values.data_ptr()

@@ -41,7 +41,7 @@ class NativePass:
         self._threads = torch.get_num_threads()
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
-        self._stores = cache.addresses()
+        self._stores = cache.addresses(plan.into)
         self._cos, self._sin = kernels.angles.reach(max(plan.starts) + plan.q)
         self._positions = plan.pack(plan.positions).reshape(-1)
         tokens, width = self._positions.numel(), decoder.heads * decoder.dim
@@ -68,7 +68,7 @@ class NativePass:
         decoder = self._kernels.decoder
         heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
         token = kv_heads * dim
-        self._row_starts = self._first_tokens(plan), np.array(plan.slots) * (cache.capacity * token)
+        self._row_starts = self._first_tokens(plan), np.array(plan.slots or [0]) * (cache.capacity * token)
         firsts, slots = (starts.ctypes.data for starts in self._row_starts)
         return Attention(
             plan.rows, heads, kv_heads, dim, dim, self._threads, decoder.scale, 0.0, 0, plan.bounds.data_ptr(), firsts, slots,

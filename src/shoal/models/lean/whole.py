@@ -64,8 +64,9 @@ class WholePass:
         decoder = self.decoder
         if not len(cache):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
-        bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *plan.slots])
-        ids, stores, trees = tokens.contiguous(), cache.addresses(), None if plan.parents is None else _Trees(plan, decoder)
+        bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *(plan.slots or [0])])
+        ids, stores = tokens.contiguous(), cache.addresses(plan.into)
+        trees = None if plan.parents is None else _Trees(plan, decoder)
         cos, sin = self.angles.reach(max(plan.starts) + plan.q + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
         workspace = torch.empty((2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)

@@ -194,6 +194,7 @@ class EngineThread:
         gc.collect()
         for release in releases:
             release()
+        gc.collect()  # captured rounds know themselves
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

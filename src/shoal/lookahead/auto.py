@@ -173,7 +173,8 @@ class Auto:
             return
         if self._plain is None:
             self._plain = costs.verify.seconds(rows)
-        plain, spent = self._plain, whole + costs.observe_drafting(rows, outcome)
+        drafting = costs.observe_drafting(rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between)
+        plain, spent = self._plain, whole + drafting
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))

@@ -10,7 +10,6 @@ import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.credit import Credit
-from shoal.types.rounds import Outcome
 
 CALIBRATION_SHARE = 0.02
 """Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
@@ -142,13 +141,16 @@ class PairCosts:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
-    def observe_drafting(self, rows: int, outcome: Outcome) -> float:
-        """A round with drafts; returns what such a proposal takes. Where the times of its steps are unknown they are taken to be
-        alike."""
-        between, more = outcome.seconds_between, outcome.steps - 1
+    def observe_drafting(self, rows: int, steps: int, seconds: float, between: float | None) -> float:
+        """A proposal of so many steps; returns what such a proposal takes.
+
+        Args:
+            seconds: of it. between: of them, for all steps but one; None = unknown: steps are then taken to be alike.
+        """
+        more = steps - 1
         if between is None:
-            return outcome.steps * self.draft.observe(rows, outcome.seconds_drafting / outcome.steps)
-        start = self.start.observe(rows, outcome.seconds_drafting - between)
+            return steps * self.draft.observe(rows, seconds / steps)
+        start = self.start.observe(rows, seconds - between)
         return start + (more * self.draft.observe(rows, between / more) if more else 0.0)
 
     def seconds_starting(self, rows: int) -> float:

@@ -351,7 +351,7 @@ def launches_per_layer(dtype: torch.dtype, fused: bool, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch, torch.inference_mode():
             counting = Launches(patch)
             made.feed([0, 1], tokens, [1, 1])  # makes the layers of its cache
-            plan = made._plan([0, 1], [1, 1])
+            plan = made.plan([0, 1], [1, 1])
             passes, bucket = made.static, Bucket(2, 1, 20)
             assert passes is not None
             prepared = passes.prepared(bucket, bucket, made.cache, lambda passes=passes: passes.forward)

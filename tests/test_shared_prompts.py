@@ -16,6 +16,7 @@ from torch import Tensor
 import prompts as bench
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
+from shoal.engine.memory import grown
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_store import MIN_SAVED_TOKENS, POLICIES, PrefixStore
 from shoal.errors import InternalError, RequestError
@@ -339,8 +340,10 @@ def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
     shared, copied = (
         run(target, None, [(prompt(length), n, new)], prefix_sharing=p)[0].target.cache for p in ("shared", "copied")
     )
-    assert tensor_bytes(shared) == shared.nbytes() == (length - 1 + n * (new + 2)) * shared.bytes_per_token()
-    assert tensor_bytes(copied) == copied.nbytes() == n * (length + new + 1) * copied.bytes_per_token()
+    assert (
+        tensor_bytes(shared) == shared.nbytes() == (grown(length - 1) + grown(n) * grown(new + 2)) * shared.bytes_per_token()
+    )
+    assert tensor_bytes(copied) == copied.nbytes() == grown(n) * grown(length + new + 1) * copied.bytes_per_token()
 
 
 def test_the_measured_cases_are_what_they_say() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats, weights
+from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
 from shoal.models.lean import whole
 from shoal.models.lean.decoder import decoder_of
@@ -25,10 +26,12 @@ from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
+from shoal.models.prompts import SHORT, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native import build
+from shoal.types.prefix import Prefix
 from test_lean import MODELS, WRITES, Rows, life, original
 from test_native import threads
 
@@ -108,6 +111,19 @@ def test_the_bits_are_those_of_the_operations(name: str, dtype: torch.dtype) -> 
     with counted() as calls:
         assert not differing(runner, by_operations(runner))
     assert sum(calls) == CALLS
+
+
+def test_short_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
+    """Longer ones in a wide pass by operations, which is as fast."""
+    runner = packed("llama").fork()
+    runner.reserve(1, 300, 300)
+    ids = [i % 40 for i in range(SHORT + 1)]
+    for count, expected in ((MOST_COLUMNS, [True]), (MOST_COLUMNS + 11, [True, True]), (SHORT + 1, [False])):
+        with counted() as calls:
+            feed_prompts(runner, [(0, ids[:count])])
+            feed_prefix(runner, Prefix(0, count), 0, torch.tensor([ids[:count]]))
+        assert calls == 2 * expected
+        runner.cache.enter(0)
 
 
 def test_a_prompt_at_the_wrong_place_of_the_shared_store_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ from shoal.types.prefix import Prefix
 MAX_PASS_WIDTH = 512
 """Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
 SHORT = 4 * MOST_COLUMNS
+"""Longest prompt that is computed in narrow passes, where kernels compute these in one call."""
 MAX_PASS_TOKENS = 4096
 """Tokens per pass over all rows, padding included."""
 
 
 def pass_width(runner: Runner, longest: int) -> int:
-    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels that compute passes in one call take a few: a wider
-    pass goes operation by operation, which takes up to 1.4 times as long, and less from some `SHORT` tokens on."""
+    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels compute a pass in one call up to `MOST_COLUMNS` tokens;
+    a wider one goes operation by operation, which takes longer for short prompts and is as fast for long ones."""
     in_one_call = longest <= SHORT and runner.lean is not None and runner.lean.whole is not None
     return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
 

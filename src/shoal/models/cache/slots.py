@@ -58,8 +58,7 @@ class SlotCache(Cache):
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
         self._addresses = None
-        own = (length - (prefix.length if prefix else 0) for length, prefix in zip(self.lengths, self.prefixes, strict=True))
-        used = max(own, default=0)
+        used = max((length - self._offset(slot) for slot, length in enumerate(self.lengths)), default=0)
         try:
             for layer in self._layers:
                 layer.resize(slots, capacity, cells, used)

@@ -7,7 +7,6 @@ milliseconds, on a GPU every new shape is compiled for seconds; hence small case
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mutants import mutant
 from shoal import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
@@ -380,17 +380,9 @@ WEAK_TREE = replace(WEAK, rows=(Row(40, 9, 0), Row(37, 2), Row(20, 9, 1)), windo
 @pytest.mark.parametrize("name", [*MUTANTS, *TREE_MUTANTS])
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = (MUTANTS | TREE_MUTANTS)[name]
-    source = Path(str(kernels.__file__)).read_text(encoding="utf-8")
-    assert source.count(right) == 1, f"the kernel no longer says {right!r}"
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(right, wrong), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    wrong_kernels = mutant(kernels, right, wrong, tmp_path)
     for kernel in ("attend", "combine"):
-        monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
+        monkeypatch.setattr(kernels, kernel, getattr(wrong_kernels, kernel))
     assert excess(WEAK if name in MUTANTS else WEAK_TREE) > 100
 
 

@@ -5,7 +5,6 @@ Not collected by itself: `test_layers.py` runs this file in a process of its own
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mutants import mutant
 from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.compiled.buckets import Bucket
@@ -258,16 +258,8 @@ WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 @pytest.mark.parametrize(("kernel", "name"), [(kernel, name) for kernel, mutants in MUTANTS.items() for name in mutants])
 def test_a_wrong_kernel_is_caught(kernel: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MUTANTS[kernel][name]
-    source = Path(str(kernels.__file__)).read_text(encoding="utf-8")
-    assert source.count(right) == 1, f"the kernels say {right!r} {source.count(right)} times"
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(right, wrong), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
+    wrong_kernels = mutant(kernels, right, wrong, tmp_path)
+    monkeypatch.setattr(kernels, kernel, getattr(wrong_kernels, kernel))
     assert OPERATIONS[kernel](WEAK) > 30
 
 

@@ -244,7 +244,7 @@ def test_a_prompt_of_stray_bytes(shoal: Command, tiny: Models) -> None:
         (["-f", "no-such-file.txt"], "no-such-file.txt"),
         (["-p", "x", "--greedy", "--temperature", "0.5"], "--greedy"),
         (["-p", "x", "--model", "./no-such-model"], "no-such-model"),
-        (["-p", "x", "--draft", "./no-target"], "--draft needs --model"),
+        (["-p", "x", "--draft", "./no-target"], "--draft DIR needs --model"),
         (["-p", "x", "--output", "no-such-folder/out.json"], "no-such-folder"),
         (["-p", "x", "--no-such-option"], "--no-such-option"),
     ],

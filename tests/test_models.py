@@ -193,7 +193,7 @@ def test_an_unknown_architecture(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_drafter_without_a_target(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(RequestError, match="a drafter was given without a target model"):
+    with pytest.raises(RequestError, match="a draft model was given without a target model"):
         shoal.load(None, pair[1])
 
 

@@ -18,6 +18,7 @@ from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
+from shoal.drafting.specs import Drafting, drafting_of
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
@@ -49,7 +50,8 @@ Source = str | Path | nn.Module
 
 
 def load(
-    target: Source | None = None, draft: Source | None = None, *, tokenizer: Any = None, dtype: str | torch.dtype = "auto",
+    target: Source | None = None, draft: Source | Drafter | None = None, *, tokenizer: Any = None,
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int | str = "auto", compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
     prefix_sharing: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
@@ -61,7 +63,9 @@ def load(
     Args:
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
-        draft: the same of a smaller model with the same tokenizer; None = plain decoding (unless bundled).
+        draft: the same of a smaller model with the same tokenizer; or a drafter that needs no model, by its name and options
+            ("ngram", "ngram:min=2,max=4"), see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one
+            call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
@@ -86,31 +90,49 @@ def load(
     Raises:
         RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
     """
+    model, drafting = _drafts(draft)
     if target is None:
-        if draft is not None:
-            raise RequestError("a drafter was given without a target model")
-        target, draft = loading.bundled("target"), loading.bundled("drafter")
+        if model is not None:
+            raise RequestError("a draft model was given without a target model")
+        target, model = loading.bundled("target"), loading.bundled("drafter") if drafting is None else None
     formats = parse_formats(quantize)
     placing = {"dtype": dtype, "device": device, "revision": revision, "tensor_parallel": tensor_parallel}
     _check_source("target", target, **placing, quantize=formats["target"])
-    _check_source("draft", draft, draft_revision=draft_revision, quantize=formats["draft"])
-    named = ((target, revision), (draft, draft_revision))
-    local = [require_source(name, version, local_files_only) for name, version in named if isinstance(name, (str, Path))]
+    if model is None and drafting is not None and (draft_revision is not None or formats["draft"] != "off"):
+        raise RequestError(f"{drafting.name} is no model: draft_revision and quantize=draft are for models")
+    _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
+    sources = ((target, revision), (model, draft_revision))
+    local = [require_source(name, version, local_files_only) for name, version in sources if isinstance(name, (str, Path))]
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
     draft_runner = None
-    if draft is not None:
-        draft_tokenizer = _tokenizer(draft, draft_revision, common)
-        draft_runner = _runner(draft, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
+    if model is not None:
+        draft_tokenizer = _tokenizer(model, draft_revision, common)
+        draft_runner = _runner(model, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
         pairing.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
-    for source, model in ((target, runner), (draft, draft_runner)):
-        if model is not None:
-            choose_passes(model, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
-    pair = Shoal(runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing)
+    for source, one in ((target, runner), (model, draft_runner)):
+        if one is not None:
+            choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
+    pair = Shoal(
+        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting
+    )  # fmt: skip
     LOG.info(one_line(pair.loaded))
     return pair
+
+
+def _drafts(draft: Source | Drafter | None) -> tuple[Source | None, Drafting | None]:
+    """The draft model and the drafter without one that `draft` means. Raises RequestError: it is neither."""
+    drafting = drafting_of(draft)
+    if drafting is not None:
+        return None, drafting
+    if draft is None or isinstance(draft, (str, Path, nn.Module)):
+        return draft, None
+    raise RequestError(
+        "draft must be a hub id, a directory, a Transformers model, a drafter's name or an object of "
+        f"shoal.drafting.protocol.Drafter, got a {type(draft).__name__}"
+    )
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
@@ -142,18 +164,19 @@ class Shoal:
     """A loaded pair, ready to generate. As a context manager it closes itself.
 
     Attributes:
-        target, draft_model: `Runner`s (draft_model None = plain decoding). tokenizer: Transformers' (None: ids only).
-        max_batch, prefix_sharing: see `load`.
+        target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
+        max_batch, prefix_sharing: see `load`. drafting: makes drafters other than that of the draft model; None = there are none.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto",
+        prefix_sharing: str = "auto", drafting: Drafting | None = None,
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
+        self.drafting = drafting
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.packs)
         self._batch_sizes = BatchSizes()
@@ -171,6 +194,13 @@ class Shoal:
     def draft_model(self) -> Runner | None:
         """Raises RequestError once it is closed."""
         return self._open()[1]
+
+    @property
+    def drafter_name(self) -> str | None:
+        """The draft model's, or that of a drafter without a model, with its options; None = plain decoding."""
+        if self.drafting is not None:
+            return self.drafting.name
+        return None if self.draft_model is None else self.draft_model.name
 
     def _open(self) -> tuple[Runner, Runner | None]:
         if self._models is None:
@@ -198,8 +228,7 @@ class Shoal:
         if self._models is None:
             return "Shoal(closed)"
         place = f"{self.target.dtype} on {self.target.device}".removeprefix("torch.")
-        draft = self.draft_model.name if self.draft_model else None
-        return f"Shoal(target={self.target.name!r}, draft={draft!r}, {place}, max_batch={self.max_batch})"
+        return f"Shoal(target={self.target.name!r}, draft={self.drafter_name!r}, {place}, max_batch={self.max_batch})"
 
     def generate(
         self,
@@ -220,7 +249,7 @@ class Shoal:
         Args:
             prompts: one text, several texts, or several lists of token ids; also as NumPy arrays, tensors ([length], or
                 [rows, length] without padding), tuples or generators.
-            n: samples per prompt. drafter: proposes instead of the loaded draft model, any object of
+            n: samples per prompt. drafter: proposes instead of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
             constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`.
@@ -274,7 +303,7 @@ class Shoal:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
 
         Args:
-            drafter: proposes instead of the loaded draft model. chunk, kv_bytes: see `shoal.engine.engine.Engine`.
+            drafter: proposes instead of the pair's own. chunk, kv_bytes: see `shoal.engine.engine.Engine`.
 
         Raises:
             RequestError: for an unknown lookahead.
@@ -283,8 +312,8 @@ class Shoal:
         max_batch = self._batch_sizes.of(self.max_batch, costs if drafter is None else drafter, lookahead_name)
         if drafter is not None:
             costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.packs))
-        elif self.draft_model is not None:
-            drafter = ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+        else:
+            drafter = self._drafter()
         controller = controllers.by_name(lookahead_name, costs)
         engine = Engine(
             self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
@@ -293,10 +322,17 @@ class Shoal:
         engine.stats.loaded = self.loaded
         return engine
 
+    def _drafter(self) -> Drafter | None:
+        """The pair's own, for a new engine."""
+        if self.drafting is not None:
+            return self.drafting.drafter(self.target)
+        return None if self.draft_model is None else ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
         """What was chosen for "target" and "draft" when they were loaded, see `shoal.models.load_report`."""
-        return load_report(self.target, self.draft_model)
+        drafter = None if self.drafting is None else self.drafting.name
+        return load_report(self.target, self.draft_model, drafter)
 
 
 def _rule(speculation: Speculation, sampling: Sampling) -> Rule:

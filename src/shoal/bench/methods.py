@@ -114,7 +114,7 @@ def _continuous(pair: Shoal, work: Work) -> Run:
 def _assisted(pair: Shoal, work: Work) -> Run:
     """`generate` with the drafter as `assistant_model`, which takes one row at a time."""
     if pair.draft_model is None:
-        raise RequestError("there is no drafter to assist")
+        raise RequestError("there is no draft model to assist")
     hf, ids, ended, seconds = pair.target.hf, [], [], 0.0
     torch.manual_seed(work.seed)
     for row in work.rows:

@@ -63,7 +63,7 @@ class BenchmarkRunner:
         self._measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
         self.methods = [shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads]
         self.methods += [baseline_method(self.pair, name, self.job.openvino) for name in self.job.baselines]
-        if self.pair.draft_model is None and len(self.job.lookaheads) > 1:
+        if self.pair.drafter_name is None and len(self.job.lookaheads) > 1:
             raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
         self.report = Report(self._config(), machine(self.pair.target.device))
         exact = self.pair.target.dtype in EXACT
@@ -89,6 +89,8 @@ class BenchmarkRunner:
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
         described = {role: None if model is None else _described(model) for role, model in models.items()}
+        if self.pair.drafting is not None:
+            described["draft"] = {"name": self.pair.drafting.name} | (described["draft"] or {})
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
         lengths = [len(ids) for ids in self.pool]
         asked = {name: value for name, value in vars(self.job).items() if name != "openvino"}  # a path of this machine

@@ -44,7 +44,7 @@ class BenchSource(ModelSource, RandomWeights):
 
         if self.shape is None:
             pair = self.load()
-        elif self.model is not None:
+        elif self.model is not None or self.draft is not None:
             raise RequestError("--shape makes its own models: leave out --model and --draft")
         else:
             placed = {
@@ -53,7 +53,7 @@ class BenchSource(ModelSource, RandomWeights):
             pair = shaped_pair(self.shape, seed=seed, **placed)
         if self.shuffled:
             if pair.draft_model is None:
-                raise RequestError("--shuffled needs a drafter: give --draft")
+                raise RequestError("--shuffled needs a draft model: give --draft DIR")
             shuffle_weights(pair.draft_model, seed)
         return pair
 

@@ -115,7 +115,7 @@ def checks_of(
     yield measured_on(context, *sets)
     yield check_model.number_format(model.target)
     yield measured_on(check_model.memory(case), *sets)
-    if model.draft_model is not None and context.status != "fail":
+    if model.drafter_name is not None and context.status != "fail":
         yield from _drafting_checks(case.drafted())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,6 @@ from shoal.cli.check_prompts import PromptSet
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.bench.methods import Method
-    from shoal.models.runner import Runner
     from shoal.types.samples import Result
 
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
@@ -59,14 +59,13 @@ class Case:
     say: Callable[[str], None] = field(repr=False)
 
     @property
-    def draft(self) -> Runner:
-        """The drafter; checks that need it run only where there is one."""
-        assert self.model.draft_model is not None
-        return self.model.draft_model
+    def draft_context(self) -> int:
+        """Most tokens of a row that the drafter reads: those of its model, or as many as there are."""
+        return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> Case:
         """The same with those prompts only that the drafter holds: for others nothing is drafted."""
-        return replace(self, sets=[held for one in self.sets if (held := one.within(self.draft.context))])
+        return replace(self, sets=[held for one in self.sets if (held := one.within(self.draft_context))])
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -24,9 +24,14 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     except (RequestError, ModelError) as error:
         return _load_target_alone(source, error)
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
-    if model.draft_model is None:
-        advice = "give --draft to speculate; a drafter is a smaller model with the same tokenizer"
+    if model.drafter_name is None:
+        advice = "give --draft to speculate: a smaller model with the same tokenizer, or ngram, which needs none"
         return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
+    if model.draft_model is None:
+        return model, [
+            *results,
+            CheckResult("drafter", "ok", f"{model.drafter_name}: no model", data=model.loaded["draft"] or {}),
+        ]
     share = model.draft_model.parameter_bytes / model.target.parameter_bytes
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
     vocabulary = f"{model.target.vocab_size} tokens v {model.draft_model.vocab_size} of the drafter"
@@ -36,7 +41,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
 
 def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
     """Tells a bad target from a bad drafter and from two that do not fit."""
-    if source.draft is None:
+    if source.draft_model is None:
         return None, [CheckResult("target", "fail", str(error), _advice(error))]
     try:
         model = source.target_alone().load()
@@ -92,8 +97,8 @@ def context(case: Case) -> CheckResult:
     data = {"needed": need, "target": target}
     figure = f"{need} tokens needed (prompt {longest} + {case.max_new_tokens}); target {target}"
     if case.model.draft_model is not None:
-        data["draft"] = case.draft.context
-        figure += f", drafter {case.draft.context}"
+        data["draft"] = case.draft_context
+        figure += f", drafter {case.draft_context}"
     if longest >= target:
         return CheckResult("context", "fail", figure, "shorten the prompt or take a target with a longer context", data)
     if need > target:
@@ -143,7 +148,7 @@ def memory(case: Case) -> CheckResult:
 
     longest = case.longest
     slots = min(case.n, most_rows(case.model.max_batch))
-    runners = [case.model.target] + ([case.draft] if case.model.draft_model else [])
+    runners = [case.model.target] + ([case.model.draft_model] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
     store = PrefixStore(policy_for(case.model.prefix_sharing, runners)).add(0, slots, longest - 1)
     shared = token_slots(store.prefixes.values())

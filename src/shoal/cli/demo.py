@@ -107,7 +107,7 @@ class DemoOptions(SampleOptions):
         with StatusLine() as status:
             status.say("loading ...")
             pair = ModelSource(**vars(names), max_batch=max(16, self.n)).load()
-        if pair.draft_model is None:
+        if pair.drafter_name is None:
             raise RequestError("the demo compares drafting with plain decoding and needs a drafter: give --draft as well")
         return Job(pair, self.prompt, self.n, lookahead, self.repeats, options)
 
@@ -208,10 +208,9 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
 def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
     """The JSON object of the demo."""
     model, identity = job.model, measured.identity
-    assert model.draft_model is not None
     return {
         "target": display_name(model.target),
-        "draft": display_name(model.draft_model),
+        "draft": model.drafter_name if model.draft_model is None else display_name(model.draft_model),
         "dtype": dtype_name(model.target),
         "device": str(model.target.device),
         "loaded": model.loaded,

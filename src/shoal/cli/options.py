@@ -14,6 +14,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits
+from shoal.drafting.specs import named
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
 
@@ -93,15 +94,32 @@ class PairNames:
         str | None, models_option("--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.")
     ] = None
     draft: Annotated[
-        str | None, models_option("--draft", "-d", help="Drafter: Hub id or directory. Without it, plain decoding.")
+        str | None,
+        models_option(
+            "--draft",
+            "-d",
+            help="Draft model: Hub id or directory; or a drafter without a model: ngram. Without it, plain decoding.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.draft is not None and self.model is None:
-            raise RequestError("--draft needs --model: a drafter fits one target; without both, the bundled pair is used")
-        for name in (self.model, self.draft):
-            if name is not None:
-                directory_of(name)  # before torch is imported, which takes seconds
+        # All before torch is imported, which takes seconds.
+        if self.draft_model is not None and self.model is None:
+            raise RequestError(
+                "--draft DIR needs --model: a draft model fits one target; without both, the bundled pair is used"
+            )
+        for name in self.models:
+            directory_of(name)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.specs.named`."""
+        return self.draft if self.draft is None or named(self.draft) is None else None
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models."""
+        return [name for name in (self.model, self.draft_model) if name is not None]
 
 
 @dataclass(frozen=True)
@@ -170,7 +188,7 @@ class ModelSource(PlacedPair):
     def load(self) -> Shoal:
         """Loads the pair, or the target alone where there is no drafter."""
         self.quieten_transformers()
-        for name, revision in ((self.model, self.revision), (self.draft, self.draft_revision)):
+        for name, revision in ((self.model, self.revision), (self.draft_model, self.draft_revision)):
             if name is not None:
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
@@ -181,7 +199,7 @@ class ModelSource(PlacedPair):
     def quieten_transformers(self) -> None:
         """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        if all(name is None or Path(name).is_dir() for name in (self.model, self.draft)):
+        if all(Path(name).is_dir() for name in self.models):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

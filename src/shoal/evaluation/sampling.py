@@ -53,12 +53,12 @@ class Sampler:
         if pair.tokenizer is None:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
         self.config, self.tokenizer, self.loaded = config, pair.tokenizer, pair.loaded
-        if pair.draft_model is None and (missing := [method for method in config.methods if method != PLAIN]):
+        if pair.drafter_name is None and (missing := [method for method in config.methods if method != PLAIN]):
             raise RequestError(f"the method {missing[0]!r} needs a drafter: give one, or --methods plain")
         self.shoals = {
             method: Shoal(
                 pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if method == SINGLE else pair.max_batch,
-                prefix_sharing=pair.prefix_sharing,
+                prefix_sharing=pair.prefix_sharing, drafting=pair.drafting,
             )
             for method in config.methods
         }  # fmt: skip

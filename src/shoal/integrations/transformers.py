@@ -13,12 +13,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from shoal.config import Speculation
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import Drafter
+from shoal.drafting.specs import DRAFTINGS, drafting_of
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
@@ -41,7 +43,8 @@ itself raises an error then."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
 _batch_sizes = BatchSizes()
-_pair_costs: weakref.WeakKeyDictionary[Any, PairCosts] = weakref.WeakKeyDictionary()
+_pair_costs: weakref.WeakKeyDictionary[Any, dict[str | None, PairCosts]] = weakref.WeakKeyDictionary()
+"""By target, and by the name of a drafter without a model."""
 
 
 def custom_generate(
@@ -52,7 +55,8 @@ def custom_generate(
 
     Args:
         input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are computed once.
-        draft_model: a Transformers model with the same vocabulary; None = plain decoding.
+        draft_model: a Transformers model with the same vocabulary; or a drafter without a model, by its name or as an object, see
+            `shoal.load`; None = plain decoding.
         lookahead: see `shoal.Speculation`. attention: see `shoal.models.attention`. max_batch: see `shoal.load`.
         model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to remove the padding of either side
             from the prompts; processors and criteria see it, as in `generate`. (`generate` passes a named parameter twice.)
@@ -98,7 +102,7 @@ def decode(
         )
     mask = model_kwargs.get("attention_mask")
     batch = GenerateBatch(input_ids, mask, logits_processor, stopping_criteria, generation_config)
-    with evaluating(*((m, loading.name_of(m)) for m in (model, draft_model) if m is not None)):
+    with evaluating(*((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))):
         engine = _engine(model, draft_model, lookahead, attention, max_batch)
         stream = Stream(engine, batch.requests(), text=False)
         if streamer is not None:
@@ -109,14 +113,25 @@ def decode(
 
 def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int | str) -> Engine:
     target = _runner(model, attention)
-    draft = _runner(draft_model, attention) if draft_model is not None else None
-    if draft is not None:
-        pairing.check_pair(target, draft)
-    drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
-    pair_costs = _pair_costs.setdefault(model, PairCosts(packed=target.packs))
+    drafter, name = _drafter(draft_model, target, attention)
+    pair_costs = _pair_costs.setdefault(model, {}).setdefault(name, PairCosts(packed=target.packs))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
     size = _batch_sizes.of(max_batch, model, lookahead)
     return Engine(target, drafter, controller, max_batch=size, rule=Coupled())
+
+
+def _drafter(draft_model: Any, target: Runner, attention: str) -> tuple[Drafter | None, str | None]:
+    """The drafter, and its name if it is no model. Raises RequestError: it is none."""
+    if draft_model is None:
+        return None, None
+    if isinstance(draft_model, nn.Module):
+        draft = _runner(draft_model, attention)
+        pairing.check_pair(target, draft)
+        return ModelDrafter(draft.fork(), target.vocab_size), None
+    drafting = drafting_of(draft_model)
+    if drafting is None:
+        raise RequestError(f"draft_model must be a Transformers model, {' or '.join(DRAFTINGS)}, got {draft_model!r:.80}")
+    return drafting.drafter(target), drafting.name
 
 
 def _runner(model: Any, attention: str) -> Runner:

@@ -6,9 +6,14 @@ from shoal.models.attention.methods import resolved
 from shoal.models.runner import Runner
 
 
-def load_report(target: Runner, draft: Runner | None) -> dict[str, dict[str, str] | None]:
-    """The choices for each model, ready for JSON; no name or path in it. "draft" is None without a drafter."""
-    return {"target": described(target), "draft": None if draft is None else described(draft)}
+def load_report(target: Runner, draft: Runner | None, drafter: str | None = None) -> dict[str, dict[str, str] | None]:
+    """The choices for each model, ready for JSON; no name or path of a model in it. "draft" is None without a drafter.
+
+    Args:
+        drafter: the name and the options of one that is no model.
+    """
+    chosen = ({} if drafter is None else {"drafter": drafter}) | ({} if draft is None else described(draft))
+    return {"target": described(target), "draft": chosen or None}
 
 
 def described(runner: Runner) -> dict[str, str]:
@@ -49,7 +54,7 @@ def one_line(report: dict[str, dict[str, str] | None]) -> str:
 
 
 def _words(chosen: dict[str, str] | None) -> str:
-    if chosen is None:
-        return "none"
+    if chosen is None or "dtype" not in chosen:
+        return "none" if chosen is None else chosen["drafter"]
     rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "passes", "strict"))
     return f"{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"

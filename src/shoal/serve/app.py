@@ -120,7 +120,7 @@ def _model(handler: ApiHandler) -> response_models.Model:
     shoal, settings, engine = handler.shoal, handler.settings, handler.worker.thread.engine
     about = {
         "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
-        "max_tokens": settings.max_tokens, "speculation": shoal.draft_model is not None, "seeds": settings.seeds,
+        "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "loaded": shoal.loaded,
     }  # fmt: skip

@@ -1,0 +1,83 @@
+"""Prompt lookup: the last tokens of a row stood somewhere before, and what followed them there is proposed.
+
+After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and of those the last; a row is matched with itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.drafting.text import NOTHING, Guess, TextDrafter
+from shoal.types.requests import Row
+
+Positions = dict[tuple[int, ...], int]
+"""n-grams -> where the token stands that followed each last time."""
+
+ENTRY_BYTES = 208
+"""Of an n-gram in a table, about: a tuple of up to eight tokens and its place in the dictionary."""
+
+
+class NGramDrafter(TextDrafter):
+    """Looks up the last tokens of a row in the row itself.
+
+    Args:
+        least, most: tokens that must match, and that are compared.
+    """
+
+    def __init__(self, least: int = 2, most: int = 4) -> None:
+        super().__init__()
+        self._least, self._most = least, most
+        self._prompts: dict[int, Positions] = {}  # by group; the same for all its rows
+        self._rows: dict[
+            Row, tuple[Positions, int]
+        ] = {}  # n-grams that end behind the prompt, and how many tokens were read
+
+    def read(self, rows: Sequence[Row]) -> int:
+        read = 0
+        for row in rows:
+            prompt = self._prompts.get(row.group)
+            if prompt is None:
+                prompt = self._prompts[row.group] = {}
+                self._add(prompt, row.tokens, 1, row.prompt_length)
+                read += row.prompt_length
+            own, known = self._rows.get(row, ({}, row.prompt_length))
+            self._add(own, row.tokens, known, len(row.tokens))
+            self._rows[row] = own, len(row.tokens)
+            read += len(row.tokens) - known
+        return read
+
+    def _add(self, table: Positions, tokens: Sequence[int], start: int, stop: int) -> None:
+        """The n-grams that the tokens start..stop-1 follow."""
+        for position in range(start, stop):
+            for n in range(self._least, min(self._most, position) + 1):
+                table[tuple(tokens[position - n : position])] = position
+
+    def guess(self, row: Row, length: int) -> Guess:
+        """A match of more tokens is surer, though nothing says how much: `auto` learns what each is worth."""
+        tokens, own, prompt = row.tokens, self._rows[row][0], self._prompts[row.group]
+        for n in range(min(self._most, len(tokens)), self._least - 1, -1):
+            last = tuple(tokens[-n:])
+            place = own.get(last) or prompt.get(last)
+            if place is not None:
+                return Guess(copied(tokens, place, length), [n / (n + 1)] * length)
+        return NOTHING
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """What was read of a row goes with it, and its prompt with the last row of the group that was drafted for."""
+        for row in rows:
+            if self._rows.pop(row, None) is not None and not any(other.group == row.group for other in self._rows):
+                del self._prompts[row.group]
+
+    @property
+    def table_bytes(self) -> int:
+        entries = sum(map(len, self._prompts.values())) + sum(len(table) for table, _ in self._rows.values())
+        return ENTRY_BYTES * entries
+
+
+def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
+    """So many tokens from a place on; beyond the end what has been copied goes on, as a text that repeats itself does."""
+    found = list(tokens[place : place + length])
+    period = len(found)
+    while len(found) < length:
+        found.append(found[-period])
+    return found

@@ -1,0 +1,143 @@
+"""Drafters that need no model, by their names: what `draft="ngram:min=2"` and `--draft ngram` mean.
+
+A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`; every other text names a model. Torch is not
+imported, so that a command line is refused at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.drafting.protocol import Drafter
+    from shoal.models.runner import Runner
+
+
+class Drafting(Protocol):
+    """Makes the drafters of a pair: one for each engine.
+
+    Attributes:
+        name: as users write it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def drafter(self, target: Runner) -> Drafter:
+        """A drafter for one engine of the target."""
+        ...
+
+
+@dataclass(frozen=True)
+class NGram:
+    """The last `max` to `min` tokens of a row are looked up in the row itself: what followed them last time is proposed.
+
+    Raises:
+        RequestError: the lengths are not 1 <= min <= max <= 16.
+    """
+
+    min: int = 2
+    max: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max <= 16:
+            raise RequestError(f"ngram needs 1 <= min <= max <= 16, got min={self.min}, max={self.max}")
+
+    @property
+    def name(self) -> str:
+        return spelled(self)
+
+    def drafter(self, target: Runner) -> Drafter:
+        from shoal.drafting.ngram import NGramDrafter
+
+        return NGramDrafter(self.min, self.max)
+
+
+DRAFTINGS: dict[str, type[NGram]] = {"ngram": NGram}
+"""Drafters by name. Their options are fields: integers or words."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A drafter that a user made: for one engine at a time."""
+
+    made: Drafter
+
+    @property
+    def name(self) -> str:
+        return type(self.made).__name__
+
+    def drafter(self, target: Runner) -> Drafter:
+        return self.made
+
+
+def drafting_of(draft: object) -> Drafting | None:
+    """The drafter that a text names or an object is; None for anything else, such as a model or its name.
+
+    Raises:
+        RequestError: see `named`.
+    """
+    if isinstance(draft, str):
+        return named(draft)
+    return Given(draft) if callable(getattr(draft, "propose", None)) else None  # type: ignore[arg-type]
+
+
+def named(text: str) -> Drafting | None:
+    """The drafter that a text names; None where it is the name of a model.
+
+    Raises:
+        RequestError: an unknown drafter or option, a wrong value, or a directory that has the name of a drafter.
+    """
+    name, colon, options = text.partition(":")
+    if name not in DRAFTINGS:
+        _require_model_name(text, name if colon else text)
+        return None
+    if Path(text).exists():
+        raise RequestError(
+            f"{text!r} is a drafter's name and a directory here: write ./{text} for the model in the directory"
+        )
+    kind = DRAFTINGS[name]
+    return kind(**_options(name, kind, options)) if colon else kind()
+
+
+def spelled(drafting: Any) -> str:
+    """A drafter's name with all its options, as `named` reads it."""
+    name = next(name for name, kind in DRAFTINGS.items() if type(drafting) is kind)
+    return f"{name}:" + ",".join(f"{field.name}={getattr(drafting, field.name)}" for field in fields(drafting))
+
+
+def _require_model_name(text: str, name: str) -> None:
+    """Raises RequestError for what is no path, and is no model's name or is much like that of a drafter."""
+    if any(character in text for character in "/\\") or Path(text).exists():
+        return
+    close = get_close_matches(name, DRAFTINGS, n=1, cutoff=0.75)
+    if ":" in text or close:
+        meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(DRAFTINGS)}"
+        raise RequestError(
+            f"{name!r} is no drafter, and no directory here: {meant} A model is named by its Hub id or directory"
+        )
+
+
+def _options(name: str, kind: type[Any], text: str) -> dict[str, Any]:
+    """The options of a text `key=value,key=value`, of the types of their defaults."""
+    known = {field.name: field.default for field in fields(kind)}
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key not in known:
+            raise RequestError(f"{name} has no option {key!r}: it has {', '.join(known)}, as in {name}:{_example(known)}")
+        if not equals or not value or key in found:
+            raise RequestError(f"{name} needs one value for {key}, as in {name}:{_example(known)}")
+        if isinstance(known[key], int) and not value.isdecimal():
+            raise RequestError(f"{name} needs a whole number for {key}, got {value!r}")
+        found[key] = int(value) if isinstance(known[key], int) else value
+    return found
+
+
+def _example(known: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in known.items())

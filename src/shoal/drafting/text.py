@@ -1,0 +1,91 @@
+"""Drafters that read tokens and compute no model: what they have in common.
+
+They propose point masses, verified by exact match, so that nothing has to be known of a q. Nothing is read of a row before a draft
+is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.types.requests import Row
+from shoal.types.trees import DraftTree
+
+
+class Guess(NamedTuple):
+    """A chain for one row: its tokens, and how sure the drafter is of each, 0..1, given those before it."""
+
+    tokens: Sequence[int]
+    confidence: Sequence[float]
+
+
+NOTHING = Guess((), ())
+ROUND_TOKENS = 32
+"""Most tokens per row that are read as part of a round."""
+
+
+class TextDrafter(Drafter):
+    """Proposes what `guess` says, as far as `DraftInputs.stop` lets it."""
+
+    def __init__(self) -> None:
+        self._drafting = self._preparing = self._prepared = 0.0
+
+    @abstractmethod
+    def read(self, rows: Sequence[Row]) -> int:
+        """Reads what is new of the rows that drafts are asked for, prompts included; returns how many tokens that was."""
+
+    @abstractmethod
+    def guess(self, row: Row, length: int) -> Guess:
+        """At most so many tokens that may follow a row that was read."""
+
+    @property
+    @abstractmethod
+    def table_bytes(self) -> int:
+        """Bytes that its tables take now."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        started = time.perf_counter()
+        read = self.read([row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length])
+        if read > ROUND_TOKENS * len(
+            inputs.rows
+        ):  # as of a model: prompts, and what was decoded plainly, are no part of a round
+            self._preparing += time.perf_counter() - started
+            started = time.perf_counter()
+        pairs = zip(inputs.rows, inputs.lengths, strict=True)
+        guesses = [self.guess(row, length) if length else NOTHING for row, length in pairs]
+        lengths, steps = _lengths(guesses, inputs)
+        drafts = [guess.tokens[:length] for guess, length in zip(guesses, lengths, strict=True)]
+        device = inputs.uniforms.device
+        tree = (
+            DraftTree.of(drafts, device=device, steps=steps) if any(drafts) else DraftTree.empty(len(drafts), device, steps)
+        )
+        self._drafting += time.perf_counter() - started
+        return tree
+
+    def take_counters(self) -> DraftCounters:
+        seconds, self._drafting = self._drafting, 0.0
+        prepared, self._prepared = self._preparing - self._prepared, self._preparing
+        return DraftCounters(0, seconds, prepared)
+
+    @property
+    def seconds_preparing(self) -> float:
+        return self._preparing
+
+
+def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:
+    """How much of each row's guess is proposed, and how many positions were looked at: the first in any case, as it tells what
+    drafting costs and how often there is nothing to propose. Where a row's guess has ended, the confidence in a draft is 0."""
+    lengths = [len(guess.tokens) for guess in guesses]
+    if inputs.stop is None:
+        return lengths, max(*lengths, 1)
+    position = 0
+    while True:
+        sure = [guess.confidence[position] if position < len(guess.tokens) else 0.0 for guess in guesses]
+        lengths = [min(pair) for pair in zip(lengths, inputs.stop(position, sure), strict=True)]
+        position += 1
+        if max(lengths) <= position:
+            return lengths, position

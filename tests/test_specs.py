@@ -1,0 +1,209 @@
+"""`draft=` and `--draft`: drafters by name, with options, beside models; what is refused, and by every way in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from serving import served
+from shoal.api import Shoal
+from shoal.cli import run
+from shoal.drafting.ngram import NGramDrafter
+from shoal.drafting.specs import DRAFTINGS, NGram, named
+from shoal.drafting.text import TextDrafter
+from shoal.errors import RequestError
+from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingConfig
+from shoal.evaluation.tasks import Task
+from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.scripted import hashed, scripted
+from shoal.types.samples import Result
+
+CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def texts(result: Result) -> list[str]:
+    return [sample.text for sample in result[0].samples]
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_names_and_options() -> None:
+    assert named("ngram") == NGram(2, 4)
+    assert named("ngram:max=3") == NGram(2, 3)
+    assert named("ngram: max = 7 , min=1") == NGram(1, 7)
+    for text in ("gpt2", "org/model", "./ngram", "/a/b", "org/ngram"):
+        assert named(text) is None
+    for drafting in (kind() for kind in DRAFTINGS.values()):
+        assert named(drafting.name) == drafting
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
+        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram"),
+        ("ngram:", "ngram has no option ''"),
+        ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),
+        ("ngram:min", "ngram needs one value for min"),
+        ("ngram:min=", "ngram needs one value for min"),
+        ("ngram:min=2,min=3", "ngram needs one value for min"),
+        ("ngram:min=-2", "ngram needs a whole number for min, got '-2'"),
+        ("ngram:min=two", "ngram needs a whole number for min, got 'two'"),
+        ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
+    ],
+)
+def test_what_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RequestError) as raised:
+        named(text)
+    assert message in str(raised.value)
+    with pytest.raises(RequestError):
+        shoal.load(draft=text)
+    assert run(["generate", "-p", "x", "--draft", text, "--json"]) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngram").mkdir()
+    with pytest.raises(RequestError, match=r"'ngram' is a drafter's name and a directory here: write \./ngram"):
+        named("ngram")
+    assert named("./ngram") is None
+    assert named("ngram:min=2") == NGram(2)
+
+
+def test_options_of_models_are_refused(places: tuple[Path, Path]) -> None:
+    for options in ({"draft_revision": "main"}, {"quantize": "draft=int8"}):
+        with pytest.raises(RequestError, match="is no model: draft_revision and quantize=draft are for models"):
+            shoal.load(places[0], "ngram", **options)
+    with pytest.raises(RequestError, match=r"draft must be a hub id, a directory, .* got a float"):
+        shoal.load(places[0], 0.5)  # type: ignore[arg-type]
+
+
+# ── ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=str)
+def test_load_takes_a_drafter_without_a_model(places: tuple[Path, Path], draft: Any) -> None:
+    """With the bundled target and with another; the tokens are those of plain decoding."""
+    name = "NGramDrafter" if isinstance(draft, NGramDrafter) else named(draft).name  # type: ignore[union-attr]
+    for target in (None, places[0]) if isinstance(draft, NGramDrafter) else (places[0],):
+        with shoal.load(target, draft, dtype="float32") as pair:
+            assert pair.draft_model is None
+            assert pair.drafter_name == name
+            assert name in repr(pair)
+            assert pair.loaded["draft"] == {"drafter": name}
+            for options in ({"seed": 1, "lookahead": 4}, {"temperature": 0.0, "lookahead": 3}, {"seed": 2}):
+                plain = pair.generate(CODE, 3, max_new_tokens=16, **options | {"lookahead": "off"})
+                drafted = pair.generate(CODE, 3, max_new_tokens=16, **options)
+                assert texts(plain) == texts(drafted)
+                assert plain.stats.drafted == drafted.stats.draft_passes == 0
+                if target is None and "lookahead" in options:
+                    assert 0 < drafted.stats.accepted <= drafted.stats.drafted
+                    assert drafted.stats.row_rounds < plain.stats.row_rounds
+            assert pair.pair_costs.rounds > 0  # `auto` has learned from its runs, in the account of this drafter
+
+
+def test_the_default_is_still_the_bundled_pair() -> None:
+    with shoal.load() as pair:
+        assert pair.draft_model is not None
+        assert pair.drafter_name == pair.draft_model.name
+
+
+def test_the_command_line(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ([], ["--model", str(places[0])]):
+        found = {}
+        for lookahead in ("off", "4"):
+            common = [
+                "--draft",
+                "ngram",
+                "--max-new-tokens",
+                "12",
+                "--seed",
+                "1",
+                "--dtype",
+                "float32",
+                "--json",
+                "-k",
+                lookahead,
+            ]
+            assert run(["generate", "-p", CODE, *common, *model]) == 0
+            found[lookahead] = json.loads(capsys.readouterr().out)
+        assert [s["token_ids"] for s in found["off"]["prompts"][0]["samples"]] == [
+            s["token_ids"] for s in found["4"]["prompts"][0]["samples"]
+        ]
+        assert found["4"]["stats"]["loaded"]["draft"] == {"drafter": "ngram:min=2,max=4"}
+        assert found["4"]["stats"]["drafted"] >= (0 if model else 1)
+    assert run(["bench", "--shape", "tiny", "--draft", "ngram"]) == 2
+    assert "--shape makes its own models" in capsys.readouterr().err
+
+
+def test_check_needs_no_draft_model(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "check",
+        "--model",
+        str(places[0]),
+        "--draft",
+        "ngram:min=1",
+        "-n",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--repeats",
+        "1",
+    ]
+    assert run([*command, "--dtype", "float32", "--json", "-p", CODE]) == 0
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["drafter"]["figure"] == "ngram:min=1,max=4: no model"
+    assert checks["greedy identity"]["verdict"] == checks["seeded identity"]["verdict"] == "ok"
+
+
+def test_bench_and_demo_need_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ["--batch-sizes", "2", "--max-new-tokens", "8", "--repeats", "1", "--lookahead", "off,3", "--baselines", ""]
+    assert run(["bench", "--draft", "ngram", "--wait", "0", "--json", str(tmp_path / "found.json"), *work]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["config"]["draft"] == {"name": "ngram:min=2,max=4"}
+    capsys.readouterr()
+    assert run(["demo", "--draft", "ngram", "-n", "2", "--max-new-tokens", "8", "--repeats", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] == "ngram:min=2,max=4"
+
+
+def test_an_evaluation_by_all_methods() -> None:
+    pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), drafting=NGram(1, 3))
+    config = SamplingConfig(2, {"max_new_tokens": 40, "temperature": 0.3}, 3, 1)
+    task = Task("one", CODE, (), lambda _: CODE, lambda text, _: text)
+    (entry,) = Sampler(pair, config).run([task])
+    stats = {method: attempt["stats"] for method, attempt in entry["attempts"].items()}
+    assert stats[PLAIN]["drafted"] == 0
+    assert stats[SINGLE]["drafted"] > 0 < stats[BATCHED]["drafted"]
+    ids = {method: [s["token_ids"] for s in attempt["samples"]] for method, attempt in entry["attempts"].items()}
+    assert ids[PLAIN] == ids[SINGLE] == ids[BATCHED]
+
+
+def test_a_server() -> None:
+    pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), max_batch=4, drafting=NGram(1, 3))
+    with served(pair, lookahead=3) as server:
+        assert server.client.models.list().data[0].shoal["speculation"] is True  # type: ignore[attr-defined]
+        server.client.completions.create(model="tiny", prompt=CODE, max_tokens=24, n=2, seed=1)
+        assert isinstance(server.worker.thread.engine.drafter, TextDrafter)
+        assert server.worker.thread.stats.drafted > 0
+
+
+def test_transformers_generate() -> None:
+    model = tiny_model("llama").double()
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    plain = model.generate(ids, do_sample=False, max_new_tokens=24)
+    for draft in ("ngram", NGramDrafter(1, 2)):
+        options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
+        assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
+    with pytest.raises(RequestError, match=r"draft_model must be a Transformers model, ngram, got 'gpt2'"):
+        model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")

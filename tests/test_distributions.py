@@ -505,7 +505,7 @@ def test_logits_of_16_bits_give_probabilities_of_32(dtype: torch.dtype, sampling
     rows = [make_row(sampling, [0]) for _ in range(4)]
     ours = [probabilities(logits, rows, [(1, 2)] * 4)]
     if not sampling.logit_bias:
-        ours.append(pure_probabilities(logits[:, 0], torch.full((4,), sampling.temperature), sampling, False))
+        ours.append(pure_probabilities(logits[:, 0], torch.full((4,), sampling.temperature), sampling, False, 1024)[0])
     for probs in ours:
         assert probs.dtype == torch.float32
         torch.testing.assert_close(probs.double().sum(-1), torch.ones(probs.shape[:-1]).double(), rtol=0, atol=1e-5)

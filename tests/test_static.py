@@ -261,10 +261,12 @@ def test_the_pure_distribution_is_the_declared_one(cut: dict[str, Any]) -> None:
     ]
     expected = probabilities(logits[:, None], Positions(rows, [[]] * 4))[:, 0]
     heat = torch.tensor([sampling.temperature for sampling in samplings])
-    torch.testing.assert_close(pure_probabilities(logits, heat, Sampling(**cut), None), expected, rtol=1e-6, atol=1e-9)
-    assert torch.equal(pure_probabilities(logits[:1], heat[:1], Sampling(**cut), True), expected[:1])
     torch.testing.assert_close(
-        pure_probabilities(logits[1:], heat[1:], Sampling(**cut), False), expected[1:], rtol=1e-6, atol=1e-9
+        pure_probabilities(logits, heat, Sampling(**cut), None, 1024)[0], expected, rtol=1e-6, atol=1e-9
+    )
+    assert torch.equal(pure_probabilities(logits[:1], heat[:1], Sampling(**cut), True, 1024)[0], expected[:1])
+    torch.testing.assert_close(
+        pure_probabilities(logits[1:], heat[1:], Sampling(**cut), False, 1024)[0], expected[1:], rtol=1e-6, atol=1e-9
     )
 
 

@@ -16,11 +16,12 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
-from shoal.models.compiled import rounds
+from shoal.models.compiled import drafting, rounds
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.rounds import CapturedRound, Kind
 from shoal.models.runner import Runner
+from shoal.sampling import truncation
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
@@ -209,6 +210,46 @@ def test_logits_that_are_not_finite_are_left_to_the_stages(role: str, stages: Ca
     stages()
     _, *expected = result()
     assert found == expected
+
+
+def flat(k: int, rule: Rule, samplings: Sequence[Sampling]) -> tuple[Engine, list[list[int]]]:
+    """Over 512 tokens that are about as probable as each other."""
+    target, draft = (runner(tiny_model("llama", seed=seed, vocab_size=512), "graphed") for seed in (0, 1))
+    made = engine_of(target, draft if k else None, Fixed(k), rule=rule, max_batch=8)
+    return made, rows_of(made, samplings)
+
+
+@pytest.mark.parametrize(("k", "rule"), [(0, Rejection()), (K, Rejection()), (K, Coupled())], ids=str)
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 150}, {"typical_p": 0.9}], ids=str)
+def test_rounds_look_at_more_candidates_where_there_are_too_few(
+    k: int, rule: Rule, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
+) -> None:
+    """A round in which 4 candidates are too few is left to the stages, and the next looks at 16, and so on. What the drafter's
+    candidates leave out costs acceptance and no exactness: drafts of another q are rejected more often."""
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
+    samplings = [Sampling(seed=i, **cut) for i in range(3)] + [Sampling(temperature=0.0, **cut)]
+    made, found = flat(k, rule, samplings)
+    target = runners_of(made)[0].static
+    assert target is not None
+    assert target.rounds_failure is None
+    assert list(target.candidates.values()) == [256]  # half of the vocabulary or more is sorted
+    assert rounds_run(runners_of(made)[0]) == made.stats.rounds
+    stages()
+    if isinstance(rule, Coupled) or not k:
+        assert found == flat(k, rule, samplings)[1]
+
+
+def test_what_too_few_candidates_say_is_noticed(monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]) -> None:
+    """Negative control: rounds that go on with what the candidates hold."""
+    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
+    monkeypatch.setattr(truncation, "_lowest", lambda kept: torch.full_like(kept[:, 0], torch.inf))
+    samplings = [Sampling(seed=i, top_p=0.9) for i in range(3)]
+    made, found = flat(0, Coupled(), samplings)
+    stages()
+    assert rounds_run(runners_of(made)[0]) == made.stats.rounds
+    assert found != flat(0, Coupled(), samplings)[1]
 
 
 # ── what is wrong is found at the first round ───────────────────────────────────────────────────────────────────────

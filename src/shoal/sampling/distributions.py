@@ -85,24 +85,34 @@ def draws(
     return Draws(drawn.tokens.clamp_(min=0) if drawn.impossible else drawn.tokens, drawn.probs, drawn.highest, drawn.p)
 
 
-def pure_probabilities(logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None) -> Tensor:
+def pure_probabilities(
+    logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None, candidates: int
+) -> tuple[Tensor, Tensor | None]:
     """`probabilities` of one position as a function of tensors that looks at no value: it can be compiled and captured.
 
     Args:
         logits: [rows, vocab]; rows without a finite highest logit give nonsense. temperature: [rows], 0 = greedy, else not tiny.
         cut: its top_k, top_p, min_p and typical_p hold for all rows; nothing else of it is read.
         greedy: whether all rows are; None = some.
+        candidates: how many the tokens that stay are chosen from (`truncation.listed_softmax`).
 
     Returns:
-        [rows, vocab] float32, or float64 for float64 logits.
+        [rows, vocab] float32, or float64 for float64 logits. And for which rows so many candidates suffice, [rows] bool;
+        None = for all. The others have a distribution over candidates that is not the declared one.
     """
     scores = logits.to(width(logits))
     if greedy:
-        return _one_hot(scores)
+        return _one_hot(scores), None
     heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(scores.dtype)
     scores = scores / heat[:, None]
-    probs = truncation.truncated_softmax(scores, cut, whole=True) if truncation.truncates(cut) else scores.softmax(-1)
-    return probs if greedy is False else torch.where(temperature[:, None] > 0, probs, _one_hot(scores))
+    if truncation.truncates(cut):
+        probs, enough = truncation.listed_softmax(scores, cut, candidates)
+    else:
+        probs, enough = scores.softmax(-1), None
+    if greedy is False:
+        return probs, enough
+    hot = temperature > 0
+    return torch.where(hot[:, None], probs, _one_hot(scores)), None if enough is None else enough | ~hot
 
 
 def _one_hot(scores: Tensor) -> Tensor:

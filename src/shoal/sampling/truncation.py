@@ -17,6 +17,9 @@ _FIRST = 64
 """Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they are not."""
 _TIES = 16
 """Candidates beyond top_k, so that a few ties with the k-th score do not force a wider list."""
+_LISTED = 1024
+"""Candidates of a list that cannot be widened by what is found: 64 are often too few of a flat distribution, and to select 1024 of
+a vocabulary costs little more."""
 _WIDEN = 4
 _TOGETHER = 1 << 19
 """Scores computed together on a CPU: the temporaries of more leave its caches."""
@@ -27,7 +30,7 @@ def truncates(sampling: Sampling) -> bool:
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.typical_p < 1)
 
 
-def truncated_softmax(scores: Tensor, sampling: Sampling, whole: bool = False) -> Tensor:
+def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
     """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0 elsewhere.
 
     top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". min_p: Nguyen et al. 2024, "Turning Up
@@ -37,33 +40,69 @@ def truncated_softmax(scores: Tensor, sampling: Sampling, whole: bool = False) -
 
     Args:
         scores: [n, vocab] float, after temperature; each row's highest score is finite. Not modified.
-        whole: sort the whole vocabulary at once. Slower on a CPU, but the work does not depend on the scores, so that it can be
-            captured in a graph.
 
     Returns:
         [n, vocab] probabilities, same dtype.
     """
     rows, vocab = scores.shape
     if sampling.top_k:
-        return _truncate(scores, sampling, vocab if whole else min(sampling.top_k, vocab) + _TIES)
+        return _truncate(scores, sampling, min(sampling.top_k, vocab) + _TIES)
     together = max(1, _TOGETHER // vocab)
-    if rows > together and not whole and scores.device.type == "cpu":
+    if rows > together and scores.device.type == "cpu":
         truncated = torch.empty_like(scores)
         for start in range(0, rows, together):
             truncated[start : start + together] = truncated_softmax(scores[start : start + together], sampling)
         return truncated
     probs = scores.softmax(-1)
     if sampling.top_p < 1:
-        return _truncate(scores, sampling, vocab if whole else _FIRST, probs)
-    return _min_and_typical(probs, sampling, vocab if whole else _FIRST)
+        return _truncate(scores, sampling, _FIRST, probs)
+    return _min_and_typical(probs, sampling, _FIRST)
+
+
+def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple[Tensor, Tensor]:
+    """`truncated_softmax` from so many highest scores of each row, whether or not they suffice: the work does not depend on the
+    scores, so that it can be captured in a graph.
+
+    Returns:
+        Probabilities [n, vocab], and whether they are those of `truncated_softmax`, [n] bool. Where they are not they are still a
+        distribution, over candidates of the list.
+    """
+    if sampling.top_k or sampling.top_p < 1:
+        values, ids, complete = largest(scores, candidates)
+        if sampling.top_p < 1 and not complete:
+            ids = _in_order(values, ids)
+        peak = None if sampling.top_k else scores.softmax(-1).amax(-1, keepdim=True)
+        probs, lowest = _of_list(values, ids, sampling, peak)
+        enough = torch.ones_like(lowest, dtype=torch.bool) if complete else lowest > values[:, -1]
+        return torch.zeros_like(scores).scatter_(-1, ids, probs), enough
+    probs = _min_p(scores.softmax(-1), sampling.min_p)
+    if sampling.typical_p == 1:
+        return probs, torch.ones_like(probs[:, 0], dtype=torch.bool)
+    nearness, _, limit, enough = _typical_limit(probs, sampling.typical_p, candidates)
+    return _kept_typical(probs, nearness, limit), enough
+
+
+def first_candidates(sampling: Sampling) -> int:
+    """Candidates that `listed_softmax` starts with: twice as many as top_k, as 16-bit logits have many ties."""
+    return max(_LISTED, 2 * sampling.top_k)
+
+
+def wider(candidates: int) -> int:
+    """How many follow where so many did not suffice."""
+    return _WIDEN * candidates
 
 
 def _min_and_typical(probs: Tensor, sampling: Sampling, width: int) -> Tensor:
     """Probabilities [n, vocab] after min_p and typical_p."""
-    if sampling.min_p:
-        probs = weights_from(probs, sampling.min_p * probs.amax(-1, keepdim=True), probs)
-        probs = probs.div_(row_sums(probs).to(probs.dtype))
+    probs = _min_p(probs, sampling.min_p)
     return _typical(probs, sampling.typical_p, width) if sampling.typical_p < 1 else probs
+
+
+def _min_p(probs: Tensor, min_p: float) -> Tensor:
+    if not min_p:
+        return probs
+    probs = weights_from(probs, min_p * probs.amax(-1, keepdim=True), probs)
+    return probs.div_(row_sums(probs).to(probs.dtype))
 
 
 def _truncate(scores: Tensor, sampling: Sampling, width: int, before: Tensor | None = None) -> Tensor:
@@ -72,28 +111,38 @@ def _truncate(scores: Tensor, sampling: Sampling, width: int, before: Tensor | N
     before: softmax of the scores; needed when top_p comes without top_k.
     """
     values, ids, complete = largest(scores, width)
+    if sampling.top_p < 1 and not complete:
+        ids = _lower_id_first(values, ids)
+    listed, lowest = _of_list(values, ids, sampling, None if before is None else before.amax(-1, keepdim=True))
+    probs = torch.zeros_like(scores).scatter_(-1, ids, listed)
+    # Outside the list no score is above the list's last; where the first cut kept that one, it may have ties out there.
+    if complete or not bool((short := lowest <= values[:, -1]).any()):
+        return probs
+    rows = short.nonzero().squeeze(1)
+    some = scores.index_select(0, rows)
+    if before is None:
+        return probs.index_copy_(0, rows, _truncate(some, sampling, wider(width)))
+    kept = _nucleus(some, before.index_select(0, rows), sampling.top_p)
+    return probs.index_copy_(0, rows, _min_and_typical(kept, sampling, width))
+
+
+def _of_list(values: Tensor, ids: Tensor, sampling: Sampling, peak: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What top_k, top_p, min_p and typical_p make of a descending list of scores [n, m]: probabilities [n, m], and the lowest score
+    that the first of them keeps, [n].
+
+    peak: the highest probability [n, 1] of a softmax over the vocabulary; needed when top_p comes without top_k.
+    """
     kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
-        if not complete:
-            ids = _lower_id_first(values, ids)
         # The highest probability is 1 / the sum of exp(score - highest score).
-        kept = _keep_top_p(kept, None if before is None else before.amax(-1, keepdim=True).reciprocal(), sampling.top_p)
+        kept = _keep_top_p(kept, None if peak is None else peak.reciprocal(), sampling.top_p)
         end = end if sampling.top_k else kept
     if sampling.min_p:
         kept = _keep_min_p(kept, sampling.min_p)
     if sampling.typical_p < 1:
         probs = kept.softmax(-1)
         kept = kept.masked_fill(_typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf)
-    probs = torch.zeros_like(scores).scatter_(-1, ids, kept.softmax(-1))
-    # Outside the list no score is above the list's last; where the first cut kept that one, it may have ties out there.
-    if complete or not bool((short := _lowest(end) <= values[:, -1]).any()):
-        return probs
-    rows = short.nonzero().squeeze(1)
-    some = scores.index_select(0, rows)
-    if before is None:
-        return probs.index_copy_(0, rows, _truncate(some, sampling, _WIDEN * width))
-    kept = _nucleus(some, before.index_select(0, rows), sampling.top_p)
-    return probs.index_copy_(0, rows, _min_and_typical(kept, sampling, width))
+    return kept.softmax(-1), _lowest(end)
 
 
 def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
@@ -116,27 +165,41 @@ def _never_needed(probs: Tensor, mass: float) -> Tensor:
 
 def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
     """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold `mass`; 0 elsewhere."""
+    nearness, entropy, limit, enough = _typical_limit(probs, mass, width)
+    if 2 * width <= probs.shape[-1] and not bool(enough.all()):
+        rows = enough.logical_not().nonzero().squeeze(1)
+        some, own = probs.index_select(0, rows), entropy[rows]
+        # Improbable tokens are the farthest from the entropy, but for those that are more probable than it.
+        far = torch.maximum(-_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own)
+        limit.index_copy_(0, rows, last_needed(nearness.index_select(0, rows), some, mass, -far)[0])
+    return _kept_typical(probs, nearness, limit)
+
+
+def _typical_limit(probs: Tensor, mass: float, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How near each surprise is to the entropy, highest for the nearest [n, m]; the entropy [n, 1]; the least nearness that is kept
+    [n, 1], found among the `width` nearest tokens; whether these suffice [n]."""
     logp = probs.log()
     entropy = (logp * probs).nansum(-1, keepdim=True).neg_()
     nearness = logp.add_(entropy).abs_().neg_()
     nearest, ids, complete = largest(nearness, width)
     cumulative = probs.gather(-1, ids).cumsum(-1)
     needed = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
-    limit = nearest.gather(-1, needed)
-    if not complete and bool((short := cumulative[:, -1] < mass).any()):
-        rows = short.nonzero().squeeze(1)
-        some, own = probs.index_select(0, rows), entropy[rows]
-        # Improbable tokens are the farthest from the entropy, but for those that are more probable than it.
-        far = torch.maximum(-_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own)
-        limit.index_copy_(0, rows, last_needed(nearness.index_select(0, rows), some, mass, -far)[0])
+    enough = torch.ones_like(needed[:, 0], dtype=torch.bool) if complete else cumulative[:, -1] >= mass
+    return nearness, entropy, nearest.gather(-1, needed), enough
+
+
+def _kept_typical(probs: Tensor, nearness: Tensor, limit: Tensor) -> Tensor:
     kept = weights_from(nearness, limit, probs)
     return kept.div_(row_sums(kept).to(kept.dtype))
 
 
 def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:
     """The ids of a descending list [n, m], those of equal scores in ascending order."""
-    if not bool((values[:, 1:] == values[:, :-1]).any()):
-        return ids
+    return _in_order(values, ids) if bool((values[:, 1:] == values[:, :-1]).any()) else ids
+
+
+def _in_order(values: Tensor, ids: Tensor) -> Tensor:
+    """The same, without asking whether any are equal."""
     ids, order = ids.sort(dim=-1)
     return ids.gather(-1, values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
 

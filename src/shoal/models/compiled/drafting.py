@@ -19,6 +19,7 @@ from shoal.models.compiled.buckets import bucket_for
 from shoal.models.compiled.passes import Pass, Passes, compare
 from shoal.models.compiled.view import View
 from shoal.sampling.distributions import pure_probabilities
+from shoal.sampling.truncation import first_candidates
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 """Weights [rows, vocab], uniforms [rows, ...] -> tokens [rows] int64."""
@@ -32,18 +33,22 @@ class Style(NamedTuple):
     Attributes:
         greedy: True for all rows, False for none, None for some. cut: top_k, top_p, min_p and typical_p of all rows.
         vocab_size: of q; the drafter's own is cut or filled up to it.
+        candidates: how many the tokens that stay are chosen from.
     """
 
     greedy: bool | None
     cut: tuple[int, float, float, float]
     vocab_size: int
     draw: Draw
+    candidates: int
 
-    def q_of(self, scores: Tensor, temperature: Tensor) -> Tensor:
-        """The declared distribution of scores [rows, vocab] at temperatures [rows]."""
-        cut = self.cut
-        sampling = Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
-        return pure_probabilities(scores, temperature, sampling, self.greedy)
+    def probabilities(self, scores: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The declared distribution of scores [rows, vocab] at temperatures [rows], and where it is that (`pure_probabilities`)."""
+        return pure_probabilities(scores, temperature, _sampling(self.cut), self.greedy, self.candidates)
+
+
+def _sampling(cut: tuple[int, float, float, float]) -> Sampling:
+    return Sampling(top_k=cut[0], top_p=cut[1], min_p=cut[2], typical_p=cut[3])
 
 
 def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Style | None:
@@ -52,8 +57,8 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
     plain = all(not s.reads_history and not s.logit_bias and (s.greedy or s.temperature >= COLDEST) for s in samplings)
     if len(kinds) > 1 or not plain:
         return None
-    greedy = {s.greedy for s in samplings}
-    return Style(greedy.pop() if len(greedy) == 1 else None, kinds.pop(), vocab_size, draw)
+    greedy, cut = {s.greedy for s in samplings}, kinds.pop()
+    return Style(greedy.pop() if len(greedy) == 1 else None, cut, vocab_size, draw, first_candidates(_sampling(cut)))
 
 
 class Drawn(NamedTuple):
@@ -92,7 +97,7 @@ def stepped(
     if style.greedy and not want_q:
         q, drawn = None, best
     else:
-        q = style.q_of(scores, temperature)
+        q, _ = style.probabilities(scores, temperature)  # drafts are drawn from q also where candidates are too few
         drawn = best if style.greedy else style.draw(q, uniforms)
     confidence = None
     if want_confidence:
@@ -123,8 +128,11 @@ def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> No
         return
     q, tokens = found.q[:rows], found.tokens[:rows, None]
     possible = (q.gather(1, tokens.clamp(min=0)) > 0) | (tokens < 0)
-    expected = style.q_of(_of_target(found.logits, style)[0], temperature)[:rows]
-    if not (torch.allclose(q, expected, rtol=1e-3, atol=1e-6) and bool(possible.all())):
+    expected, enough = style.probabilities(_of_target(found.logits, style)[0], temperature)
+    wrong = ~torch.isclose(q, expected[:rows], rtol=1e-3, atol=1e-6).all(-1)
+    if enough is not None:
+        wrong &= enough[:rows]  # the step may know of more candidates
+    if bool(wrong.any()) or not bool(possible.all()):
         raise ArithmeticError("a drafter's step does not draw from the distribution of its logits")
 
 

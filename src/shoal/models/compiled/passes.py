@@ -91,6 +91,7 @@ class Passes:
         knows_prefixes: whether rows whose prompt is shared may take part.
         built, ran: how often a pass was, by its bucket (and style, see `drafting`).
         seconds_building: what that took. failure: why the dynamic path took over; None while it has not.
+        candidates: how many that rounds of a style turned out to need (`shoal.sampling.truncation.listed_softmax`).
         rounds_failure: why no more whole rounds are captured (`shoal.models.compiled.rounds`); None while they are.
     """
 
@@ -106,6 +107,7 @@ class Passes:
         self.ran: Counter[Hashable] = Counter()
         self.seconds_building = 0.0
         self.failure: str | None = None
+        self.candidates: dict[Hashable, int] = {}
         self.rounds_failure: str | None = None
 
     def cache_for(self, owner: Any) -> SlotCache:

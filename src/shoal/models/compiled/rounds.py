@@ -21,11 +21,16 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.drafting import Result, Style, feed, stepped
+from shoal.models.compiled.executors import Run
 from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.transfer import Numbers, Upload, fetched, host_buffer, packed
 from shoal.models.compiled.view import View
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
+from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
+
+_TOO_FEW = 2
+"""Added to what is known of a row's logits where its verdict would need more candidates."""
 
 
 class Kind(NamedTuple):
@@ -60,9 +65,10 @@ class Model:
 @dataclass(frozen=True)
 class Found:
     """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no distribution; the verdict's
-    numbers; `confidences` [rows, k] or None; `sound` [rows]: whether the target's logits are.
+    numbers; `confidences` [rows, k] or None; `sound` [rows]: whether the target's logits are, and the verdict by what they declare.
 
     Attributes:
+        too_few: whether candidates were too few for some row; the next round looks at more.
         logits: of the target, [rows, k + 1, vocab], on the device, good until the next round.
         share: of the round's time on the device, the drafter's.
     """
@@ -71,6 +77,7 @@ class Found:
     accepted: Numbers
     tokens: Numbers
     sound: npt.NDArray[np.bool_]
+    too_few: bool
     probs: npt.NDArray[np.float64]
     logprobs: npt.NDArray[np.float64]
     confidences: npt.NDArray[np.float64] | None
@@ -102,6 +109,8 @@ class CapturedRound:
         self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
         if drafter is not None:
             self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
+        self._draft: Run | None = None
+        self._verify: Run | None = None
         self._host: Tensor | None = None
         self._events = (
             [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -111,10 +120,25 @@ class CapturedRound:
         self.checked = False
         self.steps: list[Result] = []
         self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
+        self._style = kind.style._replace(candidates=target.passes.candidates.get(kind.style, kind.style.candidates))
+        self._build()
+
+    def _build(self) -> None:
+        self._draft = self._verify = None  # if need be, ends those before
         self._fill_padding()
-        execute = target.passes.generation(target.cache).execute
-        self._draft = execute(self._drafted) if drafter is not None else None
+        execute = self._target.passes.generation(self._target.cache).execute
+        self._draft = execute(self._drafted) if self._drafter is not None else None
         self._verify = execute(self._verified)
+
+    def _widen(self) -> None:
+        """Builds the functions anew, for more candidates: fewer than top_p keeps were looked at."""
+        passes, style = self._target.passes, self.kind.style
+        more = wider(self._style.candidates)
+        passes.candidates[style] = max(more, passes.candidates.get(style, 0))
+        self._style = style._replace(candidates=more)
+        self.checked = False
+        with passes.building(f"a round with {more} candidates"):
+            self._build()
 
     def _fill_padding(self) -> None:
         """Blocks that write to scratch cells only, as the functions run while they are built."""
@@ -136,7 +160,7 @@ class CapturedRound:
             view = later if j else first
             with drafter.passes.within(view):
                 found = stepped(
-                    drafter.passes, view, kind.style, temperatures, self.uniforms[:, j],
+                    drafter.passes, view, self._style, temperatures, self.uniforms[:, j],
                     want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.confidences,
                 )  # fmt: skip
             feed(found, later.block, same=view is later)
@@ -153,12 +177,14 @@ class CapturedRound:
         with target.passes.within(view):
             logits = target.passes.forward(view)
         drafts = self.target_drafts
-        verdict = self.decided(logits, drafts)
+        verdict, listed = self._decide(logits, drafts)
         inside = torch.arange(kind.k, device=drafts.device) < verdict.accepted[:, None]
         path = torch.cat([torch.where(inside, drafts, verdict.token[:, None]), verdict.token[:, None]], dim=1)
         width = torch.promote_types(logits.dtype, torch.float32)
         logprobs = logits.log_softmax(-1, dtype=width).gather(-1, path[..., None]).squeeze(-1)
-        sound = logits.amax(-1).abs().amax(-1) < torch.inf
+        sound = (logits.amax(-1).abs().amax(-1) < torch.inf).long()
+        if listed is not None:
+            sound = torch.where(listed, sound, sound + _TOO_FEW)
         drawn = [found.tokens[:, None] for found in self.steps]
         confidences = [found.confidence[:, None] for found in self.steps if found.confidence is not None]
         results = packed(verdict.accepted, verdict.token, sound, verdict.probs, logprobs, *drawn, *confidences)
@@ -166,17 +192,27 @@ class CapturedRound:
 
     def decided(self, logits: Tensor, drafts: Tensor) -> Verdict:
         """The verdict on drafts [rows, k] by logits [rows, k + 1, vocab]; a function of tensors."""
+        return self._decide(logits, drafts)[0]
+
+    def _decide(self, logits: Tensor, drafts: Tensor) -> tuple[Verdict, Tensor | None]:
+        """The verdict, and of which rows it is by the declared distributions [rows], None = of all: candidates must suffice as far
+        as drafts are accepted, and where the token after them is drawn."""
         kind = self.kind
         lengths = self.inputs["lengths"]
         if self._matches:
             said = logits.argmax(-1)
             accepted = accepted_lengths(said[:, : kind.k] == drafts, lengths)
             probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
-            return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs)
+            return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures = self.temperatures.repeat_interleave(kind.k + 1)
-        p = kind.style.q_of(logits.flatten(0, 1), temperatures).unflatten(0, (kind.rows, kind.k + 1))
+        p, enough = self._style.probabilities(logits.flatten(0, 1), temperatures)
         q = [found.q for found in self.steps if found.q is not None]
-        return kind.rule.decide_chains(drafts, lengths, q, p, self.uniforms)
+        verdict = kind.rule.decide_chains(drafts, lengths, q, p.unflatten(0, (kind.rows, kind.k + 1)), self.uniforms)
+        if enough is None:
+            return verdict, None
+        # What a position behind the first rejection says is not read.
+        read = torch.arange(kind.k + 1, device=drafts.device) <= verdict.accepted[:, None]
+        return verdict, (enough.view(kind.rows, kind.k + 1) | ~read).all(-1)
 
     @property
     def temperatures(self) -> Tensor:
@@ -200,6 +236,7 @@ class CapturedRound:
 
     def __call__(self, rows: int) -> Found:
         """Runs what was put into the inputs, and waits for the results of the first `rows`."""
+        assert self._verify is not None
         self.inputs.send()
         marks = [self._mark(0)]
         if self._draft is not None:
@@ -209,15 +246,18 @@ class CapturedRound:
         marks.append(self._mark(2))
         if self._host is None:
             self._host = host_buffer(results.numel(), results.device)
-        return self._unpacked(fetched(results, self._host)[:rows].copy(), self.logits[:rows], self._share(marks))
+        found = self._unpacked(fetched(results, self._host)[:rows].copy(), self.logits[:rows], self._share(marks))
+        if found.too_few:
+            self._widen()
+        return found
 
     def _unpacked(self, numbers: Numbers, logits: Tensor, share: float) -> Found:
         k = self.kind.k
         ends = np.cumsum([1, 1, 1, k + 1, k + 1, k])
         accepted, tokens, sound, probs, logprobs, drafts, confidences = np.split(numbers, ends, axis=1)
         return Found(
-            drafts, accepted[:, 0], tokens[:, 0], sound[:, 0] > 0, _reals(probs), _reals(logprobs),
-            _reals(confidences) if self.kind.confidences and k else None, logits, share,
+            drafts, accepted[:, 0], tokens[:, 0], sound[:, 0] == 1, bool((sound >= _TOO_FEW).any()), _reals(probs),
+            _reals(logprobs), _reals(confidences) if self.kind.confidences and k else None, logits, share,
         )  # fmt: skip
 
     def _mark(self, place: int) -> float:

@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.engine.engine import Engine
+from shoal.lookahead import plain_rounds
 from shoal.lookahead.acceptance import Acceptance, Tried
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
 from shoal.lookahead.credit import FIRST, MOST, SHARE, Credit
+from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
 from shoal.lookahead.unfed import Unfed
 from shoal.testing.distributions import chain_rule
@@ -75,6 +77,16 @@ def test_a_size_seen_thrice_costs_what_one_seen_often_does() -> None:
         thrice.append(curve.at(4))
     assert np.mean(thrice) == pytest.approx(np.mean(often), rel=0.04)
     assert np.mean(noise[:, :3].min(axis=1)) < 0.95 * np.mean(often)
+
+
+def test_a_first_pass_amid_other_work_is_believed_within_bounds() -> None:
+    """Twenty times its time, and seen once: it may still cost half more than smaller passes say, not more."""
+    curve = CostCurve()
+    for size, seconds in ((16, 12.0), (32, 14.0), (51, 400.0), (304, 60.0)):
+        curve.observe(size, seconds)
+    assert curve.seconds(51) == pytest.approx(1.5 * 51 * 14.0 / 32)
+    assert curve.seconds(304) == 60.0
+    assert np.all(np.diff(curve.table(400)) >= 0)
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
@@ -222,8 +234,11 @@ def test_plans_are_corrected_by_what_comes_of_them() -> None:
     assert max(controller.lengths(rows, 0)) > 0
     for _ in range(60):
         lengths = controller.lengths(rows, 0)
-        if max(lengths) <= 1:
+        if max(lengths) == 1:
             break
+        if not max(lengths):  # what drafts are compared with
+            controller.learn(Outcome([0] * 8, [0] * 8, 0, 1.0, 0.0))
+            continue
         controller.shorten(0, [0.99] * 8)
         controller.learn(Outcome([1] * 8, [1] * 8, 1, 40.0, 0.3))
     assert controller.costs.calibration(8) < 0.8
@@ -300,6 +315,48 @@ def test_plans_rest_while_they_find_nothing() -> None:
     assert len(planned) < 12
     controller.lengths(rows[:4], 0)
     assert planned[-1] == 4  # another batch is another question
+
+
+@pytest.mark.parametrize("rows", [8, 48])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_plain_round_believed_to_be_slow_is_made_again(rows: int, checked: bool) -> None:
+    """The only plain round of so many rows met other work, and drafts seem to pay, which cost three plain rounds and bring two:
+    without plain rounds in between that would last."""
+    controller, batch = Auto(PairCosts(packed=True)), [row(10_000) for _ in range(rows)]
+    costs, drafted = controller.costs, 0
+    costs.rounds = 100
+    costs.verify.observe(rows, 20.0)  # 20 times what it takes
+    for i in range(400):
+        if not checked:
+            costs.plain_rounds = PlainRounds()
+        if i % 3 == 0:  # rows join and leave
+            batch = [*batch[1:], row(10_000)]
+        longest = min(max(controller.lengths(batch, 1)), 1)
+        if not longest:
+            controller.learn(Outcome([0] * rows, [0] * rows, 0, 1.0, 0.0))
+            continue
+        controller.shorten(0, [0.9] * rows)
+        controller.learn(Outcome([1] * rows, [1] * rows, 1, 3.0, 0.5))
+        drafted += 1
+    assert (plain_rounds.FIRST < drafted < 3 * plain_rounds.FIRST) if checked else drafted > 300
+
+
+def test_plain_rounds_get_rarer_by_size() -> None:
+    known = PlainRounds()
+    waited = []
+    for _ in range(5):
+        rounds = 0
+        while not known.due(8):
+            known.drafted(15)  # of the same size
+            rounds += 1
+        assert known.plain(8)
+        waited.append(rounds)
+    assert waited == [16, 64, 256, 1024, 1024]
+    assert not known.plain(8)
+    for _ in range(plain_rounds.FIRST):
+        known.drafted(16)
+    assert known.due(31)
+    assert not known.due(32)
 
 
 def test_a_padded_pass_is_priced_as_such() -> None:
@@ -502,7 +559,7 @@ def test_what_is_learned_of_a_row_goes_with_it() -> None:
         controller.shorten(0, [0.5])
         controller.learn(Outcome([1], [i % 2], 1, 1.0, 0.1))
         controller._learn_acceptance()
-        controller.costs.credit.seconds = 9.0
+        controller.costs.credit.seconds, controller.costs.plain_rounds = 9.0, PlainRounds()
         assert known._offsets(controller._rows).tolist() != [0.0]
         del living
     assert again, "no place was used twice: this test shows nothing"

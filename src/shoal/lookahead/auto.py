@@ -105,6 +105,8 @@ class Auto:
         costs = self.costs
         if costs.rounds < len(FIRST_ROUNDS):
             return self._unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
+        if costs.plain_rounds.due(len(rows)):
+            return ()
         if self._plan is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
             self._age += 1
             return rows
@@ -167,10 +169,15 @@ class Auto:
         costs.rounds += 1
         whole = costs.verify.observe(costs.positions(outcome.drafted), outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
+            checks = costs.plain_rounds.plain(rows)
             self._plain = None
             costs.forget_calibration(rows)
-            costs.credit.plain(whole)
+            costs.credit.plain(whole, settle=not checks)
+            if checks:  # the plan goes on if it still pays
+                self._learn_acceptance()
+                self._plan = None
             return
+        costs.plain_rounds.drafted(rows)
         if self._plain is None:
             self._plain = costs.verify.seconds(rows)
         drafting = costs.observe_drafting(rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between)

@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.credit import Credit
+from shoal.lookahead.plain_rounds import PlainRounds
 
 CALIBRATION_SHARE = 0.02
 """Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
@@ -22,7 +23,8 @@ class CostCurve:
 
     A size that was never tried is estimated from its neighbours. Beyond them the estimate is low, so that the size gets tried:
     below the smallest size seen the cost is proportional to the size, above the largest it is constant. A pass never costs more
-    than a larger one. Old observations are forgotten, so that one disturbed measurement cannot rule out a size for good.
+    than a larger one, and per position hardly more than a smaller one (`MOST_PER_SIZE`). Old observations are forgotten, so that
+    one disturbed measurement cannot rule out a size for good.
 
     Disturbances only make a pass slower (the first of its kind, other work on the machine). So of the first passes of a size the
     median counts, of two the faster one, and later a pass counts as at most twice the estimate.
@@ -35,6 +37,9 @@ class CostCurve:
     FIRST = 5
     """Observations of a size whose median counts. The faster of two, kept for long, would be 5 % less than a size costs that is
     observed often, by the noise of a quiet machine: plain rounds would seem that much faster, as few are made where drafts pay."""
+    MOST_PER_SIZE = 1.5
+    """Cost by its size, over that of any smaller size, that is believed: a first pass amid other work may take twenty times as
+    long, and what is compared with it would seem cheap."""
     FADE_EVERY = 16
     """Observations between two fadings of all weights."""
 
@@ -99,7 +104,10 @@ class CostCurve:
     def _corners(self) -> tuple[list[int], list[float]]:
         if self._line is None:
             sizes = sorted(self._points)
-            seconds = [self._points[size][0] for size in sizes]
+            seconds, lowest = [], math.inf  # lowest: by size, of the smaller ones
+            for size in sizes:
+                seconds.append(min(self._points[size][0], self.MOST_PER_SIZE * lowest * size))
+                lowest = min(lowest, seconds[-1] / size)
             for i in range(len(sizes) - 2, -1, -1):
                 seconds[i] = min(seconds[i], seconds[i + 1])
             self._line = [0, *sizes], [0.0, *seconds]
@@ -126,7 +134,7 @@ class PairCosts:
         rounds: learned from so far.
         calibrations: tokens per second that rounds with drafts bring, over what their plans promised, by the number of rows to a
             power of two. Plans are corrected by it: the last row of a batch, an unlucky one, brings little more than half.
-        credit: time that drafting may lose.
+        credit: time that drafting may lose. plain_rounds: counts the rounds after which one is plain, whatever seems to pay.
     """
 
     def __init__(self, packed: bool) -> None:
@@ -136,6 +144,7 @@ class PairCosts:
         self.rounds = 0
         self.calibrations: dict[int, float] = {}
         self.credit = Credit()
+        self.plain_rounds = PlainRounds()
 
     def seconds_preparing(self, tokens: int) -> float:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""

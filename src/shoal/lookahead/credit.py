@@ -34,11 +34,12 @@ class Credit:
         """Nothing more will come of what was invested."""
         self.seconds, self.invested = self.seconds - self.invested, 0.0
 
-    def plain(self, plain_round: float) -> None:
-        """A plain round is over, which took so many seconds."""
+    def plain(self, plain_round: float, *, settle: bool = True) -> None:
+        """A plain round is over, which took so many seconds. settle: it is not one between rounds with drafts."""
         if not self._opened:
             self._opened, self.seconds = True, FIRST * plain_round
-        self.settle()
+        if settle:
+            self.settle()
         self._add(SHARE * plain_round, plain_round)
 
     def drafted(self, plain_round: float, spent: float, saved: float) -> None:

@@ -51,6 +51,7 @@ PLACED = {"dtype": "float32", "quantize": "off"}  # decided here, not by measure
 PHASES = ("auto", "off")
 TURNS = 4  # of each phase in a long run, so that both meet the same machine
 TURN = 30.0  # seconds that a turn lasts at least
+WARM = 5.0  # seconds of each phase at most, before any is measured: the first also grows caches and learns what rounds cost
 PATIENCE = 600  # seconds until an answer is a hang
 LEVEL = 1.05  # of the server's memory, last quarter to second
 LONG_ENOUGH = 120  # seconds from which memory is judged
@@ -289,15 +290,21 @@ async def load(url: str, process: int, known: list[Ask], seconds: float, clients
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
         watcher = asyncio.create_task(watch(process, sizes))
         each = {phase: [asks(known, random.Random(f"{seed} {number}")) for number in range(clients)] for phase in PHASES}
-        seen = {phase: Seen() for phase in PHASES}
+        seen, early = {phase: Seen() for phase in PHASES}, Seen()
+
+        async def turn_of(phase: str, lasts: float, into: Seen) -> None:
+            started = time.perf_counter()
+            await asyncio.gather(*(client(http, asking, phase, started + lasts, into) for asking in each[phase]))
+            into.seconds += time.perf_counter() - started
+
+        for phase in PHASES:
+            await turn_of(phase, min(WARM, seconds / 10), early)
         turns = max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
         for turn in range(turns):
             for phase in PHASES if turn % 2 == 0 else PHASES[::-1]:
-                started = time.perf_counter()
-                until = started + seconds / len(PHASES) / turns
-                await asyncio.gather(*(client(http, asking, phase, until, seen[phase]) for asking in each[phase]))
-                seen[phase].seconds += time.perf_counter() - started
+                await turn_of(phase, seconds / len(PHASES) / turns, seen[phase])
         found["phases"] = {phase: seen[phase].document() for phase in PHASES}
+        found["warm_up"] = {"requests": dict(early.kinds), "failures": early.failures}
         watcher.cancel()
         left = await rows(http)
         for _ in range(100):  # the last cancellations may be a round away
@@ -320,7 +327,8 @@ def memory(sizes: list[int]) -> Json | None:
 
 def failures(found: Json, seconds: float, code: int | None) -> list[str]:
     """Everything that must not be."""
-    wrong = [f"{name}: {failure}" for name, phase in found["phases"].items() for failure in phase["failures"]]
+    phases = {**found["phases"], "warm_up": found.get("warm_up", {"failures": []})}
+    wrong = [f"{name}: {failure}" for name, phase in phases.items() for failure in phase["failures"]]
     if found["rows_left"]:
         wrong.append(f"{found['rows_left']:g} rows are left in the server")
     if found["memory"] and seconds >= LONG_ENOUGH:

@@ -214,8 +214,8 @@ class Auto:
 
 
 class Backoff:
-    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan for as many rows finds
-    nothing."""
+    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan for about as many rows, to a
+    quarter, finds nothing. On a server their number changes in every round."""
 
     def __init__(self) -> None:
         self._rows = self._length = self._left = 0
@@ -223,9 +223,15 @@ class Backoff:
     def is_over(self, rows: int) -> bool:
         """Counts a round; whether it is time for a plan."""
         self._left -= 1
-        return rows != self._rows or self._left < 0
+        return self._left < 0 or not self._as_many(rows)
 
     def extend(self, rows: int) -> None:
         """A plan found nothing."""
-        self._length = min(2 * self._length + 1, MAX_BACKOFF) if rows == self._rows else 1
-        self._rows, self._left = rows, self._length
+        if self._as_many(rows):
+            self._length = min(2 * self._length + 1, MAX_BACKOFF)
+        else:
+            self._rows, self._length = rows, 1
+        self._left = self._length
+
+    def _as_many(self, rows: int) -> bool:
+        return 4 * abs(rows - self._rows) <= self._rows

@@ -52,7 +52,7 @@ def test_names_and_options() -> None:
     ("text", "message"),
     [
         ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
-        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram"),
+        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram, suffix"),
         ("ngram:", "ngram has no option ''"),
         ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),
         ("ngram:min", "ngram needs one value for min"),
@@ -205,5 +205,5 @@ def test_transformers_generate() -> None:
     for draft in ("ngram", NGramDrafter(1, 2)):
         options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
-    with pytest.raises(RequestError, match=r"draft_model must be a Transformers model, ngram, got 'gpt2'"):
+    with pytest.raises(RequestError, match=r"draft_model must be a Transformers model, ngram or suffix, got 'gpt2'"):
         model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")

@@ -64,8 +64,8 @@ def load(
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model with the same tokenizer; or a drafter that needs no model, by its name and options
-            ("ngram", "ngram:min=2,max=4"), see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one
-            call at a time. None = plain decoding (unless bundled).
+            ("ngram", "suffix", "suffix:scope=engine"), see `shoal.drafting.specs`; or any object of
+            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see

@@ -25,7 +25,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
         return _load_target_alone(source, error)
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.drafter_name is None:
-        advice = "give --draft to speculate: a smaller model with the same tokenizer, or ngram, which needs none"
+        advice = "give --draft to speculate: a smaller model with the same tokenizer, or suffix, which needs none"
         return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
     if model.draft_model is None:
         return model, [

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 
+SCOPES = ("row", "group", "engine")
+MOST_NODES = 63
+"""Of a draft tree (`shoal.types.trees`)."""
+
+
 class Drafting(Protocol):
     """Makes the drafters of a pair: one for each engine.
 
@@ -58,7 +63,40 @@ class NGram:
         return NGramDrafter(self.min, self.max)
 
 
-DRAFTINGS: dict[str, type[NGram]] = {"ngram": NGram}
+@dataclass(frozen=True)
+class Suffix:
+    """The longest end of a row that stands elsewhere too is looked up, and what followed it there most often is proposed.
+
+    Attributes:
+        scope: where it is looked up: row, group (the rows of the same request) or engine (earlier answers to whomever, too).
+        min: tokens that must match. nodes: of a draft tree; 0 = chains. limit: tokens of a table; see `SuffixDrafter`.
+
+    Raises:
+        RequestError: another scope, more than 63 nodes, or a number that is too small.
+    """
+
+    scope: str = "group"
+    min: int = 1
+    nodes: int = 0
+    limit: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise RequestError(f"suffix needs a scope of {', '.join(SCOPES)}, got {self.scope!r}")
+        if self.min < 1 or not 0 <= self.nodes <= MOST_NODES or self.limit < 64:
+            raise RequestError(f"suffix needs min >= 1, nodes in 0..{MOST_NODES} and limit >= 64, got {self.name}")
+
+    @property
+    def name(self) -> str:
+        return spelled(self)
+
+    def drafter(self, target: Runner) -> Drafter:
+        from shoal.drafting.suffix import SuffixDrafter
+
+        return SuffixDrafter(self.scope, self.min, self.nodes, self.limit)
+
+
+DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix}
 """Drafters by name. Their options are fields: integers or words."""
 
 

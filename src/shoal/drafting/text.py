@@ -11,16 +11,39 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
 
 
 class Guess(NamedTuple):
-    """A chain for one row: its tokens, and how sure the drafter is of each, 0..1, given those before it."""
+    """A tree for one row.
+
+    Attributes:
+        tokens: of the nodes. parents: of the nodes, as in `DraftTree`; None = a chain.
+        confidence: at each depth, how sure the drafter is, 0..1, that a draft there is accepted if the one before it is.
+    """
 
     tokens: Sequence[int]
     confidence: Sequence[float]
+    parents: Sequence[int] | None = None
+
+    def up_to(self, depth: int) -> Guess:
+        """The nodes that are no deeper."""
+        if self.parents is None:
+            return Guess(self.tokens[:depth], self.confidence[:depth])
+        tokens: list[int] = []
+        parents: list[int] = []
+        kept, depths = {-1: -1}, {-1: 0}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            depths[node] = depths[parent] + 1
+            if depths[node] <= depth:
+                kept[node] = len(tokens)
+                tokens.append(token)
+                parents.append(kept[parent])
+        return Guess(tokens, self.confidence[:depth], parents)
 
 
 NOTHING = Guess((), ())
@@ -58,11 +81,8 @@ class TextDrafter(Drafter):
         pairs = zip(inputs.rows, inputs.lengths, strict=True)
         guesses = [self.guess(row, length) if length else NOTHING for row, length in pairs]
         lengths, steps = _lengths(guesses, inputs)
-        drafts = [guess.tokens[:length] for guess, length in zip(guesses, lengths, strict=True)]
-        device = inputs.uniforms.device
-        tree = (
-            DraftTree.of(drafts, device=device, steps=steps) if any(drafts) else DraftTree.empty(len(drafts), device, steps)
-        )
+        drafts = [guess.up_to(length) for guess, length in zip(guesses, lengths, strict=True)]
+        tree = _tree(drafts, inputs.uniforms.device, steps)
         self._drafting += time.perf_counter() - started
         return tree
 
@@ -79,13 +99,23 @@ class TextDrafter(Drafter):
 def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:
     """How much of each row's guess is proposed, and how many positions were looked at: the first in any case, as it tells what
     drafting costs and how often there is nothing to propose. Where a row's guess has ended, the confidence in a draft is 0."""
-    lengths = [len(guess.tokens) for guess in guesses]
+    lengths = [len(guess.confidence) for guess in guesses]
     if inputs.stop is None:
         return lengths, max(*lengths, 1)
     position = 0
     while True:
-        sure = [guess.confidence[position] if position < len(guess.tokens) else 0.0 for guess in guesses]
+        sure = [guess.confidence[position] if position < len(guess.confidence) else 0.0 for guess in guesses]
         lengths = [min(pair) for pair in zip(lengths, inputs.stop(position, sure), strict=True)]
         position += 1
         if max(lengths) <= position:
             return lengths, position
+
+
+def _tree(drafts: Sequence[Guess], device: torch.device, steps: int) -> DraftTree:
+    tokens = [guess.tokens for guess in drafts]
+    if not any(tokens):
+        return DraftTree.empty(len(tokens), device, steps)
+    if all(guess.parents is None for guess in drafts):
+        return DraftTree.of(tokens, device=device, steps=steps)
+    parents = [range(-1, len(guess.tokens) - 1) if guess.parents is None else guess.parents for guess in drafts]
+    return DraftTree.of(tokens, parents, device=device, steps=steps)

@@ -1,0 +1,91 @@
+"""Earlier answers of an engine in one suffix automaton, and where the rows that run stand in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
+from shoal.types.requests import Row
+
+LONGEST = 64
+"""Most tokens of a row that are matched: longer matches say no more about what follows."""
+
+
+class Answers:
+    """Texts of rows that came to their end, their prompts included, the last ones up to a limit.
+
+    They are read when the next draft is asked for, and never where none is.
+
+    Args:
+        limit: tokens that the automaton holds. A full one is made anew of the last texts, up to half of that.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._automaton = SuffixAutomaton()
+        self._texts: deque[tuple[list[int], int]] = deque()  # the last ones, with the lengths of their prompts
+        self._held = self._unread = 0  # tokens of these; how many of these texts were not read yet
+        self._changes = 0
+        self._rows: dict[Row, tuple[int, int, int, int]] = {}  # state, matched tokens, tokens read, the `_changes` then
+
+    @property
+    def bytes(self) -> int:
+        return self._automaton.bytes
+
+    def leave(self, row: Row, whole: bool) -> None:
+        """A row has left; whole: its text is an answer."""
+        self._rows.pop(row, None)
+        if not whole:
+            return
+        tokens = row.tokens[-self._limit // 2 :]
+        self._texts.append((tokens, max(row.prompt_length - (len(row.tokens) - len(tokens)), 0)))
+        self._held, self._unread = self._held + len(tokens), self._unread + 1
+        while self._held > self._limit // 2 and len(self._texts) > 1:
+            self._held -= len(self._texts.popleft()[0])
+            self._unread = min(self._unread, len(self._texts))
+
+    def read(self, rows: Iterable[Row]) -> int:
+        """Reads what is new, and where these rows stand; returns how many tokens the automaton has gained."""
+        before = self._automaton.tokens
+        if self._unread:
+            self._changes += 1
+            for tokens, prompt in list(self._texts)[-self._unread :]:
+                self._add(tokens, prompt)
+            self._unread = 0
+            if self._automaton.tokens > self._limit:
+                self._automaton, before = SuffixAutomaton(), 0
+                for tokens, prompt in self._texts:
+                    self._add(tokens, prompt)
+        for row in rows:
+            self._follow(row)
+        return self._automaton.tokens - before
+
+    def _add(self, tokens: Sequence[int], prompt: int) -> None:
+        """A text. What is known of its prompt occurs once, however many rows had it."""
+        automaton, state, known = self._automaton, ROOT, 0
+        while known < prompt:
+            following = automaton.following[state].get(tokens[known])
+            if following is None or automaton.length[following] != automaton.length[state] + 1:
+                break
+            state, known = following, known + 1
+        automaton.read(state, tokens[known:])
+
+    def _follow(self, row: Row) -> None:
+        """The longest suffix of the row that is in the automaton; anew where texts were added, which may have longer ones."""
+        automaton = self._automaton
+        state, matched, known, changes = self._rows.get(row, (ROOT, 0, 0, -1))
+        if changes != self._changes:
+            state, matched, known = ROOT, 0, max(len(row.tokens) - LONGEST, 0)
+        for token in row.tokens[known:]:
+            while state > ROOT and token not in automaton.following[state]:
+                state = automaton.link[state]
+                matched = automaton.length[state]
+            state = automaton.following[state].get(token, ROOT)
+            matched = matched + 1 if state > ROOT else 0
+        self._rows[row] = state, matched, len(row.tokens), self._changes
+
+    def place(self, row: Row) -> Place:
+        """Where a row stands that was among those last read."""
+        state, matched, _, _ = self._rows[row]
+        return Place(self._automaton, state, matched).continued()

@@ -28,12 +28,15 @@ from shoal.models.layers import kernels
 from shoal.models.layers.decoder import fused_layers_of
 from shoal.models.layers.int8 import MOST_TOKENS, WeightOnlyInt8, product
 from shoal.models.layers.operations import COLUMNS, add_norm, heads, silu_mul
+from shoal.models.layers.prompt import Prompt
 from shoal.models.lean.decoder import Norm
 from shoal.models.passes import use_fused_layers
+from shoal.models.prompts import feed_prompts
 from shoal.models.quantize import _weight_only_int8
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import _reference, _sharing_error, static_error
 from shoal.testing import tiny_model
+from shoal.types.prefix import Prefix
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -330,8 +333,38 @@ class _Noted:
         return lambda *_, **__: self.names.append(self.name)
 
 
-def launches_per_layer(dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of a captured pass with the attention kernel: those of a model of three layers without those of one of two."""
+Feed = Callable[[Runner, Launches], None]
+
+
+def captured_pass(made: Runner, counting: Launches) -> None:
+    """A token of two rows."""
+    made.feed([0, 1], torch.ones(2, 1, dtype=torch.long, device=DEVICE), [1, 1])  # makes the layers of its cache
+    passes, bucket = made.static, Bucket(2, 1, 20)
+    assert passes is not None
+    prepared = passes.prepared(bucket, bucket, made.cache, lambda: passes.forward)
+    prepared.block.place(made.plan([0, 1], [1, 1]), made.cache.capacity)
+    counting.names.clear()
+    with counting:
+        passes.run(bucket, prepared)
+
+
+def prompts_of(counts: list[int]) -> Feed:
+    """A pass of the prompts of two rows."""
+
+    def feed(made: Runner, counting: Launches) -> None:
+        tokens = torch.ones(2, max(counts), dtype=torch.long, device=DEVICE)
+        made.feed([0, 1], tokens[:, :1], [1, 1])
+        counting.names.clear()
+        with counting:
+            made.feed([0, 1], tokens, counts, want_logits=False)
+
+    return feed
+
+
+def launches_per_layer(
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch, feed: Feed = captured_pass
+) -> Counter[str]:
+    """Of a pass with the attention kernel: those of a model of three layers without those of one of two."""
     found = []
     for layers in (2, 3):
         made = loading.wrap(tiny_model("llama", layers=layers).to(DEVICE, dtype), "tiny", "fused", checked=False)
@@ -339,18 +372,9 @@ def launches_per_layer(dtype: torch.dtype, fused: bool, monkeypatch: pytest.Monk
         if fused:
             made.fused_layers = fused_layers_of(made.hf)
         made.reserve(2, 20)
-        tokens = torch.ones(2, 1, dtype=torch.long, device=DEVICE)
         with monkeypatch.context() as patch, torch.inference_mode():
             counting = Launches(patch)
-            made.feed([0, 1], tokens, [1, 1])  # makes the layers of its cache
-            plan = made.plan([0, 1], [1, 1])
-            passes, bucket = made.static, Bucket(2, 1, 20)
-            assert passes is not None
-            prepared = passes.prepared(bucket, bucket, made.cache, lambda passes=passes: passes.forward)
-            prepared.block.place(plan, made.cache.capacity)
-            counting.names.clear()
-            with counting:
-                passes.run(bucket, prepared)
+            feed(made, counting)
         found.append(Counter(counting.names))
     return found[1] - found[0]
 
@@ -361,6 +385,96 @@ def test_a_layer_is_nine_launches(dtype: torch.dtype, monkeypatch: pytest.Monkey
     fused = launches_per_layer(dtype, True, monkeypatch)
     assert fused == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "linear": 4}
     assert launches_per_layer(dtype, False, monkeypatch).total() > 30
+
+
+@pytest.mark.parametrize(("counts", "more"), [([8, 8], {}), ([8, 3], {"index_select": 2})], ids=["alike", "packed"])
+def test_a_layer_of_prompts_is_nine_launches(
+    counts: list[int], more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths lie side by side, without padding, but for their attention. By modules there are over thirty."""
+    fused = launches_per_layer(torch.bfloat16, True, monkeypatch, prompts_of(counts))
+    assert fused == Counter({"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "linear": 4} | more)
+    assert launches_per_layer(torch.bfloat16, False, monkeypatch, prompts_of(counts)).total() > 30
+
+
+def keys_and_values(made: Runner, fused: bool, feed: Callable[[Runner], None]) -> list[Tensor]:
+    """What the cells of a cache hold after passes of prompts, the fused ones or those of the modules."""
+    runner_ = made.fork()
+    layers, runner_.fused_layers = runner_.fused_layers, runner_.fused_layers if fused else None
+    try:
+        with torch.inference_mode():
+            feed(runner_)
+    finally:
+        runner_.fused_layers = layers
+    return [tensor for stores in runner_.cache.stores() for tensor in stores]
+
+
+def several(made: Runner) -> None:
+    """Prompts in slots that are not side by side, one in two chunks, beside one in the shared store that a row goes on from."""
+    tokens = torch.arange(40, device=DEVICE).view(2, 20) * 7 % made.vocab_size
+    prefix = Prefix(3, 9)
+    made.reserve(4, 40, 16)
+    made.feed_prefix(prefix, 0, tokens[:1, :5])
+    made.feed_prefix(prefix, 5, tokens[:1, 5:9])
+    feed_prompts(made, [(2, tokens[0].tolist()), (0, tokens[1, :7].tolist())])
+    feed_prompts(made, [(0, tokens[1, 7:19].tolist()), (1, tokens[0, 3:5].tolist())])
+    made.cache.enter(3, prefix)
+    feed_prompts(made, [(3, tokens[0, 9:14].tolist())])
+
+
+@pytest.mark.parametrize("attention", ["pad", "fused"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, attention: str) -> None:
+    made = runner(architecture, attention)
+    made.fused_layers = fused_layers_of(made.hf)
+    assert made.fused_layers is not None
+    found, right = (keys_and_values(made, fused, several) for fused in (True, False))
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert bool((ours != 0).any())
+
+
+WRONG_PROMPTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "results": ("packed", lambda real: lambda self, attended: real(self, attended).roll(1, 0)),
+    "cells": ("cells", lambda real: property(lambda self: real.fget(self) + 1)),
+    "queries": ("unpacked", lambda real: lambda self, query: real(self, query.flip(0))),
+    "keys": ("rows", lambda real: lambda self, layer: tuple(part.roll(1, 2) for part in real(self, layer))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PROMPTS)
+def test_wrong_prompts_are_noticed_at_load(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else than prompts meets these."""
+    attribute, wrong = WRONG_PROMPTS[name]
+    monkeypatch.setattr(Prompt, attribute, wrong(getattr(Prompt, attribute)))
+    made = runner("llama")
+    use_fused_layers(made)
+    assert made.fused_layers is None
+    assert "fused layers differ" in caplog.text
+
+
+@pytest.mark.parametrize("counts", [[9, 8], [9, 3]], ids=["padded", "packed"])
+def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
+    """Whatever stands in unused columns, and in cells that are not a row's, the tokens that follow get the same logits."""
+    made = runner("llama", "fused")
+    made.fused_layers = fused_layers_of(made.hf)
+    tokens = torch.arange(18, device=DEVICE).view(2, 9) * 5 % made.vocab_size
+    found = []
+    for junk in (1, 90):
+        one = made.fork()
+        one.reserve(3, 20)
+        one.feed([0, 2], tokens[:, :1], [1, 1])
+        with torch.inference_mode():
+            for tensor in [tensor for stores in one.cache.stores() for tensor in stores[:2]]:
+                tensor.fill_(junk)
+        one.cache.clear()
+        block = tokens.clone()
+        block[1, counts[1] :] = junk
+        one.feed([2, 0], block, counts, want_logits=False)
+        found.append(one.feed([0, 2], tokens[:, :2], [2, 2]))
+    assert torch.equal(*found)
 
 
 def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:

@@ -52,7 +52,7 @@ class AttentionState(Protocol):
 
 
 class Layers(Protocol):
-    """Computes static passes in place of the model's modules (`shoal.models.layers`)."""
+    """Computes static passes, and prompts, in place of the model's modules (`shoal.models.layers`)."""
 
     @property
     def stale(self) -> bool:
@@ -60,6 +60,10 @@ class Layers(Protocol):
 
     def __call__(self, tokens: Tensor, positions: Tensor, state: Any) -> Tensor:
         """As `Bridge.static_logits`."""
+
+    def prompt(self, tokens: Tensor, cache: SlotCache, method: Method) -> Tensor:
+        """Writes keys and values of the tokens that the cache was announced, packed or padded as its plan says; returns nothing of
+        use."""
 
 
 @dataclass(frozen=True)

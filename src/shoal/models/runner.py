@@ -142,7 +142,8 @@ class Runner:
 
     @property
     def fused_layers(self) -> Layers | None:
-        """What computes static passes in place of the model's modules, if anything does; for all runners forked from this one."""
+        """What computes static passes, and prompts, in place of the model's modules, if anything does; for all runners forked from
+        this one."""
         return self._bridge.layers
 
     @fused_layers.setter
@@ -331,12 +332,19 @@ class Runner:
         self.cache.begin(plan)
         if self.lean is not None and not self.lean.decoder.stale:
             logits = self.lean(plan, tokens, self.cache, self._method, want_logits)
+        elif not want_logits and (layers := self._prompt_layers()) is not None:
+            logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.vocab_size)), self.cache, self._method)
         else:
             known = plan.pack(known_tokens(plan, tokens, self.vocab_size))
             logits = self._bridge.ordinary(known, self.cache, self._method, self.forward_context(), want_logits)
             logits = plan.unpack(logits) if want_logits else logits
         self.cache.end()
         return logits
+
+    def _prompt_layers(self) -> Layers | None:
+        """What computes prompts in place of the model's modules, as long as nothing is known against it."""
+        layers = self.fused_layers if self.static is not None and self.static.failure is None and self.can_be_lean else None
+        return None if layers is None or layers.stale else layers
 
 
 class _Counted(explained):

@@ -60,9 +60,14 @@ def self_check(runner: Runner) -> float:
 @torch.inference_mode()
 def largest_error(runner: Runner) -> float:
     """The largest difference to plain forwards, in standard deviations of the logits, of all that the runner's passes may be asked
-    for: ragged blocks, a shared prompt, a draft tree."""
+    for: ragged blocks, prompts without logits, a shared prompt, a draft tree."""
     ids, plain = _reference(runner)
-    checks = [_error, *([_sharing_error] if runner.shares else []), *([_tree_error] if runner.takes_trees else [])]
+    checks = [
+        _error,
+        _prompt_error,
+        *([_sharing_error] if runner.shares else []),
+        *([_tree_error] if runner.takes_trees else []),
+    ]
     return _worst(_guarded(check, runner, ids, plain) for check in checks)
 
 
@@ -110,6 +115,25 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     logits = runner.feed([0, 1], tail, [2, 1]).double()  # side by side, as passes of fixed shape need them
     expected = plain[0, split:]
     worst = _worst(float((own - truth).abs().max()) for own, truth in ((logits[0], expected), (logits[1, 0], expected[0])))
+    return worst / max(float(plain.std()), 1e-9)
+
+
+def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
+    """The same of the last two tokens of rows whose prompts, of unequal lengths, were fed without asking for logits; one of them in
+    two pieces."""
+    length = ids.shape[1]
+    split = max(1, length - 8)
+    if length < split + 3:
+        return 0.0  # a context too short for prompts
+    runner.reserve(2, length + 4)
+    runner.feed([1], ids[:1, :split], [split], want_logits=False)
+    rest = length - 2 - split
+    block = torch.stack([ids[0, split : length - 2], ids[1, :rest]])
+    runner.feed([1, 0], block, [rest, max(1, rest - 3)], want_logits=False)
+    lengths = [runner.cache.lengths[slot] for slot in (0, 1)]
+    last = torch.stack([ids[1 - slot, lengths[slot] : lengths[slot] + 2] for slot in (0, 1)])
+    logits = runner.feed([0, 1], last, [2, 2]).double()
+    worst = _worst(float((logits[slot] - plain[1 - slot, lengths[slot] : lengths[slot] + 2]).abs().max()) for slot in (0, 1))
     return worst / max(float(plain.std()), 1e-9)
 
 

@@ -227,6 +227,10 @@ class SlotCache(Cache):
                 0, self.written, states.reshape(self.written.numel(), -1)
             )
 
+    def written_stores(self, index: int) -> tuple[Tensor, Tensor]:
+        """Where the pass under way writes keys and values of layer `index`, for passes that do so themselves."""
+        return self._stores(index)
+
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """All keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim] each; views when the slots are
         consecutive."""

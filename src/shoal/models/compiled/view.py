@@ -50,6 +50,14 @@ class View(Cache):
         """Flat cells that the pass writes, [rows * q] int64."""
         return self.block.cells
 
+    def unpacked(self, query: Tensor) -> Tensor:
+        """[tokens, heads, dim] -> [rows, q, heads, dim]."""
+        return query.view(self.block.bucket.rows, self.block.bucket.q, *query.shape[1:])
+
+    def packed(self, attended: Tensor) -> Tensor:
+        """The other way."""
+        return attended.flatten(0, 1)
+
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots in a layer, [slots, capacity, heads, dim] each, for layers that write them themselves."""
         self._layer = layer

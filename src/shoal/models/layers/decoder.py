@@ -1,4 +1,5 @@
-"""A captured pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its keys out.
+"""A pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its keys out. Captured for decoding,
+launched one by one for prompts.
 
 Norm, product for queries, keys and values, heads, attention, product, norm with the residual sum, product for gate and up,
 activation, product. In the model's modules the same are some forty launches, each of which takes a GPU longer than its arithmetic.
@@ -17,7 +18,9 @@ from shoal.models.attention.fused import available
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
+from shoal.models.cache import SlotCache
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, heads, silu_mul
+from shoal.models.layers.prompt import Prompt
 from shoal.models.lean.decoder import Decoder, decoder_of
 from shoal.models.weights import Matrix, matrix_of
 
@@ -37,8 +40,14 @@ class PassState(Protocol):
     def cells(self) -> Tensor:
         """Where the tokens are written, [tokens] int64."""
 
+    def unpacked(self, query: Tensor) -> Tensor:
+        """Queries of the tokens, [tokens, heads, dim] -> [rows, q, heads, dim]."""
+
+    def packed(self, attended: Tensor) -> Tensor:
+        """The other way: [rows, q, heads, dim] -> [tokens, heads, dim]."""
+
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots of a layer, [slots, capacity, kv heads, dim]."""
+        """Keys and values of a layer as they are written, [cells, kv heads, dim] or more dimensions before."""
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
@@ -69,6 +78,27 @@ class FusedLayers:
         Args:
             tokens, positions: [rows, q] int64.
         """
+        x, added = self._through(tokens, positions, state)
+        return self.decoder.head.linear(add_norm(x, added, self.decoder.norm)).view(*tokens.shape, -1)
+
+    def prompt(self, tokens: Tensor, cache: SlotCache, method: Method) -> Tensor:
+        """Writes keys and values of tokens whose logits nobody wants; what would follow those of the last layer is left out.
+
+        Args:
+            tokens: [rows, q] int64, or packed, [1, tokens]. cache: announced their plan. method: attends.
+
+        Returns:
+            Nothing of use.
+        """
+        plan, store = cache.plan, self.decoder.embedding
+        assert plan is not None
+        cache.make_layers(len(self.decoder.layers), store.new_empty(0, self.decoder.kv_heads, 0, self.decoder.dim))
+        return self._through(tokens, plan.pack(plan.positions), Prompt(plan, cache, method), keys_only=True)[0]
+
+    def _through(
+        self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The states after the last layer, but for its last sum, [tokens, width], and what is to be added."""
         decoder = self.decoder
         x = decoder.embedding.index_select(0, tokens.flatten())
         angles = self._angles(positions.flatten())
@@ -79,10 +109,12 @@ class FusedLayers:
             if layer.query_norm is not None and layer.key_norm is not None:
                 norms = layer.query_norm, layer.key_norm
             query = heads(states, angles, norms, state.stores(index), state.cells)
-            attended = self._attended(query.view(*tokens.shape, *query.shape[1:]), index, state)
+            if keys_only and index + 1 == len(decoder.layers):
+                break
+            attended = self._attended(query, index, state)
             h = add_norm(x, layer.out.linear(attended), layer.mlp_norm)
             added = layer.down.linear(silu_mul(gate_up.linear(h)))
-        return decoder.head.linear(add_norm(x, added, decoder.norm)).view(*tokens.shape, -1)
+        return x, added
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, rotary] float32, by the model's own module."""
@@ -90,14 +122,14 @@ class FusedLayers:
         return cos[0].contiguous(), sin[0].contiguous()
 
     def _attended(self, query: Tensor, index: int, state: PassState) -> Tensor:
-        """query [rows, q, heads, dim] -> [tokens, heads * dim]."""
+        """query [tokens, heads, dim] -> [tokens, heads * dim]."""
         keys, values = state.rows(index)
         decoder = self.decoder
         inputs = AttentionInputs(
-            query.transpose(1, 2), keys, values, state.masks, decoder.scale, decoder.layers[index].window, None, None,
-            *state.shared(),
+            state.unpacked(query).transpose(1, 2), keys, values, state.masks, decoder.scale, decoder.layers[index].window, None,
+            None, *state.shared(),
         )  # fmt: skip
-        return state.method(inputs).reshape(query.shape[0] * query.shape[1], -1)
+        return state.packed(state.method(inputs)).reshape(len(query), -1)
 
 
 def fused_layers_of(hf: Any) -> FusedLayers | None:

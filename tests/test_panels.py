@@ -127,7 +127,8 @@ def test_sabotage_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: p
     sources = build.sources()
     changed = {name: text.replace(right.encode(), wrong.encode()) for name, text in sources.items()}
     assert changed != sources
-    made = build.loaded(build.compiled(changed, tmp_path, build.compiler()))
+    flags = ["-O1" if flag == "-O3" else flag for flag in build.FLAGS]
+    made = build.loaded(build.compiled(changed, tmp_path, build.compiler(), flags))
     monkeypatch.setattr(panels, "library", lambda: made)
     weight, bias = some(56, 24, dtype=torch.float32), some(56, dtype=torch.float32)
     x, other = some(11, 24, dtype=torch.float32), some(11, 56, dtype=torch.float32)

@@ -21,7 +21,16 @@ from shoal.types.requests import Request
 from shoal.types.stats import Stats
 
 SEED = 20
-DRAFTERS = ("bundled", "ngram", "suffix:scope=row", "suffix", "suffix:nodes=8", "suffix:nodes=16", "suffix:scope=engine")
+DRAFTERS = (
+    "bundled",
+    "ngram",
+    "suffix:scope=row",
+    "suffix",
+    "suffix:nodes=8",
+    "suffix:scope=engine",
+    "recycling",
+    "recycling:scope=engine",
+)
 
 
 def counted(pair: shoal.Shoal, prompts: list[list[int]], drafter: str, k: int, n: int, temperature: float) -> list[Stats]:

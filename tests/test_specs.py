@@ -52,7 +52,7 @@ def test_names_and_options() -> None:
     ("text", "message"),
     [
         ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
-        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram, suffix"),
+        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling"),
         ("ngram:", "ngram has no option ''"),
         ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),
         ("ngram:min", "ngram needs one value for min"),
@@ -60,6 +60,9 @@ def test_names_and_options() -> None:
         ("ngram:min=2,min=3", "ngram needs one value for min"),
         ("ngram:min=-2", "ngram needs a whole number for min, got '-2'"),
         ("ngram:min=two", "ngram needs a whole number for min, got 'two'"),
+        ("suffix:scope=all", "suffix needs a scope of row, group, engine, got 'all'"),
+        ("suffix:nodes=64", "suffix needs min >= 1, nodes in 0..63 and limit >= 64, got suffix:scope=group,min=1,nodes=64"),
+        ("recycling:k=0", "recycling needs k in 1..63 and nodes in 0..63, got recycling:scope=group,k=0,nodes=8"),
         ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
     ],
 )
@@ -205,5 +208,7 @@ def test_transformers_generate() -> None:
     for draft in ("ngram", NGramDrafter(1, 2)):
         options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
-    with pytest.raises(RequestError, match=r"draft_model must be a Transformers model, ngram or suffix, got 'gpt2'"):
+    with pytest.raises(
+        RequestError, match=r"draft_model must be a Transformers model, ngram or suffix or recycling, got 'gpt2'"
+    ):
         model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")

@@ -16,6 +16,7 @@ from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter, copied
 from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.suffix import GrowingTexts, SuffixDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.engine import Engine
@@ -27,13 +28,15 @@ from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.scores import Scores
 from shoal.testing import tiny_model
 from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, Row
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree, Positions
 from test_exact_distribution import ALPHA, P, codes, contingency, joint
 
 V = 5
@@ -45,6 +48,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix of engines": lambda: SuffixDrafter("engine"),
     "suffix trees": lambda: SuffixDrafter("engine", nodes=6),
     "full tables": lambda: SuffixDrafter("engine", limit=64),
+    "recycling": lambda: RecyclingDrafter("group", k=3, nodes=6),
+    "recycling of engines": lambda: RecyclingDrafter("engine", k=2, nodes=0),
 }
 
 
@@ -233,6 +238,50 @@ def test_tables_are_bounded() -> None:
         assert most < 3 * full.bytes
 
 
+# ── token recycling ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def heard(drafter: RecyclingDrafter, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: torch.Tensor) -> None:
+    """A round in which the target says these logits of these drafts."""
+    drafter.propose(DraftInputs(rows, [1] * len(rows), torch.zeros(len(rows), 2), lambda q, u: u))
+    nothing = torch.zeros(len(rows), dtype=torch.long)
+    drafter.observe(rows, Scores(logits, Positions(rows, drafts)), Verdict(nothing, nothing, torch.ones(len(rows), 1)))
+
+
+def test_the_most_probable_tokens_of_every_column_are_kept_and_the_last_decides() -> None:
+    """Both rows end with token 1, and the second drafts 1 again: its last column is the last that says what follows 1."""
+    rows = group(Request((5, 1), 2), [], [])
+    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    drafter = RecyclingDrafter(k=3, nodes=0)
+    heard(drafter, rows, [[4], [2, 1]], logits)
+    probs, expected = logits.softmax(-1), {1: (1, 2), 4: (0, 1), 2: (1, 1)}
+    for token, place in expected.items():
+        found = drafter._of(rows[0]).table[token]
+        assert [following for following, _ in found] == logits[place].topk(3).indices.tolist()
+        assert [sure for _, sure in found] == pytest.approx(probs[place].topk(3).values.tolist())
+    assert drafter._of(rows[0]).table[5] == [(1, 0.3)]  # read in the prompt, and never heard of
+
+
+def test_what_is_not_finite_is_passed_over() -> None:
+    rows, logits = group(Request((5, 1), 1), []), torch.randn(1, 2, 8)
+    logits[0, 1] = torch.nan
+    drafter = RecyclingDrafter()
+    heard(drafter, rows, [[4]], logits)
+    assert 4 not in drafter._of(rows[0]).table
+    assert 1 in drafter._of(rows[0]).table
+
+
+@pytest.mark.parametrize("scope", ["row", "group", "engine"])
+def test_scopes_of_recycled_tokens(scope: str) -> None:
+    drafter = RecyclingDrafter(scope, nodes=0)
+    (one, sibling), (other,) = group(Request((1, 2), 2), [3], []), group(Request((1, 2), 1), [])
+    assert proposed(drafter, one, sibling, other, length=1) == [
+        [], [] if scope == "row" else [3], [3] if scope == "engine" else [],
+    ]  # fmt: skip
+    leave(drafter, one, sibling, other)
+    assert (drafter.table_bytes == 0) == (scope != "engine")
+
+
 # ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────
 
 SAMPLES = 2400
@@ -393,5 +442,5 @@ def test_tokens_are_those_of_plain_decoding(name: str, rule: Rule, max_batch: in
         assert engine.stats.committed == engine.stats.row_rounds + engine.stats.accepted
         assert engine.stats.row_rounds < plain.stats.row_rounds == plain.stats.committed
         assert (engine.stats.draft_passes > 0) == (name == "model")
-        if isinstance(drafter, TextDrafter) and ("engine" not in name and name not in ("suffix trees", "full tables")):
+        if isinstance(drafter, TextDrafter) and name in ("ngram", "suffix of rows", "suffix", "recycling"):
             assert drafter.table_bytes < 100 * 3

@@ -98,7 +98,7 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or a drafter without a model: ngram, suffix. Without it, plain decoding.",
+            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling. Without it, plain decoding.",
         ),
     ] = None
 

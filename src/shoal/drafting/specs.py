@@ -96,7 +96,39 @@ class Suffix:
         return SuffixDrafter(self.scope, self.min, self.nodes, self.limit)
 
 
-DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix}
+@dataclass(frozen=True)
+class Recycling:
+    """Tokens that the target found most probable after a token are proposed when that token comes again.
+
+    Attributes:
+        scope: whose tokens share a table: row, group (the rows of the same request) or engine (all rows).
+        k: successors of a token. nodes: of a draft tree; 0 = chains, also for a target that takes no trees.
+
+    Raises:
+        RequestError: another scope, k or nodes.
+    """
+
+    scope: str = "group"
+    k: int = 8
+    nodes: int = 8
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise RequestError(f"recycling needs a scope of {', '.join(SCOPES)}, got {self.scope!r}")
+        if not 1 <= self.k <= MOST_NODES or not 0 <= self.nodes <= MOST_NODES:
+            raise RequestError(f"recycling needs k in 1..{MOST_NODES} and nodes in 0..{MOST_NODES}, got {self.name}")
+
+    @property
+    def name(self) -> str:
+        return spelled(self)
+
+    def drafter(self, target: Runner) -> Drafter:
+        from shoal.drafting.recycling import RecyclingDrafter
+
+        return RecyclingDrafter(self.scope, self.k, self.nodes if target.takes_trees else 0)
+
+
+DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix, "recycling": Recycling}
 """Drafters by name. Their options are fields: integers or words."""
 
 

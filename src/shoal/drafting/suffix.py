@@ -2,7 +2,7 @@
 in earlier answers, and what followed it there most often.
 
 After Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975), with suffix automata instead of trees. A draft goes on while the
-frequencies give its path a probability of `FLOOR`.
+frequencies give its path a probability of `shoal.drafting.paths.FLOOR`.
 
 Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of them grow; "engine", also earlier
 answers of the engine, whoever asked for them. What a request's rows wrote is forgotten when the last of them has left; an engine's
@@ -12,16 +12,14 @@ answers are those of rows that came to their end: rows that were cancelled, or c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
-from itertools import pairwise
+from functools import partial
 
 from shoal.drafting.answers import Answers
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
-from shoal.drafting.text import NOTHING, Guess, TextDrafter
+from shoal.drafting.paths import probable
+from shoal.drafting.text import Guess, TextDrafter
 from shoal.types.requests import Request, Row
 
-FLOOR = 0.05
-"""Least probability of a path: on the bundled target, drafts below it are a third of all, and bring 3 % of the tokens per pass."""
 UNSEEN = 0.5
 """Occurrences that count for tokens never seen."""
 ENDS = ("eos", "stop", "length")
@@ -61,8 +59,7 @@ class SuffixDrafter(TextDrafter):
         place = self._texts_of(row).place(row)
         if self._answers is not None:
             place = max(place, self._answers.place(row), key=lambda found: found.length)
-        guess = tree if self.max_nodes else chain
-        return guess(place, self._least, length, self.max_nodes)
+        return probable(place, partial(likeliest, least=self._least), length, self.max_nodes)
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -128,69 +125,17 @@ class GrowingTexts:
             del self._rows[row]
 
 
-def chain(place: Place, least: int, length: int, nodes: int = 0) -> Guess:
-    """The most frequent continuation, token after token."""
-    tokens: list[int] = []
-    confidence: list[float] = []
-    path, sure = 1.0, 0.0
-    while len(tokens) < length:
-        place = place.continued()
-        if place.length < least:
-            break
-        token, sure = next(likeliest(place))
-        path *= sure
-        if path < FLOOR:
-            break
-        tokens.append(token)
-        confidence.append(sure)
-        place = place.after(token)
-    return Guess(tokens, confidence) if tokens else NOTHING
+def likeliest(place: Place, least: int) -> Iterator[tuple[int, float, Place]]:
+    """The tokens that have followed the longest suffix there, the most frequent first; of equal ones the last first seen.
 
-
-def likeliest(place: Place) -> Iterator[tuple[int, float]]:
-    """The tokens that have followed there, with their probabilities, the most frequent first; of equal ones the last first seen.
-
-    Of c occurrences in n, after a match of m tokens: c / (n + UNSEEN) * m / (m + 1). Short matches are often by chance; on the
-    bundled target this ranks drafts as well as a mixture over all shorter matches does.
+    The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
+    chance; on the bundled target this ranks drafts as well as a mixture over all shorter matches does.
     """
-    following, count = place.automaton.following[place.state], place.automaton.count
-    matched = place.length / (place.length + 1)
-    if len(following) == 1:
-        token, state = next(iter(following.items()))
-        yield token, matched * count[state] / (count[state] + UNSEEN)
+    place = place.continued()
+    if place.length < least:
         return
+    following, count = place.automaton.following[place.state], place.automaton.count
     counts = [(count[state], token) for token, state in reversed(following.items())]
-    share = matched / (sum(seen for seen, _ in counts) + UNSEEN)
-    for seen, token in sorted(counts, key=lambda pair: -pair[0]):
-        yield token, share * seen
-
-
-def tree(place: Place, least: int, length: int, nodes: int) -> Guess:
-    """The `nodes` most probable paths, the most probable first: the greedy rule of DySpec's tree builder (Xiong et al. 2024,
-    arXiv 2410.11744). The confidence at a depth is the probability of coming so far, having come to the one before."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    reached = [1.0] + [0.0] * length  # by depth
-    heap: list[tuple[float, int, int, int, int, Place]] = []  # -probability, number, depth, parent, token, place after it
-    number = 0
-
-    def push(place: Place, path: float, depth: int, parent: int) -> None:
-        nonlocal number
-        place = place.continued()
-        if place.length < least or depth > length:
-            return
-        for token, sure in likeliest(place):
-            if path * sure < FLOOR:
-                return
-            number += 1
-            heappush(heap, (-path * sure, number, depth, parent, token, place.after(token)))
-
-    push(place, 1.0, 1, -1)
-    while heap and len(tokens) < nodes:
-        path, _, depth, parent, token, after = heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        reached[depth] -= path
-        push(after, -path, depth + 1, len(tokens) - 1)
-    confidence = [after / before for before, after in pairwise(reached) if after]
-    return Guess(tokens, confidence, parents) if tokens else NOTHING
+    share = place.length / (place.length + 1) / (sum(seen for seen, _ in counts) + UNSEEN)
+    for seen, token in sorted(counts, key=lambda pair: -pair[0]) if len(counts) > 1 else counts:
+        yield token, share * seen, place.after(token)

@@ -1,0 +1,123 @@
+"""Token recycling: the tokens that the target found most probable after a token are proposed when that token comes again.
+
+After Luo et al., "Token Recycling" (ACL 2025, arXiv 2408.08696): a table of k successors for each token, updated by what the target
+says of every verified position, and a draft tree along them. Here the tree follows their probabilities in place of a fixed
+template, and tokens that a row has read are successors from the start. Updates go from row to row and from the root of a tree down,
+so that of several nodes with the same token the last decides, in every run alike.
+
+Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine", one for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from shoal.drafting.paths import probable
+from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.text import Guess, TextDrafter
+from shoal.sampling.scores import Scores
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree
+
+READ = 0.3
+"""Probability of a token that was read, and of which the target has not been heard."""
+ENTRY_BYTES = 640
+"""Of a token in a table with 8 successors, about."""
+
+
+class Successors:
+    """What may follow each token.
+
+    Attributes:
+        request: held, so that no other takes its identity. left: how many of its rows have left.
+        table: token -> successors and their probabilities, the most probable first. read: tokens read of each row.
+    """
+
+    def __init__(self, request: Request, k: int) -> None:
+        self.request, self.left, self._k = request, 0, k
+        self.table: dict[int, list[tuple[int, float]]] = {}
+        self.read: dict[Row, int] = {}
+
+    def read_on(self, row: Row) -> int:
+        """Takes what is new of a row as successors, unless the target has been heard; returns how many tokens that was."""
+        tokens, table, start = row.tokens, self.table, self.read.get(row, 1)
+        for position in range(start, len(tokens)):
+            known = table.setdefault(tokens[position - 1], [])
+            if all(token != tokens[position] for token, _ in known):
+                known.insert(0, (tokens[position], READ))
+                known.sort(key=lambda pair: -pair[1])
+                del known[self._k :]
+        self.read[row] = len(tokens)
+        return len(tokens) - start
+
+
+class RecyclingDrafter(TextDrafter):
+    """Follows the tokens that the target found most probable.
+
+    Args:
+        scope: one of those. k: successors of a token. nodes: of a tree; 0 = chains.
+    """
+
+    def __init__(self, scope: str = "group", k: int = 8, nodes: int = 8) -> None:
+        super().__init__()
+        self.max_nodes = nodes
+        self._scope, self._k = scope, k
+        self._tables: dict[int, Successors] = {}  # by the identity of the request or the row; one for the engine
+        self._roots: dict[Row, int] = {}  # of the round, the last token of each row
+
+    def _key(self, row: Row) -> int:
+        return {"row": id(row), "group": id(row.request), "engine": 0}[self._scope]
+
+    def _of(self, row: Row) -> Successors:
+        key = self._key(row)
+        if key not in self._tables:
+            self._tables[key] = Successors(row.request, self._k)
+        return self._tables[key]
+
+    def read(self, rows: Sequence[Row]) -> int:
+        return sum(self._of(row).read_on(row) for row in rows)
+
+    def guess(self, row: Row, length: int) -> Guess:
+        return probable(row.tokens[-1], partial(_following, self._of(row).table), length, self.max_nodes)
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        self._roots = {row: row.tokens[-1] for row in inputs.rows}
+        return super().propose(inputs)
+
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        """Of rounds with drafts. Logits that are not finite are passed over."""
+        roots, self._roots = self._roots, {}
+        if not roots:
+            return
+        drafts = scores.positions.drafts
+        columns = [(b, column) for b, row in enumerate(rows) if row in roots for column in range(1 + len(drafts[b]))]
+        index = torch.tensor(columns, device=scores.logits.device)
+        logits = scores.logits[index[:, 0], index[:, 1]].float()
+        top = logits.topk(min(self._k, logits.shape[-1]), dim=-1)
+        probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        for (b, column), tokens, chances in zip(columns, top.indices.tolist(), probs.tolist(), strict=True):
+            token = drafts[b][column - 1] if column else roots[rows[b]]
+            if all(0 <= chance <= 1 for chance in chances):
+                self._of(rows[b]).table[token] = list(zip(tokens, chances, strict=True))
+
+    def end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            table = self._of(row)
+            table.read.pop(row, None)
+            self._roots.pop(row, None)
+            table.left += 1
+            if self._scope == "row" or (self._scope == "group" and table.left == row.request.n):
+                del self._tables[self._key(row)]
+
+    @property
+    def table_bytes(self) -> int:
+        return ENTRY_BYTES * sum(len(table.table) for table in self._tables.values())
+
+
+def _following(table: dict[int, list[tuple[int, float]]], token: int) -> Iterator[tuple[int, float, int]]:
+    for following, chance in table.get(token, ()):
+        yield following, min(chance, 0.999), following

@@ -1,55 +1,51 @@
 """Whole rounds as captured functions: where target and drafter have passes of fixed shape and nothing of the rows asks for more.
 
-What a round decides is what its stages decide one after the other: the same uniforms, distributions and rule. Everything else
-(controls that read what was generated, grammars, trees, drafts that end by the drafter's confidence, logits that are not finite)
-is left to the stages.
+What a round decides is what its stages decide one after the other: the same uniforms, distributions and rule, and the same
+questions to a controller that ends drafts by the drafter's confidence. Everything else (controls that read what was generated,
+grammars, trees, logits that are not finite) is left to the stages.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.drafting.captured_inputs import Round, fill
-from shoal.drafting.model import ModelDrafter
-from shoal.drafting.protocol import Drafter
-from shoal.models.compiled.buckets import COLUMNS, bucket_for
-from shoal.models.compiled.drafting import Style, check, style_of
-from shoal.models.compiled.passes import Passes, compare
-from shoal.models.compiled.rounds import CapturedRound, Found, Kind, Model
+from shoal.drafting.captured_check import check_drafts, check_verdict
+from shoal.drafting.captured_inputs import Round, fill_drafting, fill_target
+from shoal.drafting.captured_kinds import PIECE, RoundKinds
+from shoal.drafting.protocol import Drafter, Stop
+from shoal.models.compiled.results import Found
+from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
-from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
+from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, chains
 
-MOST = 32
-"""Rounds kept per generation of captures: a graph takes a few megabytes, and what it returns."""
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-"""Rows that rounds are captured for: a round of fewer rows takes about as long, and each capture takes as long as many rounds."""
-STEADY = 8
-"""Rounds of one draft length, one after the other, before it is captured where a longer one has been."""
-PENDING = 2
-"""Columns of a drafter's first pass: most tokens of a row that its cache lacks."""
-
-
-_PROPOSE = ModelDrafter.propose
-"""What captured rounds compute in one go; a drafter whose own is another one is asked for it."""
+RECENT = 4
+"""Rounds whose drafts say how many steps the next one computes before it looks at confidences: as many as the shortest of them."""
 
 
 class Decided(NamedTuple):
-    """A round up to its verdict, which is on the host: the drafts, the target's logits [rows, k + 1, vocab], good until the next
-    round, and how much of its time was the drafter's."""
+    """A round up to its verdict, which is on the host.
+
+    Attributes:
+        tree: the drafts. logits: of the target, [rows, k + 1, vocab], good until the next round.
+        share: of the round's time, the drafter's. between: of the drafter's time, that of all steps but one; None = unknown.
+    """
 
     tree: DraftTree
     logits: Tensor
     verdict: Verdict
     share: float
+    between: float | None
 
 
 class CapturedRounds:
@@ -60,23 +56,27 @@ class CapturedRounds:
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
-        self._target, self._rule = target, rule
-        self._drafter = drafter if isinstance(drafter, ModelDrafter) else None
-        self._longest, self._rounds = 0, 0  # the length last asked for, and rounds that have asked for it since
+        self._target, self._kinds = target, RoundKinds(target, drafter, rule)
+        self._drafter = self._kinds.drafter
+        self._runner = None if self._drafter is None else self._drafter.runner
+        self._looked: deque[int] = deque(maxlen=RECENT)  # positions that the controller was asked about
 
-    def decide(self, rows: Sequence[Row], lengths: Sequence[int], uniforms: Callable[[int], Tensor]) -> Decided | None:
+    def decide(
+        self, rows: Sequence[Row], lengths: Sequence[int], uniforms: Callable[[int], Tensor], stop: Stop | None = None
+    ) -> Decided | None:
         """The round of these rows; None where it is left to its stages, which then find the caches as they were.
 
         Args:
             lengths: drafts of each row. uniforms: of so many positions, on the host, [rows, positions, ...] float64.
+            stop: ends drafts by the drafter's confidence; where the round is left to its stages, they may ask from the start.
         """
         passes = self._target.static
         if passes is None or passes.rounds_failure is not None:
             return None
         work = None
         try:
-            work = self._round(rows, lengths)
-            return None if work is None else self._decided(work, uniforms(work.k + 1).flatten(2))
+            work = self._kinds.round_of(rows, lengths, looks=stop is not None)
+            return None if work is None else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
         except Exception as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             passes.rounds_failure = f"{type(error).__name__}: {reason:.300}"
@@ -86,118 +86,68 @@ class CapturedRounds:
                 self._undo(work)
             return None
 
-    def _round(self, rows: Sequence[Row], lengths: Sequence[int]) -> Round | None:
-        """None where the round cannot be captured."""
-        target, k = self._target, max(lengths)
-        drafter = self._drafter if k else None
-        if not decides_chains(self._rule) or k >= COLUMNS[-1] or any(row.reads_history for row in rows):
-            return None
-        style = style_of([row.request.sampling for row in rows], target.vocab_size, self._rule.draw)
-        plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])
-        if style is None or target.static is None or not target.static.covers(plan, target.cache):
-            return None
-        if not k:
-            return Round(rows, lengths, style, k, plan, None, (), ())
-        if drafter is None or getattr(drafter.propose, "__func__", None) is not _PROPOSE:
-            return None
-        if drafter.runner.static is None or drafter.runner.device != target.device:
-            return None
-        held, pending = drafter.lacking(rows, lengths)
-        first = drafter.runner.plan(drafter.slots(rows), [len(tokens) for tokens in pending])
-        for steps in dict.fromkeys((self._steps(k, target.static, style), k)):
-            if first.q <= PENDING and drafter.runner.static.covers(first, drafter.runner.cache, ahead=steps - 1):
-                return Round(rows, lengths, style, steps, plan, first, pending, held)
-        return None
-
-    def _steps(self, k: int, passes: Passes, style: Style) -> int:
-        """Drafts to compute where k are asked for: more where that has been captured and k has not, as rows that are about to end
-        ask for a few rounds of each length. What is not captured costs nothing to build."""
-        if passes.executor == "eager":
-            return k
-        self._rounds = self._rounds + 1 if k == self._longest else 1
-        self._longest = k
-        kinds = passes.generation(self._target.cache).rounds
-        captured = [kind.k for kind in kinds if isinstance(kind, Kind) and kind.style == style and kind.k >= k]
-        return min(captured, default=k) if self._rounds < STEADY else k
-
-    def _decided(self, work: Round, noise: Tensor) -> Decided | None:
+    def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
         """The round; None where logits are not finite."""
-        target, drafter = self._target, self._drafter
-        round_ = self._prepared(work, noise.shape[2])
-        fill(round_, work, noise, target.vocab_size, 0 if drafter is None else drafter.runner.vocab_size)
-        started = time.perf_counter()
-        found = round_(work.plan.rows)
-        seconds = time.perf_counter() - started
+        target, noise = self._target, uniforms.flatten(2)
+        round_ = self._kinds.prepared(work, noise.shape[2], looks=stop is not None)
+        fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
+        clock = _Clock(target, self._runner)
+        if stop is None:
+            fill_target(round_, work, target.vocab_size)
+        round_.begin()
+        if stop is not None:
+            ended = self._drafted(round_, work, stop, clock)
+            if ended is None:
+                self._undo(work)
+                return None
+            work = ended
+            fill_target(round_, work, target.vocab_size)
+            clock.drafted()
+        elif work.k:
+            round_.draft(work.k)
+        if self._runner is not None and round_.unchecked("draft"):
+            check_drafts(round_, work, self._runner)
+        found = round_.verify(max(work.lengths) if stop else work.k, work.plan.rows)
+        for runner, passes in ((target, 1), (self._runner, work.k)):
+            if runner is not None and runner.static is not None and passes:
+                runner.static.ran[round_.kind] += passes
         # Also of drafts that nobody asked for: they leave keys and values.
         if not found.sound.all() or (found.drafts < 0).any():
             self._undo(work)
             return None
-        if not round_.checked:
-            self._check(round_, work, found)
+        shares = (found.drafting / max(found.drafting + found.verifying, 1e-12), None) if stop is None else clock.shares()
+        if round_.unchecked("verify"):
+            check_verdict(round_, work, found, target)
         target.cache.wrote(work.plan)
-        target.count(1, seconds * (1 - found.share))
-        if work.first is not None and drafter is not None:
-            drafter.runner.cache.wrote(work.later(0, work.k) if work.k > 1 else work.first)
-            drafter.runner.count(work.k, seconds * found.share)
-            drafter.leave_out(work.rows, work.lengths, work.held)
-        return _outcome(found, work)
+        target.count(1, found.verifying)
+        if work.first is not None and self._drafter is not None and self._runner is not None:
+            self._runner.count(work.k, found.drafting)
+            self._runner.cache.wrote(work.later(0, work.k) if work.k > 1 else work.first)
+            self._drafter.leave_out(work.rows, work.lengths, work.held)
+        return _outcome(found, work, *shares)
 
-    def _prepared(self, work: Round, numbers: int) -> CapturedRound:
-        """The round's functions, built if need be."""
-        target, drafter = self._target, self._drafter
-        assert target.static is not None
-        assert isinstance(self._rule, ChainRule)
-        slots = target.cache.slots - 1
-        rows = min(next((size for size in ROWS if size >= work.plan.rows), slots), slots)
-        built = target.static.generation(target.cache)
-        drafting, keys, rounds = None, 0, built.rounds
-        if work.first is not None and drafter is not None and drafter.runner.static is not None:
-            drafting = Model(drafter.runner.static, drafter.runner.cache)
-            rounds = built.rounds_with(drafting.passes.generation(drafting.cache))
-            keys = _keys(drafting, max(work.first.tails) + work.k - 1)
-        targeted = Model(target.static, target.cache)
-        kind = Kind(
-            rows, work.k, PENDING, _keys(targeted, max(work.plan.tails)), keys, work.style, self._rule, numbers, False
-        )
-        if kind not in rounds:
-            while len(rounds) >= MOST:
-                rounds.pop(next(iter(rounds)))
-            with target.static.building(f"a round of {kind.rows} rows and {kind.k} drafts"):
-                rounds[kind] = CapturedRound(kind, targeted, drafting)
-            for model in (targeted, drafting):
-                if model is not None:
-                    model.passes.built[kind] += 1
-        target.static.ran[kind] += 1
-        if drafting is not None:
-            drafting.passes.ran[kind] += work.k
-        round_: CapturedRound = rounds[kind]
-        return round_
+    def _drafted(self, round_: CapturedRound, work: Round, stop: Stop, clock: _Clock) -> Round | None:
+        """The round with the lengths that `stop` leaves, asked as the stages ask it: position by position, while a draft goes on.
+        None where the drafter has no distribution.
 
-    def _check(self, round_: CapturedRound, work: Round, found: Found) -> None:
-        """Raises ArithmeticError if a first round is not what ordinary passes and the rule make of it."""
-        rows, k = len(work.rows), work.k
-        logits, steps = found.logits.clone(), list(round_.steps)
-        drafts = torch.from_numpy(found.drafts).to(logits.device)
-        verdict = round_.decided(round_.logits, round_.target_drafts)
-        decided = torch.stack([verdict.accepted, verdict.token])[:, :rows].tolist()
-        if decided != [found.accepted.tolist(), found.tokens.tolist()]:
-            raise ArithmeticError("a captured round does not decide what its rule decides")
-        last = torch.tensor([[row.tokens[-1]] for row in work.rows], device=logits.device)
-        right = self._target.ordinary(work.plan, torch.cat([last, drafts.clamp(min=0)], dim=1)[:, : work.plan.q])
-        real = torch.arange(work.plan.q) < torch.tensor(work.plan.counts)[:, None]
-        compare(*(block[:, : work.plan.q][real.to(block.device)] for block in (logits, right)))
-        if work.first is not None and self._drafter is not None:
-            runner = self._drafter.runner
-            width = work.first.q
-            tokens = [[own[min(i, len(own) - 1)] for i in range(width)] for own in work.pending]
-            fed = torch.tensor(tokens, device=logits.device)
-            for j in range(k):
-                plan = work.later(j) if j else work.first
-                every = runner.ordinary(plan, fed)
-                at = torch.tensor([count - 1 for count in plan.counts], device=logits.device)
-                check(steps[j], every[torch.arange(rows, device=logits.device), at], work.style, round_.temperatures)
-                fed = drafts[:, j : j + 1].clamp(min=0, max=runner.vocab_size - 1)
-        round_.checked = True
+        Before the first look as many steps are computed as all recent rounds needed, later a piece at a time.
+        """
+        lengths, asked, computed = list(work.lengths), 0, 0
+        while asked < max(lengths):
+            wanted = max(min(self._looked, default=0) if not asked else 0, asked + 1)
+            computed = min(-(-wanted // PIECE) * PIECE, work.k)
+            round_.draft(computed)
+            confidences = round_.confidences(len(work.rows))
+            clock.looked(computed, round_.drafting)
+            if any(0.0 in sure for sure in confidences):
+                return None
+            while asked < min(computed, max(lengths)):
+                ends = stop(asked, confidences[asked])
+                lengths = [min(pair) for pair in zip(lengths, ends, strict=True)]
+                asked += 1
+        self._looked.append(asked)
+        plan = self._target.plan(work.plan.slots, [1 + length for length in lengths])
+        return replace(work, lengths=lengths, k=computed, plan=plan)
 
     def _undo(self, work: Round) -> None:
         """Nothing of a round counts. What is not finite must not stand in the cells that it wrote, where others read past it."""
@@ -208,18 +158,40 @@ class CapturedRounds:
             self._drafter.forget_round(work.rows, work.held)
 
 
-def _keys(model: Model, keys: int) -> int:
-    """Keys that a pass spans: a kernel that reads lengths on the device is given whole slots, and one round serves all lengths."""
-    cache = model.cache
-    bucket = None if model.passes.knows_prefixes else bucket_for(1, 1, keys, cache.capacity)
-    return cache.capacity if bucket is None else bucket.keys
+class _Clock:
+    """Times of a round in which the host looks at confidences, those of building apart."""
+
+    def __init__(self, *runners: Runner | None) -> None:
+        self._runners = [runner for runner in runners if runner is not None]
+        self._started = self._now()
+        self._first: float | None = None  # when the first look was over
+        self._more = self._end = 0.0
+
+    def _now(self) -> float:
+        return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
+
+    def looked(self, steps: int, seconds: float) -> None:
+        """The host has the confidences of so many steps, which took the device so long."""
+        if self._first is None:
+            self._first, self._more = self._now(), seconds * (steps - 1) / steps
+
+    def drafted(self) -> None:
+        """The drafts have ended."""
+        self._end = self._now()
+
+    def shares(self) -> tuple[float, float]:
+        """`share` and `between` of `Decided`, of a round that is over."""
+        assert self._first is not None
+        drafting = max(self._end - self._started, 1e-12)
+        between = min(self._end - self._first + self._more, drafting)
+        return drafting / max(self._now() - self._started, drafting), between / drafting
 
 
-def _outcome(found: Found, work: Round) -> Decided:
+def _outcome(found: Found, work: Round, share: float, between: float | None) -> Decided:
     """The round as the stages after the verdict take it."""
     k, rows = max(work.lengths), len(work.rows)
     drafts = [own[:length].tolist() for own, length in zip(found.drafts, work.lengths, strict=True)]
-    tree = DraftTree.empty(rows, torch.device("cpu"))
+    tree = DraftTree.empty(rows, torch.device("cpu"), work.k)
     if k:
         tokens = torch.from_numpy(found.drafts[:, :k])
         tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), work.k)
@@ -227,4 +199,4 @@ def _outcome(found: Found, work: Round) -> Decided:
     probs, logprobs = (torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs))
     accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
-    return Decided(tree, found.logits[:, : k + 1], verdict, found.share)
+    return Decided(tree, found.logits[:, : k + 1], verdict, share, between)

@@ -1,4 +1,4 @@
-"""What a captured round is given: the rows, where they are in both caches, and the numbers of its one upload."""
+"""What a captured round is given: the rows, where they are in both caches, and the numbers that are uploaded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Round:
     """What a round computes.
 
     Attributes:
+        lengths: drafts of each row that are verified; before they are drawn the most that there may be.
         k: drafts that are computed of each row, at least the longest length. plan: of the target's pass.
         first: of the drafter's first pass, which feeds `pending`; None where nothing is drafted.
         held: tokens of each row in the drafter's cache.
@@ -41,30 +42,34 @@ class Round:
         return Plan(first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes)
 
 
-def fill(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int, draft_vocab_size: int) -> None:
-    """Puts the rows of a round into its inputs, on the host.
+def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int) -> None:
+    """Puts what the drafter's steps and all draws read into the inputs, on the host.
 
     Args:
-        noise: the uniforms of the rows, [rows, k + 1, numbers] float64. vocab_size, draft_vocab_size: of the models.
+        noise: the uniforms of the rows, [rows, positions, numbers] float64. vocab_size: of the drafter.
     """
-    inputs, rows = round_.inputs, len(work.rows)
-    round_.place("target", work.plan)
-    inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], round_.kind.rows))
-    inputs.put("lengths", _padded(work.lengths, round_.kind.rows))
-    temperatures = np.ones(round_.kind.rows)
+    functions, rows = round_.functions, len(work.rows)
+    inputs, padded = functions.inputs, round_.kind.rows
+    temperatures = np.ones(padded)
     temperatures[:rows] = [row.request.sampling.temperature for row in work.rows]
     inputs.put("temperatures", temperatures)
-    uniforms = np.full(tuple(round_.uniforms.shape), 0.5)
-    uniforms[:rows] = noise.numpy()
+    uniforms = np.full(tuple(functions.uniforms.shape), 0.5)
+    uniforms[:rows, : noise.shape[1]] = noise.numpy()
     inputs.put("uniforms", uniforms)
     if work.first is not None:
-        round_.place("first", work.first)
-        round_.place("later", work.later(1))
-        tokens = [
-            [min(own[i], draft_vocab_size - 1) if i < len(own) else 0 for i in range(round_.kind.pending)]
-            for own in work.pending
-        ]
-        inputs.put("pending", _padded(tokens, round_.kind.rows))
+        functions.place("first", work.first)
+        functions.place("later", work.later(1))
+        columns = range(round_.kind.pending)
+        tokens = [[min(own[i], vocab_size - 1) if i < len(own) else 0 for i in columns] for own in work.pending]
+        inputs.put("pending", _padded(tokens, padded))
+
+
+def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
+    """Puts what the target's pass and the decision read beside it into the inputs, on the host. vocab_size: of the target."""
+    inputs, rows = round_.functions.inputs, round_.kind.rows
+    round_.functions.place_target(work.plan, round_.columns(max(work.lengths)))
+    inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], rows))
+    inputs.put("lengths", _padded(work.lengths, rows))
 
 
 def _padded(values: Sequence[int] | Sequence[Sequence[int]], rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -29,10 +29,12 @@ class Stopwatch:
         self.laps.append(now - self._last)
         self._last = now
 
-    def lap_shares(self, shares: Sequence[float]) -> None:
-        """Stages that were computed in one go are over, and took these shares of the time."""
+    def lap_shares(self, shares: Sequence[float], between: float | None = None) -> None:
+        """Stages that were computed in one go are over, and took these shares of the time; of the first, `between` is a share of
+        its own."""
         now = self._clock()
         self.laps += [share * (now - self._last) for share in shares]
+        self.between = None if between is None else between * self.laps[0]
         self._last = now
 
     def timed(self, stop: Stop) -> Stop:

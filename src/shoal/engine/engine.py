@@ -209,9 +209,9 @@ class Engine:
         """Draft, verify and accept: as one captured round where the rows' settings allow it, else one after the other."""
         lengths = self._lengths(rows)
         stop = self.lookahead.shorten if max(lengths) else None
-        decided = None if stop else self._captured.decide(rows, lengths, partial(self._noise, rows))
+        decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
         if decided is not None:
-            watch.lap_shares((decided.share, 1 - decided.share, 0.0))
+            watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
             return decided.tree, scores_of(self.target, rows, decided.tree, decided.logits), decided.verdict
         uniforms, tree = self._propose(rows, lengths, watch)
         watch.lap()

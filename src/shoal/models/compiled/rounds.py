@@ -1,284 +1,149 @@
-"""A round as two static functions: all steps of a model that drafts, and the target's pass with the decision.
+"""A round as static functions: steps of a model that drafts, and the target's pass with the decision.
 
 What changes from round to round comes in one upload: positions, pending tokens, draft lengths, temperatures, uniforms. What the
 host must know comes back in one download: drafts, the verdict, probabilities, and whether all logits were sound. In between
 nothing is asked of the host: drafts go from step to step and into the target's block on the device.
+
+Where the host decides by the drafter's confidence how long drafts become, steps are functions of a few each (`Kind.piece`). The
+confidences of those that were run come back in a download of their own, and the lengths follow in an upload of their own.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.block import Block
-from shoal.models.compiled.buckets import Bucket
-from shoal.models.compiled.drafting import Result, Style, feed, stepped
 from shoal.models.compiled.executors import Run
-from shoal.models.compiled.passes import Passes
-from shoal.models.compiled.transfer import Numbers, Upload, fetched, host_buffer, packed
-from shoal.models.compiled.view import View
-from shoal.sampling.acceptance import ChainRule, accepted_lengths
-from shoal.sampling.truncation import wider
-from shoal.types.rounds import Verdict
-
-_TOO_FEW = 2
-"""Added to what is known of a row's logits where its verdict would need more candidates."""
+from shoal.models.compiled.results import Found, unpacked
+from shoal.models.compiled.round_functions import DRAFTING, VERIFYING, Kind, Model, RoundFunctions
+from shoal.models.compiled.transfer import Download
+from shoal.models.device_time import Moments
 
 
-class Kind(NamedTuple):
-    """What is built into a round.
+class Part(NamedTuple):
+    """A function of a round: "draft" and its first step, or "verify" and how many drafts."""
 
-    Attributes:
-        rows: of the bucket. k: drafts of each row. pending: columns of the drafter's first pass.
-        target_keys, draft_keys: keys per row that the passes span.
-        style: of the rows' sampling. rule: decides. numbers: uniforms per position.
-        confidences: whether those of the drafter are wanted.
-    """
-
-    rows: int
-    k: int
-    pending: int
-    target_keys: int
-    draft_keys: int
-    style: Style
-    rule: ChainRule
-    numbers: int
-    confidences: bool
-
-
-@dataclass(frozen=True)
-class Model:
-    """One side of a round."""
-
-    passes: Passes
-    cache: SlotCache
-
-
-@dataclass(frozen=True)
-class Found:
-    """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no distribution; the verdict's
-    numbers; `confidences` [rows, k] or None; `sound` [rows]: whether the target's logits are, and the verdict by what they declare.
-
-    Attributes:
-        too_few: whether candidates were too few for some row; the next round looks at more.
-        logits: of the target, [rows, k + 1, vocab], on the device, good until the next round.
-        share: of the round's time on the device, the drafter's.
-    """
-
-    drafts: Numbers
-    accepted: Numbers
-    tokens: Numbers
-    sound: npt.NDArray[np.bool_]
-    too_few: bool
-    probs: npt.NDArray[np.float64]
-    logprobs: npt.NDArray[np.float64]
-    confidences: npt.NDArray[np.float64] | None
-    logits: Tensor
-    share: float
+    name: str
+    number: int
 
 
 class CapturedRound:
-    """The two functions over the caches of two models, built.
+    """The functions of a kind of round, each built when it is first needed, and how a round runs them.
 
     Args:
         drafter: None for plain decoding, k = 0.
+
+    Attributes:
+        functions: what is built, and its buffers. built: by part.
+        logits: of the target in the last round, [rows, drafts + 1, vocab].
+        drafting: seconds of the drafter on the device in this round, as far as it was waited for.
     """
 
     def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
-        self.kind, self._target, self._drafter = kind, target, drafter
-        rows, k, device = kind.rows, kind.k, target.passes.hf.device
-        buckets = {"target": Bucket(rows, k + 1, kind.target_keys)}
-        if drafter is not None:
-            buckets["first"] = Bucket(rows, kind.pending, kind.draft_keys)
-            buckets["later"] = Bucket(rows, 1, kind.draft_keys)
-        sizes = {name: Block.size(bucket) for name, bucket in buckets.items()}
-        sizes |= {"uniforms": rows * (k + 1) * kind.numbers, "temperatures": rows, "lengths": rows, "last": rows}
-        self.inputs = Upload(sizes | {"pending": rows * kind.pending}, device)
-        self._views = {
-            name: _view(target if name == "target" or drafter is None else drafter, bucket, self.inputs[name])
-            for name, bucket in buckets.items()
-        }
-        self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
-        if drafter is not None:
-            self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
-        self._draft: Run | None = None
-        self._verify: Run | None = None
-        self._host: Tensor | None = None
-        self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            if device.type == "cuda" and torch.cuda.is_available()
-            else []
-        )
-        self.checked = False
-        self.steps: list[Result] = []
-        self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
-        self._style = kind.style._replace(candidates=target.passes.candidates.get(kind.style, kind.style.candidates))
-        self._build()
+        self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
+        self.built: dict[Part, Run] = {}
+        self._checked: set[Part] = set()
+        self._new: set[Part] = set()  # parts that were run in this round, and are not checked
+        self._passes, self._execute = target.passes, target.passes.generation(target.cache).execute
+        self.logits: Tensor | None = None
+        self.drafting, self._ran, self._waiting = 0.0, 0, False
+        self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
 
-    def _build(self) -> None:
-        self._draft = self._verify = None  # if need be, ends those before
-        self._fill_padding()
-        execute = self._target.passes.generation(self._target.cache).execute
-        self._draft = execute(self._drafted) if self._drafter is not None else None
-        self._verify = execute(self._verified)
+    # ── building ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def build(self, drafts: int) -> None:
+        """Builds what a round of so many drafts needs, where it is not there yet."""
+        for first in range(0, drafts, max(self.kind.piece, 1)):
+            self._part("draft", first)
+        self._part("verify", self.columns(drafts))
+
+    def columns(self, drafts: int) -> int:
+        """Drafts that the target's pass has columns for where so many are verified: few widths, as each is a function."""
+        piece = self.kind.piece
+        return -(-drafts // piece) * piece if piece else 0
 
     def _widen(self) -> None:
-        """Builds the functions anew, for more candidates: fewer than top_p keeps were looked at."""
-        passes, style = self._target.passes, self.kind.style
-        more = wider(self._style.candidates)
-        passes.candidates[style] = max(more, passes.candidates.get(style, 0))
-        self._style = style._replace(candidates=more)
-        self.checked = False
-        with passes.building(f"a round with {more} candidates"):
-            self._build()
+        """Ends all functions: those that are built next look at more candidates, as fewer than top_p keeps were looked at."""
+        self.functions.widen()
+        self.built.clear()
+        self._checked.clear()
+        self._new.clear()
 
-    def _fill_padding(self) -> None:
-        """Blocks that write to scratch cells only, as the functions run while they are built."""
-        for name, view in self._views.items():
-            self.inputs.put(name, view.block.empty())
-        self.inputs.put("temperatures", np.ones(self.kind.rows))
-        self.inputs.send()
+    def unchecked(self, name: str) -> bool:
+        """Whether a part of that name was run in this round whose results were never compared with ordinary passes."""
+        return any(part.name == name for part in self._new)
 
-    # ── the functions ───────────────────────────────────────────────────────────────────────────────────────────────
+    def checked(self, name: str) -> None:
+        """The parts of that name that were run do what they should."""
+        self._checked |= {part for part in self._new if part.name == name}
+        self._new -= self._checked
 
-    def _drafted(self) -> tuple[Tensor, ...]:
-        """All steps; drafts go into the target's block. Returns drafts [rows, k], then what was asked for of each step."""
-        kind, drafter = self.kind, self._drafter
-        assert drafter is not None
-        first, later, target = (self._views[name] for name in ("first", "later", "target"))
-        temperatures = self.temperatures
-        self.steps = []
-        for j in range(kind.k):
-            view = later if j else first
-            with drafter.passes.within(view):
-                found = stepped(
-                    drafter.passes, view, self._style, temperatures, self.uniforms[:, j],
-                    want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.confidences,
-                )  # fmt: skip
-            feed(found, later.block, same=view is later)
-            target.block.tokens[:, j + 1].copy_(found.fed)
-            self.steps.append(found)
-        drafts = torch.stack([found.tokens for found in self.steps], dim=1)
-        kept = [tensor for found in self.steps for tensor in (found.q, found.confidence, found.logits) if tensor is not None]
-        return (drafts, *kept)
+    def _part(self, name: str, number: int) -> Run:
+        """The function, built aside if it must be: what a round under way has in the buffers is there afterwards."""
+        part, functions = Part(name, number), self.functions
+        if part not in self.built:
+            function: Callable[[int], Any] = functions.verified if name == "verify" else functions.drafted
+            with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
+                kept = [tensor.clone() for tensor in functions.state]
+                functions.fill_padding(number if name == "verify" else 0)
+                self.built[part] = self._execute(partial(function, number))
+                for tensor, own in zip(functions.state, kept, strict=True):
+                    tensor.copy_(own)
+        return self.built[part]
 
-    def _verified(self) -> tuple[Tensor, Tensor]:
-        """The target's pass and the decision. Returns what comes back to the host, [rows, columns] int64, and the logits."""
-        kind, target, view = self.kind, self._target, self._views["target"]
-        view.block.tokens[:, 0].copy_(self.inputs["last"])
-        with target.passes.within(view):
-            logits = target.passes.forward(view)
-        drafts = self.target_drafts
-        verdict, listed = self._decide(logits, drafts)
-        inside = torch.arange(kind.k, device=drafts.device) < verdict.accepted[:, None]
-        path = torch.cat([torch.where(inside, drafts, verdict.token[:, None]), verdict.token[:, None]], dim=1)
-        width = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = logits.log_softmax(-1, dtype=width).gather(-1, path[..., None]).squeeze(-1)
-        sound = (logits.amax(-1).abs().amax(-1) < torch.inf).long()
-        if listed is not None:
-            sound = torch.where(listed, sound, sound + _TOO_FEW)
-        drawn = [found.tokens[:, None] for found in self.steps]
-        confidences = [found.confidence[:, None] for found in self.steps if found.confidence is not None]
-        results = packed(verdict.accepted, verdict.token, sound, verdict.probs, logprobs, *drawn, *confidences)
-        return results, logits
-
-    def decided(self, logits: Tensor, drafts: Tensor) -> Verdict:
-        """The verdict on drafts [rows, k] by logits [rows, k + 1, vocab]; a function of tensors."""
-        return self._decide(logits, drafts)[0]
-
-    def _decide(self, logits: Tensor, drafts: Tensor) -> tuple[Verdict, Tensor | None]:
-        """The verdict, and of which rows it is by the declared distributions [rows], None = of all: candidates must suffice as far
-        as drafts are accepted, and where the token after them is drawn."""
-        kind = self.kind
-        lengths = self.inputs["lengths"]
-        if self._matches:
-            said = logits.argmax(-1)
-            accepted = accepted_lengths(said[:, : kind.k] == drafts, lengths)
-            probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
-            return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
-        temperatures = self.temperatures.repeat_interleave(kind.k + 1)
-        p, enough = self._style.probabilities(logits.flatten(0, 1), temperatures)
-        q = [found.q for found in self.steps if found.q is not None]
-        verdict = kind.rule.decide_chains(drafts, lengths, q, p.unflatten(0, (kind.rows, kind.k + 1)), self.uniforms)
-        if enough is None:
-            return verdict, None
-        # What a position behind the first rejection says is not read.
-        read = torch.arange(kind.k + 1, device=drafts.device) <= verdict.accepted[:, None]
-        return verdict, (enough.view(kind.rows, kind.k + 1) | ~read).all(-1)
-
-    @property
-    def temperatures(self) -> Tensor:
-        """Of the rows, [rows]."""
-        return self.inputs.reals("temperatures").to(self._width())
-
-    @property
-    def target_drafts(self) -> Tensor:
-        """What the target was fed after each row's last token, [rows, k] int64."""
-        return self._views["target"].block.tokens[:, 1:]
-
-    def _width(self) -> torch.dtype:
-        return torch.promote_types(self._target.passes.hf.dtype, torch.float32)
+    def _run(self, name: str, number: int) -> Any:
+        part = Part(name, number)
+        if part not in self._checked:
+            self._new.add(part)
+        return self.built[part]()
 
     # ── a round ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def place(self, name: str, plan: Plan) -> None:
-        """Puts the rows of one of the passes where they are: "target", "first" or "later"."""
-        model = self._target if name == "target" or self._drafter is None else self._drafter
-        self.inputs.put(name, self._views[name].block.placed(plan, model.cache.capacity))
+    def begin(self) -> None:
+        """Sends what was put into the inputs: all, or what steps read where lengths are not known yet."""
+        self.functions.inputs.send(*(DRAFTING[0], DRAFTING[-1]) if self.kind.looks else ())
+        self._new, self.drafting, self._ran = set(), 0.0, 0
 
-    def __call__(self, rows: int) -> Found:
-        """Runs what was put into the inputs, and waits for the results of the first `rows`."""
-        assert self._verify is not None
-        self.inputs.send()
-        marks = [self._mark(0)]
-        if self._draft is not None:
-            self._draft()
-        marks.append(self._mark(1))
-        results, self.logits = self._verify()
-        marks.append(self._mark(2))
-        if self._host is None:
-            self._host = host_buffer(results.numel(), results.device)
-        found = self._unpacked(fetched(results, self._host)[:rows].copy(), self.logits[:rows], self._share(marks))
+    def draft(self, steps: int) -> None:
+        """Computes the drafts up to that number that are not there yet."""
+        firsts = range(self._ran, steps, max(self.kind.piece, 1))
+        for first in firsts:
+            self._part("draft", first)
+        self._moments.note(0)
+        for first in firsts:
+            self._run("draft", first)
+        self._moments.note(1)
+        self._ran, self._waiting = steps, True
+
+    def confidences(self, rows: int) -> list[list[float]]:
+        """The drafter's, of all steps so far and the first rows; 0 where it has no distribution. Waits for them."""
+        found = self._download(self.functions.confidences[: self._ran].view(torch.long))
+        self._add_drafting()
+        confidences: list[list[float]] = found.view(np.float64)[:, :rows].tolist()
+        return confidences
+
+    def verify(self, drafts: int, rows: int) -> Found:
+        """The target's pass over so many drafts, and the decision; waits for the results of the first rows."""
+        columns = self.columns(drafts)
+        self._part("verify", columns)
+        if self.kind.looks:
+            self.functions.inputs.send(VERIFYING[0], VERIFYING[-1])
+        self._moments.note(2)
+        results, self.logits = self._run("verify", columns)
+        self._moments.note(3)
+        numbers = self._download(results)[:rows].copy()
+        self._add_drafting()
+        found = unpacked(numbers, self.logits[:rows], self.drafting, self._moments.seconds(2, 3))
         if found.too_few:
             self._widen()
         return found
 
-    def _unpacked(self, numbers: Numbers, logits: Tensor, share: float) -> Found:
-        k = self.kind.k
-        ends = np.cumsum([1, 1, 1, k + 1, k + 1, k])
-        accepted, tokens, sound, probs, logprobs, drafts, confidences = np.split(numbers, ends, axis=1)
-        return Found(
-            drafts, accepted[:, 0], tokens[:, 0], sound[:, 0] == 1, bool((sound >= _TOO_FEW).any()), _reals(probs),
-            _reals(logprobs), _reals(confidences) if self.kind.confidences and k else None, logits, share,
-        )  # fmt: skip
-
-    def _mark(self, place: int) -> float:
-        """A moment between the functions: by an event on a GPU, where they have only been launched by then."""
-        if self._events:
-            self._events[place].record()
-        return time.perf_counter()
-
-    def _share(self, marks: Sequence[float]) -> float:
-        if self._events:
-            drafting, verifying = (self._events[i].elapsed_time(self._events[i + 1]) for i in (0, 1))
-        else:
-            drafting, verifying = marks[1] - marks[0], marks[2] - marks[1]
-        return drafting / max(drafting + verifying, 1e-12) if self._draft is not None else 0.0
-
-
-def _view(model: Model, bucket: Bucket, numbers: Tensor) -> View:
-    cache = model.cache
-    block = Block(bucket, (cache.slots - 1) * cache.capacity, model.passes.hf.device, numbers)
-    return model.passes.view(block, cache)
-
-
-def _reals(numbers: Numbers) -> npt.NDArray[np.float64]:
-    return np.ascontiguousarray(numbers).view(np.float64)
+    def _add_drafting(self) -> None:
+        """What was waited for is over."""
+        if self._waiting:
+            self.drafting, self._waiting = self.drafting + self._moments.seconds(0, 1), False

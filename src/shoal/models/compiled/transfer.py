@@ -1,4 +1,4 @@
-"""What crosses between host and device in a round: one copy each way."""
+"""What crosses between host and device in a round: one copy each way, of many parts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Upload:
         self._host = host_buffer(sum(sizes.values()), device)
         self._device = torch.zeros(len(self._host), dtype=torch.long, device=device)
         names, lengths = list(sizes), list(sizes.values())
+        self._ends = np.cumsum([0, *lengths]).tolist()
         self._parts = dict(zip(names, self._device.split(lengths), strict=True))
         self._host_parts = dict(zip(names, np.split(self._host.numpy(), np.cumsum(lengths)[:-1]), strict=True))
 
@@ -38,12 +39,20 @@ class Upload:
         return self._parts[name].view(torch.float64)
 
     def put(self, name: str, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
-        """The numbers of a part, of any shape; on the host until `send`."""
-        self._host_parts[name][:] = values.reshape(-1).view(np.int64)
+        """The first numbers of a part, of any shape; on the host until `send`."""
+        self._host_parts[name][: values.size] = values.reshape(-1).view(np.int64)
 
-    def send(self) -> None:
-        """Copies all parts."""
-        self._device.copy_(self._host, non_blocking=True)
+    def send(self, first: str | None = None, last: str | None = None) -> None:
+        """Copies all parts, or those from `first` to `last`."""
+        names = list(self._parts)
+        begin = 0 if first is None else self._ends[names.index(first)]
+        end = self._ends[-1] if last is None else self._ends[names.index(last) + 1]
+        self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
+
+    @property
+    def buffer(self) -> Tensor:
+        """All parts on the device, [numbers] int64."""
+        return self._device
 
 
 def host_buffer(size: int, device: torch.device) -> Tensor:
@@ -60,14 +69,18 @@ def _as_numbers(part: Tensor) -> Tensor:
     return part.double().view(torch.long) if part.is_floating_point() else part.long()
 
 
-def fetched(results: Tensor, host: Tensor) -> Numbers:
-    """The results of a round on the host, as soon as they are there: the one wait of a round.
+class Download:
+    """Brings results to the host, as soon as they are there: where a round waits."""
 
-    Args:
-        results: [rows, columns] int64 on the device. host: a buffer of the same size from `host_buffer`.
-    """
-    target = host.view(results.shape)
-    target.copy_(results, non_blocking=True)
-    if target.is_pinned():
-        torch.cuda.current_stream(results.device).synchronize()
-    return target.numpy()
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+
+    def __call__(self, results: Tensor) -> Numbers:
+        """The results [rows, columns] int64 on the host; good until the next ones."""
+        if self._host is None or len(self._host) < results.numel():
+            self._host = host_buffer(results.numel(), results.device)
+        found = self._host[: results.numel()].view(results.shape)
+        found.copy_(results, non_blocking=True)
+        if found.is_pinned():
+            torch.cuda.current_stream(results.device).synchronize()
+        return found.numpy()

@@ -1,0 +1,75 @@
+"""What comes back to the host of a round: packed on the device, unpacked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.models.compiled.transfer import Numbers, packed
+from shoal.types.rounds import Verdict
+
+_TOO_FEW = 2
+"""Added to what is known of a row's logits where its verdict would need more candidates."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no distribution; the verdict's
+    numbers; `sound` [rows]: whether the target's logits are, and the verdict by what they declare.
+
+    Attributes:
+        too_few: whether candidates were too few for some row; the next round looks at more.
+        logits: of the target, [rows, k + 1, vocab], on the device, good until the next round.
+        drafting, verifying: seconds of the two models on the device.
+    """
+
+    drafts: Numbers
+    accepted: Numbers
+    tokens: Numbers
+    sound: npt.NDArray[np.bool_]
+    too_few: bool
+    probs: npt.NDArray[np.float64]
+    logprobs: npt.NDArray[np.float64]
+    logits: Tensor
+    drafting: float
+    verifying: float
+
+
+def packed_results(
+    logits: Tensor, fed: Tensor, drawn: Sequence[Tensor], verdict: Verdict, listed: Tensor | None
+) -> Tensor:  # fmt: skip
+    """All of a round but its logits, [rows, columns] int64; a function of tensors.
+
+    Args:
+        logits: of the target, [rows, k + 1, vocab]. fed: the drafts that it was fed, [rows, k]. drawn: by the drafter, k times
+            [rows]. listed: of which rows the verdict is by the declared distributions, [rows] bool; None = of all.
+    """
+    inside = torch.arange(fed.shape[1], device=fed.device) < verdict.accepted[:, None]
+    path = torch.cat([torch.where(inside, fed, verdict.token[:, None]), verdict.token[:, None]], dim=1)
+    width = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = logits.log_softmax(-1, dtype=width).gather(-1, path[..., None]).squeeze(-1)
+    sound = (logits.amax(-1).abs().amax(-1) < torch.inf).long()
+    if listed is not None:
+        sound = torch.where(listed, sound, sound + _TOO_FEW)
+    drafts = [tokens[:, None] for tokens in drawn]
+    return packed(verdict.accepted, verdict.token, sound, verdict.probs, logprobs, *drafts)
+
+
+def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float) -> Found:
+    """The results [rows, columns] on the host, and the logits of the same rows."""
+    k = logits.shape[1] - 1
+    ends = np.cumsum([1, 1, 1, k + 1, k + 1])
+    accepted, tokens, sound, probs, logprobs, drafts = np.split(numbers, ends, axis=1)
+    return Found(
+        drafts, accepted[:, 0], tokens[:, 0], sound[:, 0] == 1, bool((sound >= _TOO_FEW).any()), _reals(probs),
+        _reals(logprobs), logits, drafting, verifying,
+    )  # fmt: skip
+
+
+def _reals(numbers: Numbers) -> npt.NDArray[np.float64]:
+    return np.ascontiguousarray(numbers).view(np.float64)

@@ -1,0 +1,212 @@
+"""What a captured round computes: buffers of fixed address, and functions of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.drafting import Result, Style, feed, stepped
+from shoal.models.compiled.passes import Passes
+from shoal.models.compiled.results import packed_results
+from shoal.models.compiled.transfer import Upload
+from shoal.models.compiled.view import View
+from shoal.sampling.acceptance import ChainRule, accepted_lengths
+from shoal.sampling.truncation import wider
+from shoal.types.rounds import Verdict
+
+DRAFTING = ("first", "later", "pending", "uniforms", "temperatures")
+"""Parts of the upload that steps read."""
+VERIFYING = ("target", "lengths", "last")
+"""Parts that the target's pass and the decision read beside them."""
+
+
+class Kind(NamedTuple):
+    """What is built into a round.
+
+    Attributes:
+        rows: of the bucket. k: most drafts of each row. pending: columns of the drafter's first pass.
+        target_keys, draft_keys: keys per row that the passes span.
+        style: of the rows' sampling. rule: decides. numbers: uniforms per position.
+        piece: steps that are one function; fewer than k where the host may look at their confidences.
+    """
+
+    rows: int
+    k: int
+    pending: int
+    target_keys: int
+    draft_keys: int
+    style: Style
+    rule: ChainRule
+    numbers: int
+    piece: int
+
+    @property
+    def looks(self) -> bool:
+        """Whether confidences are wanted."""
+        return self.piece < self.k
+
+
+@dataclass(frozen=True)
+class Model:
+    """One side of a round."""
+
+    passes: Passes
+    cache: SlotCache
+
+
+class RoundFunctions:
+    """The functions of a kind of round, over the caches of two models.
+
+    Args:
+        drafter: None for plain decoding, k = 0.
+
+    Attributes:
+        inputs: what is uploaded. uniforms: a part of it, [rows, k + 1, numbers] float64.
+        tokens: the last committed token of each row, then its drafts, [rows, k + 1] int64.
+        confidences: of the steps, [k, rows] float64, where wanted.
+        steps: what each step computed, until it is computed again; None where it never was.
+    """
+
+    def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
+        self.kind, self._target, self._drafter = kind, target, drafter
+        rows, k, device = kind.rows, kind.k, target.passes.hf.device
+        blocks = {"target": Bucket(rows, k + 1, kind.target_keys)}
+        if drafter is not None:
+            blocks["first"] = Bucket(rows, kind.pending, kind.draft_keys)
+            blocks["later"] = Bucket(rows, 1, kind.draft_keys)
+        sizes = {name: Block.size(bucket) for name, bucket in blocks.items()}
+        sizes |= {"uniforms": rows * (k + 1) * kind.numbers, "temperatures": rows, "lengths": rows, "last": rows}
+        sizes |= {"pending": rows * kind.pending}
+        self.inputs = Upload({name: sizes.get(name, 0) for name in DRAFTING + VERIFYING}, device)
+        self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
+        self.tokens = torch.zeros(rows, k + 1, dtype=torch.long, device=device)
+        self.confidences = torch.zeros(k, rows, dtype=torch.float64, device=device)
+        self.steps: list[Result | None] = [None] * k
+        known = target.passes.candidates.get(kind.style, kind.style.candidates)
+        self._style = kind.style._replace(candidates=known)
+        self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
+        self._targets: dict[int, View] = {}  # by the number of drafts that are verified
+        self._views: dict[str, View] = {}
+        if drafter is not None:
+            self._views = {name: _view(drafter, blocks[name], self.inputs[name]) for name in ("first", "later")}
+            self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
+
+    def widen(self) -> None:
+        """Functions that are built from now on look at more candidates."""
+        known, style = self._target.passes.candidates, self.kind.style
+        more = wider(self._style.candidates)
+        known[style] = max(more, known.get(style, 0))
+        self._style = style._replace(candidates=more)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What changes while a round goes on, all results aside."""
+        return [self.inputs.buffer, self.tokens, self.confidences, *(view.block.tokens for view in self._views.values())]
+
+    def fill_padding(self, drafts: int) -> None:
+        """Blocks that write to scratch cells only, as functions run while they are built. drafts: of the target's pass."""
+        for name, view in (self._views | {"target": self.target_view(drafts)}).items():
+            numbers = torch.from_numpy(view.block.empty())
+            self.inputs[name][: len(numbers)].copy_(numbers)
+        self.inputs.reals("temperatures").fill_(1.0)
+
+    def place(self, name: str, plan: Plan) -> None:
+        """Puts the rows of one of the drafter's passes where they are: "first" or "later"; on the host."""
+        assert self._drafter is not None
+        self.inputs.put(name, self._views[name].block.placed(plan, self._drafter.cache.capacity))
+
+    def place_target(self, plan: Plan, drafts: int) -> None:
+        """Puts the rows of the target's pass over so many drafts where they are; on the host."""
+        self.inputs.put("target", self.target_view(drafts).block.placed(plan, self._target.cache.capacity))
+
+    def target_view(self, drafts: int) -> View:
+        """Of the target's pass over so many drafts."""
+        if drafts not in self._targets:
+            bucket = Bucket(self.kind.rows, drafts + 1, self.kind.target_keys)
+            view = _view(self._target, bucket, self.inputs["target"][: Block.size(bucket)])
+            view.block.tokens = self.tokens[:, : drafts + 1]
+            self._targets[drafts] = view
+        return self._targets[drafts]
+
+    # ── the functions ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def drafted(self, begin: int) -> tuple[Tensor, ...]:
+        """The steps of the piece that begins there; drafts go into `tokens`. Returns what was asked for of each step."""
+        kind, drafter = self.kind, self._drafter
+        assert drafter is not None
+        first, later = self._views["first"], self._views["later"]
+        temperatures, kept = self.temperatures, list[Tensor]()
+        for j in range(begin, min(begin + kind.piece, kind.k)):
+            view = later if j else first
+            with drafter.passes.within(view):
+                found = stepped(
+                    drafter.passes, view, self._style, temperatures, self.uniforms[:, j],
+                    want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.looks,
+                )  # fmt: skip
+            feed(found, later.block, same=view is later)
+            self.tokens[:, j + 1].copy_(found.fed)
+            if found.confidence is not None:
+                self.confidences[j].copy_(found.confidence)
+            self.steps[j] = found
+            kept += [tensor for tensor in found if tensor is not None]
+        return tuple(kept)
+
+    def verified(self, drafts: int) -> tuple[Tensor, Tensor]:
+        """The target's pass over so many drafts, and the decision. Returns what comes back to the host, [rows, columns] int64, and
+        the logits."""
+        target, view = self._target, self.target_view(drafts)
+        self.tokens[:, 0].copy_(self.inputs["last"])
+        with target.passes.within(view):
+            logits = target.passes.forward(view)
+        drawn = [found.tokens for found in self._of_steps(drafts)]
+        return packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *self._decide(logits)), logits
+
+    def decided(self, logits: Tensor) -> Verdict:
+        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab]; a function of tensors."""
+        return self._decide(logits)[0]
+
+    def _decide(self, logits: Tensor) -> tuple[Verdict, Tensor | None]:
+        """The verdict, and of which rows it is by the declared distributions [rows], None = of all: candidates must suffice as far
+        as drafts are accepted, and where the token after them is drawn."""
+        kind, k = self.kind, logits.shape[1] - 1
+        drafts, lengths = self.tokens[:, 1 : k + 1], self.inputs["lengths"]
+        if self._matches:
+            said = logits.argmax(-1)
+            accepted = accepted_lengths(said[:, :k] == drafts, lengths)
+            probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
+            return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
+        temperatures = self.temperatures.repeat_interleave(k + 1)
+        p, enough = self._style.probabilities(logits.flatten(0, 1), temperatures)
+        q = [found.q for found in self._of_steps(k) if found.q is not None]
+        p, uniforms = p.unflatten(0, (kind.rows, k + 1)), self.uniforms[:, : k + 1]
+        verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms)
+        if enough is None:
+            return verdict, None
+        # What a position behind the first rejection says is not read.
+        read = torch.arange(k + 1, device=drafts.device) <= verdict.accepted[:, None]
+        return verdict, (enough.view(kind.rows, k + 1) | ~read).all(-1)
+
+    def _of_steps(self, count: int) -> list[Result]:
+        found = [step for step in self.steps[:count] if step is not None]
+        assert len(found) == count
+        return found
+
+    @property
+    def temperatures(self) -> Tensor:
+        """Of the rows, [rows]."""
+        return self.inputs.reals("temperatures").to(self._width())
+
+    def _width(self) -> torch.dtype:
+        return torch.promote_types(self._target.passes.hf.dtype, torch.float32)
+
+
+def _view(model: Model, bucket: Bucket, numbers: Tensor) -> View:
+    cache = model.cache
+    block = Block(bucket, (cache.slots - 1) * cache.capacity, model.passes.hf.device, numbers)
+    return model.passes.view(block, cache)

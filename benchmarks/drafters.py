@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import shoal
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.specs import named
 from shoal.problems.generator import generate
 from shoal.sampling.acceptance import Coupled
@@ -22,21 +23,16 @@ from shoal.types.stats import Stats
 
 SEED = 20
 DRAFTERS = (
-    "bundled",
-    "ngram",
-    "suffix:scope=row",
-    "suffix",
-    "suffix:nodes=8",
-    "suffix:scope=engine",
-    "recycling",
-    "recycling:scope=engine",
-)
+    "bundled", "ngram", "suffix:scope=row", "suffix", "suffix:nodes=8", "suffix:scope=engine", "recycling",
+    "recycling:scope=engine", "suffix+bundled", "suffix:scope=engine+bundled",
+)  # fmt: skip
 
 
 def counted(pair: shoal.Shoal, prompts: list[list[int]], drafter: str, k: int, n: int, temperature: float) -> list[Stats]:
     """Of the first time that the prompts are asked, and of the second, through one engine."""
-    made = named(drafter)
-    engine = pair.engine(k, Coupled(), drafter=None if made is None else made.drafter(pair.target))
+    assert pair.draft_model is not None
+    made, model = named(drafter), ModelDrafter(pair.draft_model.fork(), pair.target.vocab_size)
+    engine = pair.engine(k, Coupled(), drafter=model if made is None else made.drafter(pair.target, model))
     found = []
     for time in range(2):
         before = engine.stats - Stats()

@@ -14,7 +14,7 @@ from serving import served
 from shoal.api import Shoal
 from shoal.cli import run
 from shoal.drafting.ngram import NGramDrafter
-from shoal.drafting.specs import DRAFTINGS, NGram, named
+from shoal.drafting.specs import DRAFTINGS, NGram, Recycling, Suffix, Sum, named
 from shoal.drafting.text import TextDrafter
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingConfig
@@ -44,6 +44,8 @@ def test_names_and_options() -> None:
     assert named("ngram: max = 7 , min=1") == NGram(1, 7)
     for text in ("gpt2", "org/model", "./ngram", "/a/b", "org/ngram"):
         assert named(text) is None
+    assert named("suffix:min=2+a/b") == Sum(Suffix(min=2), "a/b")
+    assert named("recycling+./dir") == Sum(Recycling(nodes=0), "./dir")
     for drafting in (kind() for kind in DRAFTINGS.values()):
         assert named(drafting.name) == drafting
 
@@ -63,6 +65,10 @@ def test_names_and_options() -> None:
         ("suffix:scope=all", "suffix needs a scope of row, group, engine, got 'all'"),
         ("suffix:nodes=64", "suffix needs min >= 1, nodes in 0..63 and limit >= 64, got suffix:scope=group,min=1,nodes=64"),
         ("recycling:k=0", "recycling needs k in 1..63 and nodes in 0..63, got recycling:scope=group,k=0,nodes=8"),
+        ("suffix+", "a sum is a drafter and a draft model, as in suffix+DIR, got 'suffix+'"),
+        ("suffix+ngram", "a sum is a drafter and a draft model"),
+        ("suffix:nodes=4+org/model", "a sum proposes chains: leave out nodes"),
+        ("suffix:nods=4+org/model", "suffix has no option 'nods'"),
         ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
     ],
 )
@@ -115,6 +121,24 @@ def test_load_takes_a_drafter_without_a_model(places: tuple[Path, Path], draft: 
                     assert 0 < drafted.stats.accepted <= drafted.stats.drafted
                     assert drafted.stats.row_rounds < plain.stats.row_rounds
             assert pair.pair_costs.rounds > 0  # `auto` has learned from its runs, in the account of this drafter
+
+
+def test_sums_load_the_model_too(places: tuple[Path, Path]) -> None:
+    for target, draft in ((None, "suffix+bundled"), (places[0], f"suffix+{places[1]}")):
+        with shoal.load(target, draft, dtype="float32") as pair:
+            assert pair.draft_model is not None
+            assert pair.drafter_name == "suffix:scope=group,min=1,nodes=0,limit=65536+model"
+            assert pair.loaded["draft"] is not None
+            assert {"drafter", "dtype", "passes"} <= pair.loaded["draft"].keys()
+            for options in ({"seed": 1, "lookahead": 4}, {"temperature": 0.0, "lookahead": 3}, {"seed": 2}):
+                plain = pair.generate(CODE, 3, max_new_tokens=16, **options | {"lookahead": "off"})
+                drafted = pair.generate(CODE, 3, max_new_tokens=16, **options)
+                assert texts(plain) == texts(drafted)
+                assert drafted.stats.drafted > 0 < drafted.stats.draft_passes
+    with pytest.raises(RequestError, match="the bundled draft model fits the bundled target alone"):
+        shoal.load(places[0], "suffix+bundled")
+    with pytest.raises(RequestError, match="a draft model was given without a target model"):
+        shoal.load(None, f"suffix+{places[1]}")
 
 
 def test_the_default_is_still_the_bundled_pair() -> None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from shoal.config import Limits, Sampling
+from shoal.drafting import sums
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter, copied
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.suffix import GrowingTexts, SuffixDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
@@ -37,7 +39,7 @@ from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
-from test_exact_distribution import ALPHA, P, codes, contingency, joint
+from test_exact_distribution import ALPHA, P, Q, codes, contingency, joint
 
 V = 5
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -49,6 +51,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix trees": lambda: SuffixDrafter("engine", nodes=6),
     "full tables": lambda: SuffixDrafter("engine", limit=64),
     "recycling": lambda: RecyclingDrafter("group", k=3, nodes=6),
+    "sum": lambda: SumDrafter(SuffixDrafter("engine"), ModelDrafter(scripted(mixed(hashed(V), hashed(V, 1)), V), V)),
     "recycling of engines": lambda: RecyclingDrafter("engine", k=2, nodes=0),
 }
 
@@ -336,6 +339,49 @@ def test_a_claimed_q_is_noticed() -> None:
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
 
 
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Taken(SumDrafter):
+    """Counts the rows that each of the two drafted for."""
+
+    def __init__(self) -> None:
+        super().__init__(SuffixDrafter("group"), ModelDrafter(table_model(Q), 4))
+        self.by_text = self.by_model = 0
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        before = [len(row.tokens) for row in inputs.rows]
+        tree = super().propose(inputs)
+        one_hot = tree.q is not None and (tree.q[0].max(-1).values == 1.0).sum()
+        assert before == [len(row.tokens) for row in inputs.rows]
+        self.by_text += int(one_hot)
+        self.by_model += len(inputs.rows) - int(one_hot) if tree.q is not None else 0
+        return tree
+
+
+@pytest.mark.parametrize("lookahead", [None, "auto"], ids=["fixed", "auto"])
+@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+def test_sums_have_the_joint_distribution(rule: Rule, lookahead: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one round are drafted for by one or the other, and verified together."""
+    monkeypatch.setattr("shoal.drafting.sums.SURE", 0.3)
+    engine, rows = sampled(drafter := Taken(), rule, lookahead)
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert engine.stats.draft_passes > 0
+    if isinstance(rule, Rejection):
+        assert drafter.by_text > 200 < drafter.by_model
+
+
+def test_a_row_without_its_point_mass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sabotage: the model's q, or none at all, stands for what the other drafter proposed."""
+    monkeypatch.setattr("shoal.drafting.sums.SURE", 0.3)
+    real = sums._with_point_masses
+    monkeypatch.setattr(sums, "_with_point_masses", lambda q, drafts, m: real(q, [[] for _ in drafts], m))
+    monkeypatch.setattr(Taken, "propose", SumDrafter.propose)
+    _, rows = sampled(Taken(), Rejection())
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
+
+
 # ── sabotage of what is kept ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -433,7 +479,9 @@ def decoded(
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_tokens_are_those_of_plain_decoding(name: str, rule: Rule, max_batch: int) -> None:
     """At T > 0 as well: without a q both rules draw what plain decoding draws. Nothing is kept of rows that have left."""
-    sampled = name != "model" or isinstance(rule, Coupled)  # which has a q, so that rejection sampling draws anew
+    sampled = name not in ("model", "sum") or isinstance(
+        rule, Coupled
+    )  # which have a q, so that rejection sampling draws anew
     for temperature in (0.0, 0.7) if sampled else (0.0,):
         plain, expected = decoded(None, rule, max_batch, temperature=temperature)
         engine, found = decoded(drafter := DRAFTERS[name](), rule, max_batch, temperature=temperature)
@@ -441,6 +489,6 @@ def test_tokens_are_those_of_plain_decoding(name: str, rule: Rule, max_batch: in
         assert 0 < engine.stats.accepted < engine.stats.drafted
         assert engine.stats.committed == engine.stats.row_rounds + engine.stats.accepted
         assert engine.stats.row_rounds < plain.stats.row_rounds == plain.stats.committed
-        assert (engine.stats.draft_passes > 0) == (name == "model")
+        assert (engine.stats.draft_passes > 0) == (name in ("model", "sum"))
         if isinstance(drafter, TextDrafter) and name in ("ngram", "suffix of rows", "suffix", "recycling"):
             assert drafter.table_bytes < 100 * 3

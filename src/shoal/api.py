@@ -18,7 +18,7 @@ from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import Drafting, drafting_of
+from shoal.drafting.specs import BUNDLED, Drafting, Sum, drafting_of
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
@@ -64,8 +64,8 @@ def load(
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model with the same tokenizer; or a drafter that needs no model, by its name and options
-            ("ngram", "suffix", "suffix:scope=engine"), see `shoal.drafting.specs`; or any object of
-            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
+            ("ngram", "suffix", "suffix:scope=engine"), or such a one and a model ("suffix+DIR"), see `shoal.drafting.specs`; or any
+            object of `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
@@ -92,9 +92,12 @@ def load(
     """
     model, drafting = _drafts(draft)
     if target is None:
-        if model is not None:
+        if model not in (None, BUNDLED):
             raise RequestError("a draft model was given without a target model")
-        target, model = loading.bundled("target"), loading.bundled("drafter") if drafting is None else None
+        bundled = drafting is None or model == BUNDLED
+        target, model = loading.bundled("target"), loading.bundled("drafter") if bundled else None
+    elif model == BUNDLED:
+        raise RequestError("the bundled draft model fits the bundled target alone: give the directory of a draft model")
     formats = parse_formats(quantize)
     placing = {"dtype": dtype, "device": device, "revision": revision, "tensor_parallel": tensor_parallel}
     _check_source("target", target, **placing, quantize=formats["target"])
@@ -126,7 +129,7 @@ def _drafts(draft: Source | Drafter | None) -> tuple[Source | None, Drafting | N
     """The draft model and the drafter without one that `draft` means. Raises RequestError: it is neither."""
     drafting = drafting_of(draft)
     if drafting is not None:
-        return None, drafting
+        return drafting.source if isinstance(drafting, Sum) else None, drafting
     if draft is None or isinstance(draft, (str, Path, nn.Module)):
         return draft, None
     raise RequestError(
@@ -324,9 +327,8 @@ class Shoal:
 
     def _drafter(self) -> Drafter | None:
         """The pair's own, for a new engine."""
-        if self.drafting is not None:
-            return self.drafting.drafter(self.target)
-        return None if self.draft_model is None else ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+        model = None if self.draft_model is None else ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+        return model if self.drafting is None else self.drafting.drafter(self.target, model)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:

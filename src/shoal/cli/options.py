@@ -14,7 +14,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits
-from shoal.drafting.specs import named
+from shoal.drafting.specs import BUNDLED, Sum, named
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
 
@@ -98,13 +98,14 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling. Without it, plain decoding.",
+            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR. Without it, plain "
+            "decoding.",
         ),
     ] = None
 
     def __post_init__(self) -> None:
         # All before torch is imported, which takes seconds.
-        if self.draft_model is not None and self.model is None:
+        if self.draft_model not in (None, BUNDLED) and self.model is None:
             raise RequestError(
                 "--draft DIR needs --model: a draft model fits one target; without both, the bundled pair is used"
             )
@@ -114,12 +115,13 @@ class PairNames:
     @property
     def draft_model(self) -> str | None:
         """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.specs.named`."""
-        return self.draft if self.draft is None or named(self.draft) is None else None
+        drafting = None if self.draft is None else named(self.draft)
+        return self.draft if drafting is None else drafting.source if isinstance(drafting, Sum) else None
 
     @property
     def models(self) -> list[str]:
         """The names of the models."""
-        return [name for name in (self.model, self.draft_model) if name is not None]
+        return [name for name in (self.model, self.draft_model) if name not in (None, BUNDLED)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class ModelSource(PlacedPair):
         """Loads the pair, or the target alone where there is no drafter."""
         self.quieten_transformers()
         for name, revision in ((self.model, self.revision), (self.draft_model, self.draft_revision)):
-            if name is not None:
+            if name not in (None, BUNDLED):
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
 

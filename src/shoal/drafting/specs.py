@@ -1,12 +1,12 @@
 """Drafters that need no model, by their names: what `draft="ngram:min=2"` and `--draft ngram` mean.
 
-A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`; every other text names a model. Torch is not
-imported, so that a command line is refused at once.
+A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`, of a sum if a plus and a model's name follow
+(`suffix+DIR`); every other text names a model. Torch is not imported, so that a command line is refused at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,8 +33,8 @@ class Drafting(Protocol):
     @property
     def name(self) -> str: ...
 
-    def drafter(self, target: Runner) -> Drafter:
-        """A drafter for one engine of the target."""
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        """A drafter for one engine of the target. model: that of the pair's draft model, for a sum."""
         ...
 
 
@@ -57,7 +57,7 @@ class NGram:
     def name(self) -> str:
         return spelled(self)
 
-    def drafter(self, target: Runner) -> Drafter:
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.ngram import NGramDrafter
 
         return NGramDrafter(self.min, self.max)
@@ -90,7 +90,7 @@ class Suffix:
     def name(self) -> str:
         return spelled(self)
 
-    def drafter(self, target: Runner) -> Drafter:
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.suffix import SuffixDrafter
 
         return SuffixDrafter(self.scope, self.min, self.nodes, self.limit)
@@ -122,7 +122,7 @@ class Recycling:
     def name(self) -> str:
         return spelled(self)
 
-    def drafter(self, target: Runner) -> Drafter:
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.recycling import RecyclingDrafter
 
         return RecyclingDrafter(self.scope, self.k, self.nodes if target.takes_trees else 0)
@@ -130,6 +130,35 @@ class Recycling:
 
 DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix, "recycling": Recycling}
 """Drafters by name. Their options are fields: integers or words."""
+
+
+BUNDLED = "bundled"
+"""The draft model of the bundled pair, in a sum."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A drafter without a model for the rows where it is sure, a draft model for the others.
+
+    Attributes:
+        first: proposes chains. source: the model's Hub id, directory or `BUNDLED`.
+    """
+
+    first: Drafting
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name}+model"
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.sums import SumDrafter
+        from shoal.drafting.text import TextDrafter
+
+        text = self.first.drafter(target)
+        assert isinstance(text, TextDrafter)
+        assert model is not None
+        return SumDrafter(text, model)
 
 
 @dataclass(frozen=True)
@@ -142,7 +171,7 @@ class Given:
     def name(self) -> str:
         return type(self.made).__name__
 
-    def drafter(self, target: Runner) -> Drafter:
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         return self.made
 
 
@@ -163,6 +192,9 @@ def named(text: str) -> Drafting | None:
     Raises:
         RequestError: an unknown drafter or option, a wrong value, or a directory that has the name of a drafter.
     """
+    head, plus, source = text.partition("+")
+    if plus and head.partition(":")[0] in DRAFTINGS:
+        return _sum(text, head, source)
     name, colon, options = text.partition(":")
     if name not in DRAFTINGS:
         _require_model_name(text, name if colon else text)
@@ -173,6 +205,28 @@ def named(text: str) -> Drafting | None:
         )
     kind = DRAFTINGS[name]
     return kind(**_options(name, kind, options)) if colon else kind()
+
+
+def _sum(text: str, head: str, source: str) -> Sum:
+    first = named(head)
+    assert first is not None
+    if not source or source.partition(":")[0] in DRAFTINGS or "+" in source:
+        raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
+    if getattr(first, "nodes", 0):
+        first = _chains(first, text)
+    if source == BUNDLED and Path(source).exists():
+        raise RequestError(
+            f"{source!r} means the bundled draft model, and is a directory here: write ./{source} for the directory"
+        )
+    return Sum(first, source)
+
+
+def _chains(drafting: Any, text: str) -> Drafting:
+    """The same without trees, which it has by itself. Raises RequestError: they were asked for."""
+    if "nodes=" in text:
+        raise RequestError(f"a sum proposes chains: leave out nodes in {text!r}")
+    chained: Drafting = replace(drafting, nodes=0)
+    return chained
 
 
 def spelled(drafting: Any) -> str:

@@ -70,7 +70,8 @@ class TextDrafter(Drafter):
     def table_bytes(self) -> int:
         """Bytes that its tables take now."""
 
-    def propose(self, inputs: DraftInputs) -> DraftTree:
+    def guesses(self, inputs: DraftInputs) -> list[Guess]:
+        """Of every row, read up to its end."""
         started = time.perf_counter()
         read = self.read([row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length])
         if read > ROUND_TOKENS * len(
@@ -79,12 +80,15 @@ class TextDrafter(Drafter):
             self._preparing += time.perf_counter() - started
             started = time.perf_counter()
         pairs = zip(inputs.rows, inputs.lengths, strict=True)
-        guesses = [self.guess(row, length) if length else NOTHING for row, length in pairs]
+        found = [self.guess(row, length) if length else NOTHING for row, length in pairs]
+        self._drafting += time.perf_counter() - started
+        return found
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        guesses = self.guesses(inputs)
         lengths, steps = _lengths(guesses, inputs)
         drafts = [guess.up_to(length) for guess, length in zip(guesses, lengths, strict=True)]
-        tree = _tree(drafts, inputs.uniforms.device, steps)
-        self._drafting += time.perf_counter() - started
-        return tree
+        return _tree(drafts, inputs.uniforms.device, steps)
 
     def take_counters(self) -> DraftCounters:
         seconds, self._drafting = self._drafting, 0.0

@@ -57,4 +57,5 @@ def _words(chosen: dict[str, str] | None) -> str:
     if chosen is None or "dtype" not in chosen:
         return "none" if chosen is None else chosen["drafter"]
     rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "passes", "strict"))
-    return f"{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"
+    first = f"{chosen['drafter']}, " if "drafter" in chosen else ""
+    return f"{first}{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"

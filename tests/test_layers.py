@@ -23,9 +23,10 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.limit(300)
-def test_the_cases_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["layers_cases.py", "layer_models_cases.py"])
+def test_the_cases_in_the_interpreter(cases: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("layers_cases.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(cases))],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
@@ -51,6 +52,10 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "int8_product": (
         dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
         {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
+    ),
+    "int8_product, 32 tokens": (
+        dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 32, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
     ),
     "int8_product, 64 tokens": (
         dict.fromkeys(("x", "out"), "*fp16") | {"weight": "*i8", "scales": "*fp32"},

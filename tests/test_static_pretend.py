@@ -127,8 +127,8 @@ LAUNCHES: dict[tuple[int, str, str], tuple[int, int]] = {
     (0, "rejection", "sampled"): (36, 53), (0, "rejection", "greedy"): (36, 43), (K, "rejection", "sampled"): (38, 287),
     (K, "coupled", "sampled"): (38, 298), (K, "rejection", "greedy"): (38, 191),
 }  # fmt: skip
-"""Operations on the device in a captured round: of each layer of the target by its own modules in float32 (fused layers have fewer,
-see tests/layers_cases.py; blocks of several columns have masks of two), and of everything but layers, of target and drafter."""
+"""Operations on the device in a captured round: of each layer of the target by its own modules in float32 (fused layers have fewer:
+tests/layer_models_cases.py; blocks of several columns have masks of two), and of everything but layers, of target and drafter."""
 
 
 @pytest.mark.parametrize(("case", "budget"), LAUNCHES.items(), ids=str)

@@ -19,10 +19,11 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
+from shoal.models.layers.int8 import WeightOnlyInt8, int8_matrix_of
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, heads, silu_mul
 from shoal.models.layers.prompt import Prompt
-from shoal.models.lean.decoder import Decoder, decoder_of
-from shoal.models.weights import Matrix, matrix_of
+from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
+from shoal.models.weights import LINEARS, Matrix, matrix_of
 
 
 class PassState(Protocol):
@@ -136,12 +137,21 @@ def fused_layers_of(hf: Any) -> FusedLayers | None:
     """The fused layers of a model; None where it is none of the family, or its owner has changed it, or the kernels cannot run.
 
     Queries, keys and values of each layer become one matrix, and so do gate and up: the parameters are then rows of them, so that
-    nothing is stored twice and a write into a parameter is a write into the matrix. For a model that is ours.
+    nothing is stored twice and a write into a parameter is a write into the matrix. For a model that is ours. Weights of one byte
+    stay so.
     """
     if not available(torch.empty(0, device=hf.device, dtype=hf.dtype)) or hf.config.hidden_size > MOST_WIDTH:
         return None
-    if decoder_of(hf) is None:
+    known = _known_linears(hf)
+    if decoder_of(hf, *known) is None:
         return None
-    gate_up = [matrix_of([layer.mlp.gate_proj, layer.mlp.up_proj]) for layer in hf.model.layers]
-    decoder = decoder_of(hf)  # its weights have got other addresses
+    gate_up = [known[1]([layer.mlp.gate_proj, layer.mlp.up_proj]) for layer in hf.model.layers]
+    decoder = decoder_of(hf, *known)  # its weights have got other addresses
     return None if decoder is None else FusedLayers(decoder, gate_up)
+
+
+def _known_linears(hf: Any) -> tuple[Sequence[type], MatrixOf]:
+    """Classes of a model's linear layers that can be computed with, all of them alike, and what makes a matrix of several."""
+    if type(getattr(hf, "lm_head", None)) is WeightOnlyInt8:
+        return (WeightOnlyInt8,), int8_matrix_of
+    return LINEARS, matrix_of

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MOST_TOKENS = 64
+from shoal.models.weights.fusing import joined, starts
+from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
+
+MOST_TOKENS = 256
 """Beyond that a product computes more than it reads: weights are unpacked for it, as for prompts."""
+TOKENS = 64
+"""Most tokens of a program; of several such programs all but the first find the weights in the cache of the GPU."""
 OUTPUTS, INPUTS, STAGES = 32, 128, 4
 """Of a program of the kernel: outputs, and inputs per step; steps in flight."""
 
@@ -20,13 +27,13 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     """
     tokens, outputs = len(x), len(weight)
     if tokens > MOST_TOKENS:
-        return F.linear(x, (weight * scales[:, None]).to(x.dtype), bias)
+        return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
     from shoal.models.layers import kernels
 
     out = x.new_empty(tokens, outputs)
     block = token_block(tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernels.int8_product[(-(-outputs // OUTPUTS), -(-tokens // block))](
+        kernels.int8_product[(-(-tokens // block), -(-outputs // OUTPUTS))](
             x, weight, scales, bias, out, tokens, x.shape[1], outputs, BLOCK_T=block, BLOCK_N=OUTPUTS, BLOCK_K=INPUTS,
             num_warps=4, num_stages=STAGES,
         )  # fmt: skip
@@ -34,8 +41,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
 
 
 def token_block(tokens: int) -> int:
-    """Tokens of a program: all of them, in a power of two that tensor cores take."""
-    return max(16, 1 << (tokens - 1).bit_length())
+    """Tokens of a program: all of them up to `TOKENS`, in a power of two that tensor cores take."""
+    return min(TOKENS, max(16, 1 << (tokens - 1).bit_length()))
 
 
 class WeightOnlyInt8(nn.Module):
@@ -57,3 +64,50 @@ class WeightOnlyInt8(nn.Module):
         """[..., in] -> [..., out], in the dtype of `x`."""
         y = product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+class WeightOnlyMatrix(Matrix):
+    """W int8 [out, in] of one or several `WeightOnlyInt8`, one below the other, with a scale per output; see `product`.
+
+    Attributes:
+        scales: [out] float32.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.scales = scales
+        super().__init__(weight, bias)
+
+    def _products(self) -> Products:
+        weight, scales, bias = self._weight, self.scales, self.bias
+
+        def linear(x: Tensor, activation: str = "none") -> Tensor:
+            y = product(x, weight, scales, bias)
+            return y if activation == "none" else ACTIVATIONS[activation](y)
+
+        def linear_add(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).add_(other)
+
+        def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).mul_(other)
+
+        return linear, linear_add, linear_mul
+
+
+@torch.no_grad()
+def int8_matrix_of(layers: Sequence[WeightOnlyInt8]) -> WeightOnlyMatrix:
+    """As `shoal.models.weights.matrix_of`: weights, scales and biases of the layers become rows of common tensors. A bias that
+    another model has as well stays that model's.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs.
+    """
+    if len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError("layers of one matrix need the same input, and all a bias or none")
+    weight, scales = (joined([getattr(layer, name).detach() for layer in layers]) for name in ("weight", "scales"))
+    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
+    for layer, start in zip(layers, starts(layers), strict=True):
+        rows = slice(start, start + layer.out_features)
+        layer.weight.data, layer.scales.data = weight[rows], scales[rows]
+        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return WeightOnlyMatrix(weight, scales, bias)

@@ -100,13 +100,14 @@ def int8_product(
     x, weight, scales, bias, out, tokens, inputs, outputs,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x Wᵀ * scales + bias for few tokens, grid (blocks of outputs, blocks of tokens): the weights are read once, as bytes.
+    """x Wᵀ * scales + bias for few tokens, grid (blocks of tokens, blocks of outputs): the weights are read as bytes, and once, as
+    the programs of the same outputs run at about the same time.
 
     x [tokens, inputs], weight [outputs, inputs] int8, scales [outputs] float32, out [tokens, outputs]. A byte is exact in all
     formats of x, sums are float32.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     there, real = output < outputs, token < tokens
     row = output.to(tl.int64)[None, :] * inputs
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)

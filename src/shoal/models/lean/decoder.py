@@ -7,7 +7,7 @@ Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, ro
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -110,15 +110,24 @@ class Decoder:
         ]  # fmt: skip
 
 
-def decoder_of(hf: Any) -> Decoder | None:
-    """The decoder that a Transformers model is; None where it is none of the family, or its owner has changed it."""
+MatrixOf = Callable[[Sequence[Any]], Matrix]
+"""The common matrix of layers with the same input (`shoal.models.weights.matrix_of`)."""
+
+
+def decoder_of(hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf = matrix_of) -> Decoder | None:
+    """The decoder that a Transformers model is; None where it is none of the family, or its owner has changed it.
+
+    Args:
+        linears: classes of its linear layers, of which `matrix_of` makes matrices.
+    """
     config = hf.config
-    if type(hf).__name__ not in FAMILY or not type(hf).__module__.startswith("transformers.") or _altered(hf):
+    if type(hf).__name__ not in FAMILY or not type(hf).__module__.startswith("transformers.") or _altered(hf, linears):
         return None
     if config.rope_parameters["rope_type"] not in FIXED_ROTARY or config.hidden_act not in ACTIVATIONS:
         return None
     windowed = type(hf).__name__ == "MistralForCausalLM"
-    layers = [_layer(layer, config.sliding_window if windowed else None) for layer in hf.model.layers]
+    window = config.sliding_window if windowed else None
+    layers = [_layer(layer, window, matrix_of) for layer in hf.model.layers]
     first, head = hf.model.layers[0].self_attn, matrix_of([hf.lm_head])
     return Decoder(
         _embedding(hf.model.embed_tokens.weight), layers, _norm(hf.model.norm), head, hf.model.rotary_emb,
@@ -148,7 +157,7 @@ def _parameters(hf: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tens
     ]
 
 
-def _layer(layer: Any, window: int | None) -> DecoderLayer:
+def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = [_norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")]
     return DecoderLayer(
@@ -162,13 +171,20 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _altered(hf: Any) -> bool:
+def _altered(hf: Any, linears: Sequence[type]) -> bool:
     """Whether some module has hooks or a forward of its own, or a linear layer is another class: adapters, quantisation."""
     names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
     layers = [layer.get_submodule(name) for layer in hf.model.layers for name in names]
     return (
-        any(type(layer) not in LINEARS for layer in [*layers, hf.lm_head])
+        any(type(layer) not in linears for layer in [*layers, hf.lm_head])
         or type(hf.model.embed_tokens) is not nn.Embedding
-        or any(parameter.dtype != hf.dtype for parameter in hf.parameters())
+        or any(parameter.dtype != hf.dtype for parameter in _floating(hf, linears))
         or any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
     )
+
+
+def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
+    """The parameters, but those of linear layers that are kept in another format."""
+    for module in hf.modules():
+        if isinstance(module, nn.Linear) or type(module) not in linears:
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)

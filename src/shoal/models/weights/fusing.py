@@ -31,12 +31,12 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     if _packed(first) and matches(first.matrix, layers):
         return first.matrix
     form = PACKED if _packed(first) else AS_IS
-    dense, bias = _joined([_plain(layer.weight) for layer in layers]), None
+    dense, bias = joined([_plain(layer.weight) for layer in layers]), None
     if layers[0].bias is not None:
-        bias = _joined([layer.bias.detach() for layer in layers])
+        bias = joined([layer.bias.detach() for layer in layers])
     table = any(_packed(weight) and weight.matrix.table is not None for weight in (layer.weight for layer in layers))
     matrix = packed(dense, bias, table=table) if form == PACKED else Matrix(dense, bias, form, table=table)
-    for layer, start in zip(layers, _starts(layers), strict=True):
+    for layer, start in zip(layers, starts(layers), strict=True):
         stop = start + layer.out_features
         if form != PACKED:
             layer.weight.data = dense[start:stop]
@@ -51,7 +51,7 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
 
 def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
     """Whether these layers still compute by this matrix: no weight or bias of theirs was replaced by another tensor."""
-    return all(_is_part(matrix, start, layer) for layer, start in zip(layers, _starts(layers), strict=True))
+    return all(_is_part(matrix, start, layer) for layer, start in zip(layers, starts(layers), strict=True))
 
 
 def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
@@ -66,8 +66,8 @@ def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
     return own.data_ptr() == dense.data_ptr() and own.dtype == dense.dtype and own.stride() == dense.stride()
 
 
-def _starts(layers: Sequence[nn.Linear]) -> list[int]:
-    """The first row of each layer."""
+def starts(layers: Sequence[Any]) -> list[int]:
+    """The first row of each layer in their common matrix."""
     sizes = [layer.out_features for layer in layers]
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -81,7 +81,7 @@ def _plain(weight: Tensor) -> Tensor:
     return weight.of(weight.matrix.dense()) if isinstance(weight, PackedWeight) else weight.detach()
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """One tensor of the rows of all: without a copy where they lie one after the other already; input-major if all are."""
     first, place = parts[0], parts[0].storage_offset()
     adjacent = True

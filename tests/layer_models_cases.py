@@ -1,0 +1,391 @@
+"""What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
+too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from layers_cases import DEVICE, Case
+from shoal.models import loading
+from shoal.models.attention import kernels as attention_kernels
+from shoal.models.compiled.buckets import Bucket
+from shoal.models.layers import decoder as layer_decoder
+from shoal.models.layers import kernels
+from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.layers.int8 import MOST_TOKENS, TOKENS, WeightOnlyInt8, WeightOnlyMatrix, int8_matrix_of, product
+from shoal.models.layers.operations import silu_mul
+from shoal.models.layers.prompt import Prompt
+from shoal.models.passes import use_fused_layers
+from shoal.models.prompts import feed_prompts
+from shoal.models.quantize import _weight_only_int8
+from shoal.models.runner import Runner
+from shoal.models.selfcheck import _reference, _sharing_error, static_error
+from shoal.testing import tiny_model
+from shoal.types.prefix import Prefix
+
+
+def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
+    """One whose static passes are launched one by one, attention by the padded call: the kernel has tests of its own."""
+    made = loading.wrap(tiny_model(architecture, **options).to(DEVICE), "tiny", attention, checked=False)
+    made.use_static_passes("eager")
+    return made
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_fused_layers_are_the_model(architecture: str) -> None:
+    """By the check of every load: ragged blocks, a rollback, a draft tree. The parameters keep their values, in one matrix."""
+    made = runner(architecture)
+    before = {name: value.clone() for name, value in made.hf.state_dict().items()}
+    use_fused_layers(made)
+    assert made.fused_layers is not None
+    assert static_error(made) < 1e-4
+    assert all(torch.equal(value, before[name]) for name, value in made.hf.state_dict().items())
+    layer = made.hf.model.layers[0]
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        first, *rest = [getattr(layer.self_attn if name[0] in "qkv" else layer.mlp, name).weight for name in names]
+        assert all(other.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for other in rest)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: operations that compute or copy, and the kernels, which are not run."""
+
+    IDLE = ("empty", "new_empty", "detach", "alias", "lift", "_unsafe_view", "prim::device", "arange")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        for module in (kernels, attention_kernels):
+            for name in ("add_norm", "heads", "silu_mul", "int8_product", "attend", "combine"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, _Noted(name, self.names))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.name().removeprefix("aten::"), func(*args, **(kwargs or {}))
+        if not name.startswith(self.IDLE) and not (func.is_view and _shares_storage(result, args)):
+            self.names.append(name)
+        return result
+
+
+def _shares_storage(result: Any, args: Any) -> bool:
+    """Whether a view really is one: reshapes and casts may be copies."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+    return all(tensor.untyped_storage().data_ptr() in places for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+
+
+class _Noted:
+    """Stands for a kernel: notes its launches."""
+
+    def __init__(self, name: str, names: list[str]) -> None:
+        self.name, self.names = name, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **__: self.names.append(self.name)
+
+
+Feed = Callable[[Runner, Launches], None]
+
+
+def captured_pass(made: Runner, counting: Launches) -> None:
+    """A token of two rows."""
+    made.feed([0, 1], torch.ones(2, 1, dtype=torch.long, device=DEVICE), [1, 1])  # makes the layers of its cache
+    passes, bucket = made.static, Bucket(2, 1, 20)
+    assert passes is not None
+    prepared = passes.prepared(bucket, bucket, made.cache, lambda: passes.forward)
+    prepared.block.place(made.plan([0, 1], [1, 1]), made.cache.capacity)
+    counting.names.clear()
+    with counting:
+        passes.run(bucket, prepared)
+
+
+def prompts_of(counts: list[int]) -> Feed:
+    """A pass of the prompts of two rows."""
+
+    def feed(made: Runner, counting: Launches) -> None:
+        tokens = torch.ones(2, max(counts), dtype=torch.long, device=DEVICE)
+        made.feed([0, 1], tokens[:, :1], [1, 1])
+        counting.names.clear()
+        with counting:
+            made.feed([0, 1], tokens, counts, want_logits=False)
+
+    return feed
+
+
+def launches_per_layer(
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch, feed: Feed = captured_pass, quantised: bool = False
+) -> Counter[str]:
+    """Of a pass with the attention kernel: those of a model of three layers without those of one of two."""
+    found = []
+    for layers in (2, 3):
+        hf = tiny_model("llama", layers=layers).to(DEVICE, dtype)
+        made = loading.wrap(_weight_only_int8(hf) if quantised else hf, "tiny", "fused", checked=False)
+        made.use_static_passes("eager")
+        if fused:
+            made.fused_layers = fused_layers_of(made.hf)
+        made.reserve(2, 20)
+        with monkeypatch.context() as patch, torch.inference_mode():
+            counting = Launches(patch)
+            feed(made, counting)
+        found.append(Counter(counting.names))
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_nine_launches(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget. By the modules of the model they are 36, with casts 40 in bfloat16; other versions of Transformers may differ."""
+    fused = launches_per_layer(dtype, True, monkeypatch)
+    assert fused == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "linear": 4}
+    assert launches_per_layer(dtype, False, monkeypatch).total() > 30
+
+
+def test_a_layer_of_bytes_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches_per_layer(torch.bfloat16, True, monkeypatch, quantised=True)
+    assert found == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "int8_product": 4}
+
+
+@pytest.mark.parametrize(("counts", "more"), [([8, 8], {}), ([8, 3], {"index_select": 2})], ids=["alike", "packed"])
+def test_a_layer_of_prompts_is_nine_launches(
+    counts: list[int], more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths lie side by side, without padding, but for their attention. By modules there are over thirty."""
+    fused = launches_per_layer(torch.bfloat16, True, monkeypatch, prompts_of(counts))
+    assert fused == Counter({"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "linear": 4} | more)
+    assert launches_per_layer(torch.bfloat16, False, monkeypatch, prompts_of(counts)).total() > 30
+
+
+def keys_and_values(made: Runner, fused: bool, feed: Callable[[Runner], None]) -> list[Tensor]:
+    """What the cells of a cache hold after passes of prompts, the fused ones or those of the modules."""
+    runner_ = made.fork()
+    layers, runner_.fused_layers = runner_.fused_layers, runner_.fused_layers if fused else None
+    try:
+        with torch.inference_mode():
+            feed(runner_)
+    finally:
+        runner_.fused_layers = layers
+    return [tensor for stores in runner_.cache.stores() for tensor in stores]
+
+
+def several(made: Runner) -> None:
+    """Prompts in slots that are not side by side, one in two chunks, beside one in the shared store that a row goes on from."""
+    tokens = torch.arange(40, device=DEVICE).view(2, 20) * 7 % made.vocab_size
+    prefix = Prefix(3, 9)
+    made.reserve(4, 40, 16)
+    made.feed_prefix(prefix, 0, tokens[:1, :5])
+    made.feed_prefix(prefix, 5, tokens[:1, 5:9])
+    feed_prompts(made, [(2, tokens[0].tolist()), (0, tokens[1, :7].tolist())])
+    feed_prompts(made, [(0, tokens[1, 7:19].tolist()), (1, tokens[0, 3:5].tolist())])
+    made.cache.enter(3, prefix)
+    feed_prompts(made, [(3, tokens[0, 9:14].tolist())])
+
+
+@pytest.mark.parametrize("attention", ["pad", "fused"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, attention: str) -> None:
+    made = runner(architecture, attention)
+    made.fused_layers = fused_layers_of(made.hf)
+    assert made.fused_layers is not None
+    found, right = (keys_and_values(made, fused, several) for fused in (True, False))
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert bool((ours != 0).any())
+
+
+WRONG_PROMPTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "results": ("packed", lambda real: lambda self, attended: real(self, attended).roll(1, 0)),
+    "cells": ("cells", lambda real: property(lambda self: real.fget(self) + 1)),
+    "queries": ("unpacked", lambda real: lambda self, query: real(self, query.flip(0))),
+    "keys": ("rows", lambda real: lambda self, layer: tuple(part.roll(1, 2) for part in real(self, layer))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PROMPTS)
+def test_wrong_prompts_are_noticed_at_load(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else than prompts meets these."""
+    attribute, wrong = WRONG_PROMPTS[name]
+    monkeypatch.setattr(Prompt, attribute, wrong(getattr(Prompt, attribute)))
+    made = runner("llama")
+    use_fused_layers(made)
+    assert made.fused_layers is None
+    assert "fused layers differ" in caplog.text
+
+
+@pytest.mark.parametrize("counts", [[9, 8], [9, 3]], ids=["padded", "packed"])
+def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
+    """Whatever stands in unused columns, and in cells that are not a row's, the tokens that follow get the same logits."""
+    made = runner("llama", "fused")
+    made.fused_layers = fused_layers_of(made.hf)
+    tokens = torch.arange(18, device=DEVICE).view(2, 9) * 5 % made.vocab_size
+    found = []
+    for junk in (1, 90):
+        one = made.fork()
+        one.reserve(3, 20)
+        one.feed([0, 2], tokens[:, :1], [1, 1])
+        with torch.inference_mode():
+            for tensor in [tensor for stores in one.cache.stores() for tensor in stores[:2]]:
+                tensor.fill_(junk)
+        one.cache.clear()
+        block = tokens.clone()
+        block[1, counts[1] :] = junk
+        one.feed([2, 0], block, counts, want_logits=False)
+        found.append(one.feed([0, 2], tokens[:, :2], [2, 2]))
+    assert torch.equal(*found)
+
+
+def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
+    """Attention by the kernel of ours as well: then rows whose prompt is stored once take part."""
+    made = runner("llama", "fused", layers=1, num_attention_heads=2, num_key_value_heads=1)
+    assert made.static is not None
+    assert made.static.knows_prefixes
+    made.fused_layers = fused_layers_of(made.hf)
+    assert made.fused_layers is not None
+    ids, plain = _reference(made)
+    for _ in range(2):  # the first pass of a size returns what the ordinary one has computed
+        with torch.inference_mode():
+            assert _sharing_error(made, ids, plain) < 1e-4
+        made.cache.clear()
+    assert made.static.failure is None
+    assert made.static.ran.total() == 2
+
+
+def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from shoal.models.layers import decoder
+
+    monkeypatch.setattr(decoder, "silu_mul", lambda both: silu_mul(both) * 1.05)
+    made = runner("llama")
+    use_fused_layers(made)
+    assert made.fused_layers is None
+    assert "its modules compute passes: fused layers differ" in caplog.text
+
+
+def test_writes_into_parameters_count_and_others_end_static_passes() -> None:
+    made = runner("llama")
+    use_fused_layers(made)
+    layer = made.hf.model.layers[0].mlp
+    with torch.no_grad():
+        layer.up_proj.weight.mul_(3)
+    assert static_error(made) < 1e-4  # the model is compared with itself
+    layer.up_proj.weight.data = layer.up_proj.weight.detach().clone()
+    assert made.fused_layers is not None
+    assert made.fused_layers.stale
+    twin = made.fork()
+    twin.reserve(2, 20)
+    tokens = torch.ones(2, 2, dtype=torch.long, device=DEVICE)
+    twin.feed([0, 1], tokens, [2, 2])  # makes the layers of its cache
+    with pytest.warns(RuntimeWarning, match="weights of the model were replaced"):
+        twin.feed([0, 1], tokens, [2, 2])
+    assert twin.static is not None
+    assert "replaced" in str(twin.static.failure)
+
+
+def test_products_of_many_tokens_are_those_of_few() -> None:
+    """The kernel up to its limit, and beyond it the library's product. Padding of tokens and rows beside a row change nothing."""
+    case = Case(tokens=MOST_TOKENS + 1, width=200)
+    x, weight = case.random(case.tokens, case.width), (30 * case.random(40, case.width, salt=1)).to(torch.int8)
+    scales = case.random(40, salt=2).abs()
+    many = product(x, weight, scales, None)
+    for tokens in (1, 17, TOKENS, TOKENS + 1, MOST_TOKENS):
+        torch.testing.assert_close(product(x[:tokens].clone(), weight, scales, None), many[:tokens], rtol=1e-4, atol=1e-3)
+
+
+def quantised(architecture: str, **options: Any) -> tuple[Any, Runner]:
+    """A model, and a runner of its copy with weights of one byte."""
+    hf = tiny_model(architecture, **{"layers": 1, "vocab_size": 64} | options).to(DEVICE)
+    made = loading.wrap(_weight_only_int8(hf), "tiny", "pad", checked=False)
+    made.use_static_passes("eager")
+    return hf, made
+
+
+def unpacked(hf: Any, ours: Any) -> Any:
+    """The model with the weights that the copy has, as floating numbers."""
+    wide = copy.deepcopy(hf)
+    for name, layer in ours.named_modules():
+        if isinstance(layer, WeightOnlyInt8):
+            weight = layer.weight.detach().float() * layer.scales.detach()[:, None]
+            wide.get_submodule(name).weight = nn.Parameter(weight.to(hf.dtype))  # also where it was tied
+    return wide
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str) -> None:
+    """With tied embeddings, and with a bias (Qwen2); in rounds and for prompts. The owner's model stays as it was."""
+    hf, made = quantised(architecture, tie_word_embeddings=architecture == "llama")
+    before = {name: (value.data_ptr(), value.clone()) for name, value in hf.named_parameters()}
+    use_fused_layers(made)
+    assert made.fused_layers is not None
+    right, own = unpacked(hf, made.hf), made._bridge.plain_logits
+    made._bridge.plain_logits = lambda tokens: right(tokens, use_cache=False).logits  # type: ignore[method-assign]
+    assert static_error(made) < 1e-4
+    made._bridge.plain_logits = own  # type: ignore[method-assign]
+    ids = torch.arange(8, device=DEVICE)[None]
+    with torch.inference_mode():
+        exact, found = hf(ids).logits, own(ids)
+    assert 0 < float((exact - found).std()) < 0.05 * float(exact.std())
+    assert type(hf.model.layers[0].mlp.up_proj) is nn.Linear
+    for name, value in hf.named_parameters():
+        assert (value.data_ptr(), True) == (before[name][0], torch.equal(value, before[name][1]))
+    layer = made.hf.model.layers[0]
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        first, *rest = [getattr(layer.self_attn if name[0] in "qkv" else layer.mlp, name) for name in names]
+        for part in ("weight", "scales"):
+            place = getattr(first, part).untyped_storage().data_ptr()
+            assert all(getattr(other, part).untyped_storage().data_ptr() == place for other in rest)
+
+
+WRONG_BYTES: dict[str, Callable[[Any], None]] = {
+    "scales of another layer": lambda made: made.scales.copy_(made.scales.flip(0)),
+    "weights exchanged": lambda made: made._weight.copy_(made._weight.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BYTES)
+def test_wrong_bytes_are_noticed_at_load(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In common tensors of their own, so that the modules still have the right ones."""
+
+    def wrong(layers: Any) -> Any:
+        right = int8_matrix_of(layers)
+        made = WeightOnlyMatrix(right.dense().clone(), right.scales.clone(), right.bias)
+        WRONG_BYTES[name](made)
+        return made
+
+    monkeypatch.setattr(layer_decoder, "int8_matrix_of", wrong)
+    _, made = quantised("llama")
+    use_fused_layers(made)
+    assert made.fused_layers is None
+    assert "fused layers differ" in caplog.text
+
+
+def test_replaced_bytes_end_static_passes() -> None:
+    _, made = quantised("llama")
+    use_fused_layers(made)
+    assert made.fused_layers is not None
+    layer = made.hf.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        layer.scales.mul_(2)
+    assert not made.fused_layers.stale
+    layer.scales.data = layer.scales.detach().clone()
+    assert made.fused_layers.stale
+
+
+def test_some_layers_of_bytes_keep_their_modules() -> None:
+    hf, made = quantised("llama", layers=2)
+    made.hf.model.layers[1].mlp.up_proj = copy.deepcopy(hf.model.layers[1].mlp.up_proj)
+    use_fused_layers(made)
+    assert made.fused_layers is None
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mixtral"])
+def test_other_models_keep_their_modules(architecture: str) -> None:
+    assert fused_layers_of(tiny_model(architecture).to(DEVICE)) is None

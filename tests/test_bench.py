@@ -262,6 +262,25 @@ def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypa
     assert described(pair.target)["passes"].startswith("modules (RuntimeError")
 
 
+def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
+    """Captured passes go on, so times are shown, with the reason: in the report, its file and on the terminal."""
+    pair = load()
+    pair.target.use_static_passes("eager")
+    runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), repeats=1), POOL)
+
+    def fail(name: str) -> None:
+        if pair.target.static is not None:
+            pair.target.static.rounds_failure = "ArithmeticError: logits differ"
+
+    runner.step = fail
+    runner.warm_up()
+    assert list(runner.measure())
+    reason = "no captured rounds: ArithmeticError: logits differ"
+    assert runner.report.config["target"]["passes"] == f"eager, {reason}"
+    assert Report.from_dict(json.loads(json.dumps(runner.report.to_dict()))).config["target"]["failures"] == [reason]
+    assert f"target, {reason}" in tables.markdown(runner.report)
+
+
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     half = shapes.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
     monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))

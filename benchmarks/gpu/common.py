@@ -14,6 +14,7 @@ from rich.table import Table
 
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
+from shoal.models.runner import Runner
 
 NO_DEVICE = 3
 """Exit code where there is no such device."""
@@ -35,6 +36,11 @@ def device_or_exit(name: str) -> torch.device:
         print(f"{sys.argv[0]}: no CUDA device: nothing was measured", file=sys.stderr)
         raise SystemExit(NO_DEVICE)
     return torch.device(name)
+
+
+def failures_of(models: Sequence[Runner | None]) -> list[str]:
+    """Why models compute less by captured functions than they should."""
+    return [reason for model in models if model is not None and model.static is not None for reason in model.static.failures]
 
 
 def deliver(

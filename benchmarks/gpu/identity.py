@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import shoal
-from common import arguments, deliver, device_or_exit
+from common import arguments, deliver, device_or_exit, failures_of
 from shoal.bench.measure import compared, token_ids
 from shoal.bench.methods import baseline_method
 from shoal.bench.work import Work
@@ -42,7 +42,7 @@ def ways_of(device: torch.device) -> list[dict[str, Any]]:
             )
             found = compared(expected, token_ids(result), result.stats.drafted)
             models = [model for model in (pair.target, pair.draft_model) if model is not None and model.static is not None]
-            failures = [model.static.failure for model in models if model.static.failure]
+            failures = failures_of(models)
             ran = sum(model.static.ran.total() for model in models)
         lines.append(
             {"way": name, "rows": found.rows, "same": found.same, "drafted": found.drafted, "static passes": ran,

@@ -104,7 +104,7 @@ def passes_name(runner: Runner) -> str:
     """What computed the passes: "graphed", or why it was not that."""
     if runner.static is None:
         return "single launches"
-    return runner.static.executor if runner.static.failure is None else f"fell back: {runner.static.failure}"
+    return f"fell back: {'; '.join(runner.static.failures)}" if runner.static.failures else runner.static.executor
 
 
 def lines_of(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common import arguments, deliver, device_or_exit
+from common import arguments, deliver, device_or_exit, failures_of
 from shoal.api import Shoal
 from shoal.bench.imposed import imposing
 from shoal.bench.roofline import Load, ceilings
@@ -107,14 +107,14 @@ def measured(pair: Shoal, lookahead: str, rows: int, prompt: int, rounds: int, b
     load = Load.of(pair.target)
     assert load is not None
     floor = (load.weights + load.kv * (lengths + rounds / 2 * committed)) / bandwidth
-    failures = [m.static.failure for m in (pair.target, pair.draft_model) if m is not None and m.static is not None]
+    failures = failures_of([pair.target, pair.draft_model])
     line = {
         "lookahead": lookahead, "ms": 1000 * each, "ms per token": 1000 * each * rows / committed if committed else 0.0,
         "busy ms": busy / 1000, "idle": 1 - busy / span if span else 1.0, "floor / time": floor / each,
         "kernels": sum(not one.is_copy for one in intervals) / rounds,
         "uploads": sum(n for name, n in copies.items() if "HtoD" in name) / rounds,
         "downloads": sum(n for name, n in copies.items() if "DtoH" in name) / rounds,
-        "failure": "; ".join(filter(None, failures)) or "-",
+        "failure": "; ".join(failures) or "-",
     }  # fmt: skip
     return line, [*_top(intervals, lookahead, rounds), *_longest(union, lookahead, rounds)]
 

@@ -132,6 +132,13 @@ class BenchmarkRunner:
                 what = f"{model.name}: its {described(model)['passes']} compute passes now"
                 raise InternalError(f"{what}: no times are shown; --compile off measures these")
 
+    def _note_passes(self) -> None:
+        """What computes passes by now: rounds that should have been captured may have been left to their stages."""
+        for role, model in (("target", self.pair.target), ("draft", self.pair.draft_model)):
+            if model is not None:
+                failures = [] if model.static is None else model.static.failures
+                self.report.config[role] |= {"passes": described(model)["passes"], "failures": failures}
+
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
         """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
         device, key = self.pair.target.device, (case.layout, case.batch, method.name)
@@ -180,6 +187,7 @@ class BenchmarkRunner:
             try:
                 self._repeat(case, runs)
             finally:
+                self._note_passes()
                 found = self._lines(case, runs)
                 self.report.lines += found
             yield from found

@@ -116,6 +116,9 @@ def footer(report: Report) -> Iterator[str]:
     """What was not available, the machine, and whether it stayed the same."""
     for reason, entries in _by_reason(report).items():
         yield f"not available: {entries}: {reason}"
+    for role in ("target", "draft"):
+        for reason in (report.config.get(role) or {}).get("failures", ()):
+            yield f"{role}, {reason}"
     machine = report.machine
     parts = [f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} ({machine['commit']})"]
     parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}")

@@ -22,8 +22,8 @@ def described(runner: Runner) -> dict[str, str]:
     Returns:
         dtype and dtype_reason: its number format, and why. device. weights: their order in memory (`shoal.models.weights`).
         quantize: the 8-bit format, or off. attention: the method, "auto" resolved. passes: what computes them: "modules" of the
-        model, "lean", or an executor of static passes, which may have fused layers; the modules with the reason where it should
-        have been an executor. strict: how it was proved, or off.
+        model, "lean", or an executor of static passes, which may have fused layers, and why whole rounds are not captured if they
+        should be; the modules with the reason where it should have been an executor. strict: how it was proved, or off.
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
@@ -38,7 +38,8 @@ def _passes(runner: Runner) -> str:
     if runner.static_failure is not None:
         return f"modules ({runner.static_failure})"
     if runner.static is not None:
-        return runner.static.executor + (", fused layers" if runner.fused_layers is not None else "")
+        layers = ["fused layers"] if runner.fused_layers is not None else []
+        return ", ".join([runner.static.executor, *layers, *runner.static.failures])
     return runner.notes.get("passes", "modules") if runner.lean is None else "lean"
 
 

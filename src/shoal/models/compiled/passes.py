@@ -110,6 +110,12 @@ class Passes:
         self.candidates: dict[Hashable, int] = {}
         self.rounds_failure: str | None = None
 
+    @property
+    def failures(self) -> list[str]:
+        """Why less is captured than was meant to be: whole rounds, or anything at all."""
+        rounds = None if self.rounds_failure is None else f"no captured rounds: {self.rounds_failure}"
+        return [reason for reason in (self.failure, rounds) if reason is not None]
+
     def cache_for(self, owner: Any) -> SlotCache:
         """A cache for as long as `owner` lives; then the next owner gets it, with the passes built over its tensors."""
         cache = self._idle.pop() if self._idle else SlotCache()

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+MOST = 256
+"""Stretches that are kept: more than a round has."""
+
 
 def event_for(device: torch.device) -> Any:
     """An event that notes when the stream reaches it; None for a device whose work is done when a call returns."""
@@ -24,6 +27,10 @@ class Moments:
         self._events = [event_for(device) for _ in range(count)]
         self._times = [0.0] * count
 
+    @property
+    def by_events(self) -> bool:
+        return self._events[0] is not None
+
     def note(self, place: int) -> None:
         """This is the moment: all work launched before it is done, none of what is launched after it."""
         if self._events[place] is not None:
@@ -36,3 +43,43 @@ class Moments:
         if self._events[first] is None:
             return self._times[second] - self._times[first]
         return float(self._events[first].elapsed_time(self._events[second])) / 1000
+
+    def wait(self, place: int) -> None:
+        """Until the device has passed a moment."""
+        if self._events[place] is not None:
+            self._events[place].synchronize()
+
+
+class Spans:
+    """Stretches of a device's work, added up when they are asked for: nothing waits before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all: list[Moments] = []  # used again and again
+        self._used, self._seconds = 0, 0.0
+
+    def begin(self) -> None:
+        """A stretch begins here. One that did not end is forgotten."""
+        if self._used == len(self._all):
+            self._all.append(Moments(self._device, 2))
+        self._all[self._used].note(0)
+
+    def end(self) -> None:
+        """It ends here."""
+        last = self._all[self._used]
+        last.note(1)
+        self._used += 1
+        if not last.by_events or self._used == MOST:
+            self._add()
+
+    def take(self) -> float:
+        """Seconds of all stretches since this was last asked. Waits for the end of the last one."""
+        self._add()
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+    def _add(self) -> None:
+        used, self._used = self._all[: self._used], 0
+        if used:
+            used[-1].wait(1)
+            self._seconds += sum(moments.seconds(0, 1) for moments in used)

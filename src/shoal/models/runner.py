@@ -23,6 +23,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
+from shoal.models.device_time import Spans
 from shoal.models.lean.drafting import LeanSteps
 from shoal.models.lean.forward import LeanPass, known_tokens
 from shoal.models.out_of_memory import explained
@@ -37,7 +38,7 @@ class Runner:
         hf: the Transformers model, never modified. name: as the user wrote it.
         attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
-        cache: the slot cache. passes, seconds: forward calls and time spent in them, see `take_counters`.
+        cache: the slot cache. passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
         static: passes of fixed shapes, if any. lean: computes ordinary passes in place of the model's modules, if set.
         packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
@@ -62,6 +63,7 @@ class Runner:
         self.cache = SlotCache()
         self.passes = 0
         self.seconds = 0.0
+        self.spans = Spans(self.device)
         self.static: compiled.Passes | None = None
         self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
@@ -170,12 +172,13 @@ class Runner:
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
-        other.passes, other.seconds = 0, 0.0
+        other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
         return other
 
     def take_counters(self) -> tuple[int, float]:
-        """Passes, and seconds in them, since this was last asked."""
-        taken, self.passes, self.seconds = (self.passes, self.seconds), 0, 0.0
+        """Passes, and seconds in them on the device, since this was last asked. Waits for the last of them."""
+        taken = self.passes, self.seconds + self.spans.take()
+        self.passes, self.seconds = 0, 0.0
         return taken
 
     @contextmanager
@@ -352,10 +355,15 @@ class _Counted(explained):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner.name)
-        self._runner, self._started = runner, time.perf_counter() - runner.seconds_building
+        self._runner, self._building, self._started = runner, runner.seconds_building, time.perf_counter()
+        runner.spans.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
         if error is None:
-            self._runner.seconds += time.perf_counter() - self._runner.seconds_building - self._started
+            building = self._runner.seconds_building - self._building
+            if building:  # waits for the device
+                self._runner.seconds += time.perf_counter() - self._started - building
+            else:
+                self._runner.spans.end()
             self._runner.passes += 1

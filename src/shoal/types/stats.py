@@ -20,7 +20,8 @@ class Stats:
         prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt was long.
         row_rounds: target passes, summed over rows.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
-        seconds_target, seconds_draft: inside the models' forward passes. seconds_prefill: both models, prompts.
+        seconds_target, seconds_draft: inside the models' forward passes, on a GPU by its own events. seconds_prefill: both models,
+            prompts.
         seconds_rounds: whole rounds without prefill; the time outside the two models is bookkeeping.
         seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
         seconds: wall clock of the run.

@@ -1,0 +1,130 @@
+"""Times of models are those of their device: a GPU goes on while the host has long returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pretend import Pretend
+from shoal.config import Sampling
+from shoal.drafting.captured import CapturedRounds
+from shoal.models import device_time
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.device_time import Moments, Spans
+from shoal.models.runner import Runner
+from test_static_auto import Confident
+from test_static_pretend import engine
+
+CPU = torch.device("cpu")
+SAMPLINGS = [Sampling(seed=i) for i in range(3)]
+
+
+class Event:
+    """Of a device that takes a millisecond for each operation, and does nothing but work."""
+
+    def __init__(self, device: Pretend) -> None:
+        self._device, self.at, self.waited = device, 0, False
+
+    def record(self) -> None:
+        self.at = self._device.counts["launch"] + self._device.counts["captured"]
+
+    def elapsed_time(self, other: Event) -> float:
+        return float(other.at - self.at)
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    pretend = Pretend()
+    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+    monkeypatch.setattr(device_time, "event_for", lambda _: Event(pretend))
+    return pretend
+
+
+def round_of(device: Pretend, made: Any) -> tuple[int, int, float]:
+    """Operations of a round in which nothing was built, captured ones, and the seconds of both models."""
+    while True:
+        before, stats, building = device.counts.copy(), made.stats - type(made.stats)(), made.target.seconds_building
+        made.step()
+        if made.stats.rounds > 8 and made.target.seconds_building == building:
+            counts, spent = device.counts - before, made.stats - stats
+            return counts["launch"], counts["captured"], spent.seconds_target + spent.seconds_draft
+
+
+@pytest.mark.parametrize("k", [0, 4, "auto"])
+def test_models_take_the_time_of_their_captured_functions(k: int | str, device: Pretend) -> None:
+    """All operations of a captured round are in them."""
+    with device:
+        made = engine(4 if k == "auto" else k, "rejection", device, SAMPLINGS, new=64)
+        if k == "auto":
+            made.lookahead = Confident(0.0)
+        launched, captured, seconds = round_of(device, made)
+    assert launched == 0
+    assert seconds == pytest.approx(captured / 1000)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_by_stages_models_take_the_time_of_their_passes(k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    with device:
+        made = engine(k, "rejection", device, SAMPLINGS, new=64)
+        launched, captured, seconds = round_of(device, made)
+    assert captured / 1000 <= seconds < (captured + launched) / 1000
+
+
+def test_the_clock_of_the_host_would_say_something_else(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(device_time, "event_for", lambda _: None)
+    with device:
+        _, captured, seconds = round_of(device, engine(4, "rejection", device, SAMPLINGS, new=64))
+    assert seconds != pytest.approx(captured / 1000)
+
+
+def test_prompts_are_waited_for_before_a_round_begins(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of them would count as bookkeeping of the round."""
+    take: Callable[[Runner], Any] = Runner.take_counters
+    waited: list[bool] = []
+
+    def taking(self: Runner) -> Any:
+        ends = [moments._events[1] for moments in self.spans._all[: self.spans._used][-1:]]
+        taken = take(self)
+        waited.extend(end.waited for end in ends)
+        return taken
+
+    monkeypatch.setattr(Runner, "take_counters", taking)
+    with device:
+        engine(0, "rejection", device, SAMPLINGS, new=8).step()
+    assert waited
+    assert all(waited)
+
+
+def test_stretches_are_added_up_and_a_broken_one_is_forgotten(device: Pretend) -> None:
+    spans = Spans(CPU)
+    for operations in (3, 4):
+        spans.begin()
+        device.counts["launch"] += 50  # and something fails
+        spans.begin()
+        device.counts["launch"] += operations
+        spans.end()
+        device.counts["launch"] += 10
+    assert spans.take() == pytest.approx(0.007)
+    assert spans.take() == 0.0
+    for _ in range(3 * device_time.MOST + 1):
+        spans.begin()
+        device.counts["launch"] += 1
+        spans.end()
+    assert len(spans._all) == device_time.MOST
+    assert spans.take() == pytest.approx((3 * device_time.MOST + 1) / 1000)
+
+
+def test_without_events_it_is_the_clock_of_the_host() -> None:
+    moments = Moments(CPU, 2)
+    moments.note(0)
+    moments.note(1)
+    assert 0 <= moments.seconds(0, 1) < 1
+    assert not moments.by_events

@@ -48,6 +48,24 @@ def script(request: pytest.FixtureRequest, scripts: None) -> ModuleType:
 
 
 @needs_no_cuda
+@pytest.mark.parametrize("script", ["budget"], indirect=True)
+def test_a_budget_is_counted_and_called_computed(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", "--launch-us", "0", "--copy-us", "0", "--wait-us", "0"])
+    script.main()
+    printed = capsys.readouterr().out
+    assert "COMPUTED, NOT MEASURED" in printed
+    table = {cells[1].strip(): cells[2:-1] for cells in (line.split("│") for line in printed.splitlines()) if len(cells) > 8}
+    of = {name: [float(cell) for cell in cells] for name, cells in table.items()}
+    assert of["plain"][2:5] == [1, 1, 1]
+    assert of["k = 4"][2:5] == [2, 1, 1]
+    assert of["auto, 4 drafts"][2:5] == [3, 2, 2]
+    assert all(line[5] == line[6] for line in of.values())  # nothing but passes
+    assert 3.0 < of["plain"][5] < of["k = 4"][5] < 5.0
+    assert of["plain"][0] - of["plain"][1] == 32 * 9
+
+
 def test_the_run_is_refused_without_a_device() -> None:
     run = subprocess.run([SCRIPTS / "run.sh", sys.executable], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (3, "")

@@ -1,0 +1,179 @@
+"""`python benchmarks/gpu/budget.py`: what a round should take on a GPU, computed from counted budgets. **Computed, not measured.**
+
+Counted: launches and copies of a captured round, by running tiny models of the same layout on a device that pretends to be a GPU
+(tests/pretend.py), with the launches per layer that the tests hold; bytes of weights, and of keys and values. Given: the
+bandwidth and the operations per second that the manufacturer names, and what a launch in a graph, a copy and a wait take. A
+round is then the longer of reading and computing, for each pass, and its launches, copies and waits. Not in it: what distributions
+over the vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
+
+No GPU is needed, and none is asked for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from rich.console import Console
+from rich.table import Table
+
+from pretend import Pretend, moved
+from shoal.bench.shapes import SHAPES, Shape
+from shoal.config import Limits, Sampling
+from shoal.lookahead.controller import Fixed
+from shoal.models import loading
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Rejection
+from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of
+from shoal.types.requests import Request
+
+LAYER = 9
+"""Launches of a fused layer (`tests/layers_cases.py -k nine`)."""
+BYTES = 2
+"""Of a number in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of an H200 by its data sheet (SXM, dense bfloat16), and assumptions: seconds of a launch within a graph beside the work of
+    its kernel, of a copy, of the host between a wait and the next launch."""
+
+    bandwidth: float
+    operations: float
+    launch: float
+    copy: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Counted of one round: launches outside layers, and in all; functions, copies, waits."""
+
+    others: int
+    launches: int
+    functions: int
+    uploads: int
+    downloads: int
+
+
+def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int) -> Budget:
+    """A round in which nothing is built. What a layer launches is taken out, and fused layers are put in its place."""
+
+    def crossings(layers: int, draft_layers: int) -> Counter[str]:
+        device = Pretend()
+        before, EXECUTORS["graphed"] = EXECUTORS["graphed"], device.executor
+        try:
+            with device:
+                runners = [_runner(seed, n) for seed, n in ((0, layers), (1, draft_layers))]
+                made = engine_of(runners[0], runners[1] if drafts else None, lookahead(), rule=Rejection(), max_batch=8)
+                for i in range(3):
+                    made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=60)))
+                while True:
+                    counts, building = device.counts.copy(), made.target.seconds_building
+                    made.step()
+                    if made.stats.rounds > 8 and made.target.seconds_building == building:
+                        return device.counts - counts
+        finally:
+            EXECUTORS["graphed"] = before
+
+    least = crossings(1, 1)
+    per_target = crossings(2, 1)["captured"] - least["captured"]
+    per_drafter = crossings(1, 2)["captured"] - least["captured"] if drafts else 0
+    others = least["captured"] - per_target - per_drafter
+    layers = LAYER * (target.layers + drafts * drafter.layers)
+    return Budget(others, others + layers, least["replay"], least["upload"], least["download"])
+
+
+def _runner(seed: int, layers: int) -> Runner:
+    made = loading.wrap(moved(tiny_model("llama", seed=seed, layers=layers)), "tiny", "pad", checked=False)
+    made.use_static_passes("graphed")
+    return made
+
+
+def weight_bytes(shape: Shape) -> float:
+    """Read by a pass: layers and head."""
+    layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
+    return float(BYTES * (shape.layers * layer + shape.width * shape.vocabulary))
+
+
+def pass_seconds(shape: Shape, rows: int, columns: int, context: int, machine: Machine) -> float:
+    """The longer of reading weights, keys and values, and of the products."""
+    kv = 2.0 * BYTES * shape.layers * shape.width * rows * context
+    read = (weight_bytes(shape) + kv) / machine.bandwidth
+    return max(read, weight_bytes(shape) / BYTES * 2 * rows * columns / machine.operations)
+
+
+def line(
+    name: str, budget: Budget, shapes: tuple[Shape, Shape], rows: int, drafts: int, context: int, acceptance: float,
+    machine: Machine,
+) -> tuple[str, ...]:  # fmt: skip
+    target, drafter = shapes
+    passes = pass_seconds(target, rows, drafts + 1, context, machine)
+    passes += drafts * pass_seconds(drafter, rows, 1, context, machine)
+    small = budget.launches * machine.launch + (budget.uploads + budget.downloads) * machine.copy
+    seconds = passes + small + budget.downloads * machine.wait
+    tokens = sum(acceptance**i for i in range(drafts + 1))
+    return (
+        name, f"{budget.launches}", f"{budget.others}", f"{budget.functions}", f"{budget.uploads}", f"{budget.downloads}",
+        f"{1000 * passes:.2f}", f"{1000 * seconds:.2f}", f"{1000 * seconds / tokens:.2f}",
+    )  # fmt: skip
+
+
+class Sure:
+    """As `auto` asks for drafts, each as long as the next: what its rounds cost where drafts end as they did."""
+
+    adaptive, may_speculate, limit = True, True, 16
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+
+    def lengths(self, rows: Sequence[Any], waiting: int) -> list[int]:
+        return [min(self._drafts, row.max_draft_length) for row in rows]
+
+    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
+        return [self._drafts] * len(confidence)
+
+    def learn(self, outcome: Any) -> None:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7.8b/310m", choices=SHAPES)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--context", type=int, default=768, help="tokens of a row, on average")
+    parser.add_argument("--drafts", default="4,6", help="draft lengths")
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second")
+    parser.add_argument("--operations", type=float, default=989e12, help="per second")
+    parser.add_argument("--launch-us", type=float, default=1.5)
+    parser.add_argument("--copy-us", type=float, default=5.0)
+    parser.add_argument("--wait-us", type=float, default=40.0)
+    asked = parser.parse_args()
+    microseconds = (1e-6 * value for value in (asked.launch_us, asked.copy_us, asked.wait_us))
+    machine, shapes = Machine(asked.bandwidth, asked.operations, *microseconds), SHAPES[asked.shape]
+    kinds = [("plain", lambda: Fixed(0), 0)]
+    for k in map(int, asked.drafts.split(",")):
+        kinds += [(f"k = {k}", lambda k=k: Fixed(k), k), (f"auto, {k} drafts", lambda k=k: Sure(k), k)]  # type: ignore[misc]
+    table = Table(
+        "round", "launches", "besides layers", "functions", "uploads", "waits", "ms of passes", "ms", "ms per token",
+    )  # fmt: skip
+    table.title = f"COMPUTED, NOT MEASURED: {asked.shape}, {asked.rows} rows of {asked.context} tokens"
+    table.title += f", acceptance {asked.acceptance:g}"
+    for name, lookahead, drafts in kinds:
+        budget = counted(lookahead, *shapes, drafts)
+        table.add_row(*line(name, budget, shapes, asked.rows, drafts, asked.context, asked.acceptance, machine))
+    Console(width=132).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ import torch
 from pretend import Pretend
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import RECENT, CapturedRounds
-from shoal.drafting.captured_kinds import PIECE
+from shoal.drafting.captured_kinds import MOST, PIECE
 from shoal.engine.engine import Engine
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
@@ -277,6 +277,34 @@ def of_rounds(controller: Any, rule: str, device: Pretend, most: int = 30) -> di
                 found[i] = device.counts - before
     assert len(found) > most // 3
     return found
+
+
+def test_no_round_waits_for_a_capture_after_the_first_of_its_kind(device: Pretend) -> None:
+    """Drafts of any length up to 8, ends included."""
+    with device:
+        made = engine_of(
+            runner_on("target", device), runner_on("drafter", device), Confident(0.15), rule=RULES["coupled"](), max_batch=8
+        )
+        for i in range(3):
+            made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=48)))
+        built, kinds, target = [], set[Kind](), made.target.static
+        assert target is not None
+        while True:
+            before = made.target.seconds_building
+            if not made.step():
+                break
+            if made.target.seconds_building > before:
+                new = {key for key in target.ran if isinstance(key, Kind)} - kinds
+                built.append(len(new))
+                kinds |= new
+    assert made.stats.rounds > 20
+    assert all(built)  # captures go with a kind that is new
+    rounds = [one for of in target._of.values() for one in of.rounds.values()]
+    assert sum(len(one.built) for one in rounds) <= MOST
+    assert {len(one.built) for one in rounds if one.kind.looks} <= {
+        4 + 5,
+        1 + 2,
+    }  # pieces and widths of 8 drafts, or of 2 at the end
 
 
 @pytest.mark.parametrize(("least", "steps"), [(0.0, LIMIT), (2.0, 1)])

@@ -27,6 +27,9 @@ PENDING = 2
 PIECE = 2
 """Steps that are one function where drafts end by the drafter's confidence. A wait for the host costs a tenth of a step, and half a
 piece is computed in vain: `benchmarks/pieces.py` counts both."""
+AT_ONCE = 8
+"""Drafts whose pieces and widths are all built before the first round of their kind, so that no later round waits for a capture;
+longer drafts are rare."""
 LONGEST = COLUMNS[-1] - 1
 """Drafts that such a round has buffers for."""
 
@@ -110,8 +113,7 @@ class RoundKinds:
                 if model is not None:
                     model.passes.built[kind] += 1
         round_: CapturedRound = rounds[kind]
-        if not looks:
-            round_.build(work.k)
+        round_.build(min(work.k, AT_ONCE) if looks else work.k)
         return round_
 
 

@@ -57,10 +57,11 @@ class CapturedRound:
     # ── building ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def build(self, drafts: int) -> None:
-        """Builds what a round of so many drafts needs, where it is not there yet."""
+        """Builds what rounds of so many drafts need, or where the host looks of so many at most, where it is not there yet."""
         for first in range(0, drafts, max(self.kind.piece, 1)):
             self._part("draft", first)
-        self._part("verify", self.columns(drafts))
+        for width in range(0 if self.kind.looks else drafts, drafts + 1, max(self.kind.piece, 1)):
+            self._part("verify", self.columns(width))
 
     def columns(self, drafts: int) -> int:
         """Drafts that the target's pass has columns for where so many are verified: few widths, as each is a function."""

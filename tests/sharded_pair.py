@@ -18,6 +18,7 @@ import torch
 
 import shoal
 from shoal.models.cache import SlotCache
+from shoal.models.load_report import described
 from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import Ranks, _LedCache
 
@@ -84,6 +85,12 @@ def untold_copies(pair: shoal.Shoal) -> dict[str, Any]:
         return decode(pair, **CASES["greedy-plain"])
 
 
+def asked_to_capture(pair: shoal.Shoal) -> dict[str, Any]:
+    """What is said, and decoded, where passes should be captured."""
+    pair.target.use_static_passes("graphed")
+    return {"said": described(pair.target)["passes"], **decode(pair, **CASES["greedy-speculative"])}
+
+
 def out_of_step(pair: shoal.Shoal) -> str:
     """What is said after something failed on rank 0 alone."""
     with patch.object(SlotCache, "copy", side_effect=RuntimeError("no")), suppress(RuntimeError):
@@ -133,6 +140,7 @@ def main(directory: Path) -> None:
     with patch.object(Runner, "_dynamic", counted):
         found = everything(pair)
         found["tree"] = tree_logits(pair.target)
+        found["captured"] = asked_to_capture(pair)
         found["untold"] = untold_copies(pair)
         runner = pair.target.fork()
         runner.reserve(1, 8)

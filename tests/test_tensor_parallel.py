@@ -18,7 +18,7 @@ import sharded_pair
 import shoal
 from shoal.errors import RequestError
 from shoal.models import loading
-from shoal.models.tensor_parallel import require_ranks
+from shoal.models.tensor_parallel import capture_obstacle, require_ranks
 from shoal.testing.tiny import save_pair
 
 SIZE = 2
@@ -100,6 +100,16 @@ def test_every_pass_was_made_by_both(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["heard"]["pass"] == ranks[0]["passes"] > 100
     assert ranks[1]["heard"]["stop"] == 1
     assert ranks[1]["heard"]["copy"] > 0
+
+
+@needs_two
+def test_captures_are_refused_by_name_and_the_stages_do_the_work(ranks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """An executor that would capture gloo's sums would fail on a device only, and in the middle of a run."""
+    captured, expected = ranks[0]["captured"], whole["greedy-speculative"]
+    assert captured["said"] == f"modules ({capture_obstacle('gloo')})"
+    assert captured["said"].startswith("modules (gloo joins the sums of several processes on the host")
+    assert (captured["ids"], captured["counts"]) == (expected["ids"], expected["counts"])
+    assert "nccl: a pass of several processes begins with a broadcast" in capture_obstacle("cpu:gloo,cuda:nccl")
 
 
 @needs_two

@@ -63,6 +63,13 @@ def lead(runner: Runner) -> Runner:
     return _Leading(runner, ranks)
 
 
+def capture_obstacle(backend: str) -> str:
+    """Why the passes of a model that several processes share are not captured, by the name of what joins their sums."""
+    if "nccl" not in backend:
+        return f"{backend} joins the sums of several processes on the host, which no graph can hold"
+    return f"{backend}: a pass of several processes begins with a broadcast from the host, which no graph can hold"
+
+
 class Ranks:
     """The processes of one model, and how rank 0 speaks to them: on the CPU, beside the collectives of the model itself."""
 
@@ -155,7 +162,9 @@ class _Leading(Runner):
         return other
 
     def use_static_passes(self, executor: str | None) -> None:
-        """Never: each pass begins with a broadcast."""
+        """Never; the load report says why."""
+        if executor is not None:
+            self.notes["passes"] = f"modules ({capture_obstacle(dist.get_backend())})"
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         assert isinstance(self.cache, _LedCache)

@@ -59,13 +59,18 @@ typedef struct {
     const T *zeros;                   /* [dim] */
 } NAME(Tokens);
 
-/* The first LANES tokens from `first` on, zeros for those that are not read. Asks for what comes AHEAD. */
-INLINE void NAME(block)(const T *rows[LANES], const NAME(Tokens) *a, int64_t first) {
+INLINE const T *NAME(token_at)(const NAME(Tokens) *a, int64_t place) {
+    return place < a->offset ? a->shared + place * a->shared_token : a->own + (place - a->offset) * a->token;
+}
+
+/* The first LANES tokens from `first` on, zeros for those that are not read. Asks for what comes AHEAD: of the same, and behind
+   their end of those that are read `next` from `origin` on. */
+INLINE void NAME(block)(const T *rows[LANES], const NAME(Tokens) *a, int64_t first, const NAME(Tokens) *next, int64_t origin) {
     for (int i = 0; i < LANES; i++) {
-        int64_t place = first + i;
-        const T *row = place < a->offset ? a->shared + place * a->shared_token : a->own + (place - a->offset) * a->token;
-        if (place + AHEAD < a->total) NAME(fetch)(row + AHEAD * a->token, a->dim);
-        rows[i] = place >= a->least && place < a->total ? row : a->zeros;
+        int64_t place = first + i, ahead = place + AHEAD;
+        if (ahead < a->total) NAME(fetch)(NAME(token_at)(a, ahead), a->dim);
+        else if (next && (ahead += origin - a->total) < next->total) NAME(fetch)(NAME(token_at)(next, ahead), next->dim);
+        rows[i] = place >= a->least && place < a->total ? NAME(token_at)(a, place) : a->zeros;
     }
 }
 
@@ -146,7 +151,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
         NAME(widened)(query + i * width, from + i / count * a->query_head + i % count * a->query_token, a->dim);
 
     for (int64_t t = 0; t < span; t += LANES) {
-        NAME(block)(rows, &keys, origin + t);
+        NAME(block)(rows, &keys, origin + t, &values, origin);
         NAME(score)(rows, queries, query, scores + t, a->dim, width, span);
     }
     for (int64_t i = 0; i < queries; i++) {
@@ -154,7 +159,7 @@ static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
         NAME(soften)(a, scores + i * span, span, origin, NAME(sight)(a, row, i % count), start, count, sink);
     }
     for (int64_t t = 0; t < span; t += LANES) {
-        NAME(block)(rows, &values, origin + t);
+        NAME(block)(rows, &values, origin + t, NULL, 0);
         int64_t i = 0, n = a->value_dim, to = value_width;
         for (; i + 4 <= queries; i += 4) NAME(add_values)(4, rows, n, scores + i * span + t, sums + i * to, to, span);
         for (; i + 2 <= queries; i += 2) NAME(add_values)(2, rows, n, scores + i * span + t, sums + i * to, to, span);

@@ -49,7 +49,7 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafters", default="|".join(DRAFTERS), help="names separated by |; bundled: the draft model")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("-n", type=int, default=8)
     parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.8)

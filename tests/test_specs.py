@@ -123,6 +123,37 @@ def test_load_takes_a_drafter_without_a_model(places: tuple[Path, Path], draft: 
             assert pair.pair_costs.rounds > 0  # `auto` has learned from its runs, in the account of this drafter
 
 
+def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
+    """Greedy and of a seed, in float32, siblings drafting for each other."""
+    names = (
+        "ngram",
+        "suffix:scope=row",
+        "suffix",
+        "suffix:nodes=6",
+        "suffix:scope=engine",
+        "recycling",
+        "recycling:nodes=0",
+    )
+    with shoal.load(dtype="float32", max_batch=3) as pair:
+        for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4}):
+            plain = pair.generate([CODE, "def is_even(n):"], 4, max_new_tokens=24, lookahead="off", **options)  # type: ignore[arg-type]
+            for name in names:
+                drafter = named(name).drafter(pair.target)  # type: ignore[union-attr]
+                found = pair.generate(
+                    [CODE, "def is_even(n):"],
+                    4,
+                    max_new_tokens=24,
+                    lookahead=4,
+                    drafter=drafter,
+                    **options,  # type: ignore[arg-type]
+                )
+                assert [[s.token_ids for s in output.samples] for output in found] == [
+                    [s.token_ids for s in output.samples] for output in plain
+                ]
+                assert 0 < found.stats.accepted < found.stats.drafted
+                assert found.stats.row_rounds < plain.stats.row_rounds
+
+
 def test_sums_load_the_model_too(places: tuple[Path, Path]) -> None:
     for target, draft in ((None, "suffix+bundled"), (places[0], f"suffix+{places[1]}")):
         with shoal.load(target, draft, dtype="float32") as pair:

@@ -102,7 +102,7 @@ def test_options_of_models_are_refused(places: tuple[Path, Path]) -> None:
 # ── ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=str)
+@pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=["name", "options", "object"])
 def test_load_takes_a_drafter_without_a_model(places: tuple[Path, Path], draft: Any) -> None:
     """With the bundled target and with another; the tokens are those of plain decoding."""
     name = "NGramDrafter" if isinstance(draft, NGramDrafter) else named(draft).name  # type: ignore[union-attr]

@@ -244,6 +244,14 @@ def test_models_and_methods_without_static_passes() -> None:
     assert split.static is None
 
 
+def test_what_padding_costs_is_told_to_those_who_plan() -> None:
+    """A pass of fixed shape computes the padding of ragged drafts: `auto` must price it."""
+    for executor, packed in ((None, True), (STATIC, False)):
+        pair = Shoal(runner(hf(), executor), runner(hf(seed=1), executor))
+        assert pair.pair_costs.packed is packed
+        assert pair.pair_costs.positions([0, 3]) == (5 if packed else 8)
+
+
 # ── the drafter's distribution ──────────────────────────────────────────────────────────────────────────────────────
 
 CUTS: tuple[dict[str, Any], ...] = (

@@ -181,7 +181,7 @@ class Shoal:
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
         self.drafting = drafting
         self.rule: Rule | None = None
-        self.pair_costs = controllers.PairCosts(packed=target.packs)
+        self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
         self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = weakref.WeakKeyDictionary()
         self.eos = loading.eos_ids(target.hf, tokenizer)
@@ -314,7 +314,7 @@ class Shoal:
         costs = self.pair_costs
         max_batch = self._batch_sizes.of(self.max_batch, costs if drafter is None else drafter, lookahead_name)
         if drafter is not None:
-            costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.packs))
+            costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.skips_padding))
         else:
             drafter = self._drafter()
         controller = controllers.by_name(lookahead_name, costs)

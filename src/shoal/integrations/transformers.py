@@ -114,7 +114,7 @@ def decode(
 def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int | str) -> Engine:
     target = _runner(model, attention)
     drafter, name = _drafter(draft_model, target, attention)
-    pair_costs = _pair_costs.setdefault(model, {}).setdefault(name, PairCosts(packed=target.packs))
+    pair_costs = _pair_costs.setdefault(model, {}).setdefault(name, PairCosts(packed=target.skips_padding))
     controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
     size = _batch_sizes.of(max_batch, model, lookahead)
     return Engine(target, drafter, controller, max_batch=size, rule=Coupled())

@@ -126,6 +126,11 @@ class Runner:
             self.attention, self._method = name, methods.method_named(name)
 
     @property
+    def skips_padding(self) -> bool:
+        """Whether a pass takes the time of its real tokens: it leaves unused columns out, and is of no fixed shape."""
+        return self.packs and self.static is None
+
+    @property
     def can_be_lean(self) -> bool:
         """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
         return self.packs and self.forward_context is nullcontext

@@ -393,7 +393,7 @@ def test_a_baseline_that_cannot_run_is_listed(pair: Shoal, monkeypatch: pytest.M
 def test_assisted_needs_a_drafter(pair: Shoal) -> None:
     alone = Shoal(pair.target, max_batch=4)
     job = replace(JOB, baselines=("hf-assisted",), lookaheads=("off",), layouts=("same",), temperatures=(0.8,), repeats=1)
-    assert {entry["reason"] for entry in measured(alone, job).unavailable} == {"there is no drafter to assist"}
+    assert {entry["reason"] for entry in measured(alone, job).unavailable} == {"there is no draft model to assist"}
 
 
 # ── what is shown ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -100,6 +100,15 @@ def test_lookups_are_those_of_a_search(prompt: int) -> None:
                 grown.tokens += values[len(grown.tokens) : len(grown.tokens) + step]
 
 
+def test_a_prompt_is_looked_up_for_its_own_request() -> None:
+    """A drafter of a user may meet another engine, whose first request has the number of one that was given up."""
+    drafter = NGramDrafter(2, 3)
+    left_behind = row(*range(20), 3, 4, prompt=20)
+    assert proposed(drafter, left_behind) == [[5, 6, 7, 8]]
+    assert proposed(drafter, row(9, 3, 4)) == [[]]
+    assert left_behind.group == 0
+
+
 # ── suffix automata ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
-from shoal.types.requests import Row
+from shoal.types.requests import Request, Row
 
 Positions = dict[tuple[int, ...], int]
 """n-grams -> where the token stands that followed each last time."""
@@ -27,17 +27,17 @@ class NGramDrafter(TextDrafter):
     def __init__(self, least: int = 2, most: int = 4) -> None:
         super().__init__()
         self._least, self._most = least, most
-        self._prompts: dict[int, Positions] = {}  # by group; the same for all its rows
-        self._rows: dict[
-            Row, tuple[Positions, int]
-        ] = {}  # n-grams that end behind the prompt, and how many tokens were read
+        # By the identity of the request, which is held so that no other takes it; the same for all its rows.
+        self._prompts: dict[int, tuple[Request, Positions]] = {}
+        # N-grams that end behind the prompt, and how many tokens were read.
+        self._rows: dict[Row, tuple[Positions, int]] = {}
 
     def read(self, rows: Sequence[Row]) -> int:
         read = 0
         for row in rows:
-            prompt = self._prompts.get(row.group)
-            if prompt is None:
-                prompt = self._prompts[row.group] = {}
+            if id(row.request) not in self._prompts:
+                prompt: Positions = {}
+                self._prompts[id(row.request)] = row.request, prompt
                 self._add(prompt, row.tokens, 1, row.prompt_length)
                 read += row.prompt_length
             own, known = self._rows.get(row, ({}, row.prompt_length))
@@ -54,7 +54,7 @@ class NGramDrafter(TextDrafter):
 
     def guess(self, row: Row, length: int) -> Guess:
         """A match of more tokens is surer, though nothing says how much: `auto` learns what each is worth."""
-        tokens, own, prompt = row.tokens, self._rows[row][0], self._prompts[row.group]
+        tokens, own, (_, prompt) = row.tokens, self._rows[row][0], self._prompts[id(row.request)]
         for n in range(min(self._most, len(tokens)), self._least - 1, -1):
             last = tuple(tokens[-n:])
             place = own.get(last) or prompt.get(last)
@@ -63,14 +63,16 @@ class NGramDrafter(TextDrafter):
         return NOTHING
 
     def end(self, rows: Sequence[Row]) -> None:
-        """What was read of a row goes with it, and its prompt with the last row of the group that was drafted for."""
+        """What was read of a row goes with it, and its prompt with the last row of the request that was drafted for."""
         for row in rows:
-            if self._rows.pop(row, None) is not None and not any(other.group == row.group for other in self._rows):
-                del self._prompts[row.group]
+            if self._rows.pop(row, None) is not None and not any(other.request is row.request for other in self._rows):
+                del self._prompts[id(row.request)]
 
     @property
     def table_bytes(self) -> int:
-        entries = sum(map(len, self._prompts.values())) + sum(len(table) for table, _ in self._rows.values())
+        entries = sum(len(table) for _, table in self._prompts.values()) + sum(
+            len(table) for table, _ in self._rows.values()
+        )
         return ENTRY_BYTES * entries
 
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 from shoal.drafting.text import NOTHING, Guess
 
 FLOOR = 0.05
-"""Least probability of a path: of suffix decoding on the bundled target, drafts below it are a third of all, and bring 3 % of the
-tokens per pass."""
+"""Least probability of a path: less probable drafts cost a verified position each and bring next to nothing."""
 Place = TypeVar("Place")
 Following = Callable[[Place], Iterable[tuple[int, float, Place]]]
 """A place in a text -> tokens that may follow, their probabilities, and the places after them; the most probable first."""

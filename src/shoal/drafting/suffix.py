@@ -129,7 +129,7 @@ def likeliest(place: Place, least: int) -> Iterator[tuple[int, float, Place]]:
     """The tokens that have followed the longest suffix there, the most frequent first; of equal ones the last first seen.
 
     The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
-    chance; on the bundled target this ranks drafts as well as a mixture over all shorter matches does.
+    chance.
     """
     place = place.continued()
     if place.length < least:

@@ -74,9 +74,8 @@ class TextDrafter(Drafter):
         """Of every row, read up to its end."""
         started = time.perf_counter()
         read = self.read([row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length])
-        if read > ROUND_TOKENS * len(
-            inputs.rows
-        ):  # as of a model: prompts, and what was decoded plainly, are no part of a round
+        # As of a model: prompts, and what was decoded plainly, are no part of a round.
+        if read > ROUND_TOKENS * len(inputs.rows):
             self._preparing += time.perf_counter() - started
             started = time.perf_counter()
         pairs = zip(inputs.rows, inputs.lengths, strict=True)

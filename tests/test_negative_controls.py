@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import shoal.engine.validation
-import shoal.sampling.acceptance
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
+from shoal.sampling.acceptance import Rejection, rejection
 from shoal.sampling.scores import Block, Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
@@ -36,7 +36,7 @@ from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids,
 
 real_uniforms = shoal.sampling.uniforms.uniforms
 real_positions = Scores.positions_of
-real_decide = shoal.sampling.acceptance.Rejection.decide
+real_decide = Rejection.decide
 
 
 def counted(**sampling: float) -> Tensor:
@@ -72,14 +72,12 @@ def bonus_left_to_the_residual(
     if q is None:
         return verdict
     rows, last = torch.arange(len(p)), (lengths - 1).clamp(min=0)
-    token = shoal.sampling.acceptance.draw(
-        shoal.sampling.acceptance.residual(p[rows, last], q[rows, last]), u_next[rows, last, 0]
-    )
+    token = rejection.draw(rejection.residual(p[rows, last], q[rows, last]), u_next[rows, last, 0])
     full = (verdict.accepted == lengths) & (lengths > 0)
     return replace(verdict, token=torch.where(full, token, verdict.token))
 
 
-shoal_reject_and_replace = shoal.sampling.acceptance.reject_and_replace
+shoal_reject_and_replace = rejection.reject_and_replace
 
 RULES: dict[str, tuple[str, Callable[..., Any]]] = {
     "residual without clamp": ("residual", without_clamp),
@@ -98,13 +96,13 @@ RULES: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_wrong_rule_shows_in_the_exact_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = P[0], Q[0]
     assert (committed_distribution(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() <= EXACT
-    monkeypatch.setattr(shoal.sampling.acceptance, *RULES[name])
+    monkeypatch.setattr(rejection, *RULES[name])
     assert (committed_distribution(p, q, 4, (3,)) - chain_rule(p, 4)).abs().max() > 1e6 * EXACT
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_rule_shows_in_counted_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.sampling.acceptance, *RULES[name])
+    monkeypatch.setattr(rejection, *RULES[name])
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -147,14 +145,14 @@ def test_neighbours_that_share_their_uniforms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_greedy_draft_with_a_soft_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, uniforms: q.argmax(dim=-1))
+    monkeypatch.setattr(Rejection, "draw", lambda _, q, uniforms: q.argmax(dim=-1))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
 def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn at one temperature, reported at another."""
-    real = shoal.sampling.acceptance.Rejection.draw
-    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "draw", lambda _, q, uniforms: real(q**2, uniforms))
+    real = Rejection.draw
+    monkeypatch.setattr(Rejection, "draw", lambda _, q, uniforms: real(q**2, uniforms))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 
@@ -164,7 +162,7 @@ def test_a_q_before_the_sampling_controls(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law and ids stay right, so only the count of k + 1 tokens per round can see it."""
 
-    def dropped(self: shoal.sampling.acceptance.Rejection, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
+    def dropped(self: Rejection, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         verdict = real_decide(self, tree, scores, uniforms)
         if tree.m == 0:
             return verdict
@@ -176,7 +174,7 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
     k, new = 3, 20
     expected = math.ceil(new / (k + 1))
     assert all(row.rounds == expected for row in decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1])
-    monkeypatch.setattr(shoal.sampling.acceptance.Rejection, "decide", dropped)
+    monkeypatch.setattr(Rejection, "decide", dropped)
     rows = decode(drafter("oracle", 3), k, prompts=3, n=1, max_batch=3, new=new)[1]
     assert all(row.rounds > expected for row in rows)
     assert [tuple(row.tokens[row.prompt_length :]) for row in rows] == [stock_ids(i)[:new] for i in range(3)]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import frozen
 from shoal.config import Sampling
-from shoal.sampling import acceptance, distributions, scores
-from shoal.sampling.acceptance import RULES, Rule, by_rejection, by_samples
+from shoal.sampling import distributions, scores
+from shoal.sampling.acceptance import RULES, Rule, by_rejection, by_samples, rejection
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Block, Scores
 from shoal.types.requests import Request, Row
@@ -111,7 +111,7 @@ def test_the_probabilities_of_a_verdict_are_those_of_its_tokens() -> None:
 SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     "a column late": (Block, "of", lambda self, values: self.of_rows(values[:, 1:][:, self.columns.start : self.columns.stop])),
     "rows of another part": (Block, "of_rows", lambda self, values: values if self.index is None else values[self.index - 1]),
-    "lengths from the first column": (acceptance, "_lengths", lambda tree, block: block.of_rows(tree.lengths) - 1),
+    "lengths from the first column": (rejection, "lengths_from", lambda tree, block: block.of_rows(tree.lengths) - 1),
     "histories of the first columns": (
         Scores, "positions_of", lambda self, block: self.positions if block.rows is None else self.positions.of_rows(block.rows),
     ),

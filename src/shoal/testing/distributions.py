@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.sampling import acceptance, drawing
+from shoal.sampling import drawing
+from shoal.sampling.acceptance import rejection
 
 EDGE = 1e-6
 """Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is noticed."""
@@ -32,12 +33,12 @@ def draw_measure(weights: Tensor) -> Tensor:
 
 
 def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
-    """The measure of uniforms that `acceptance.acceptance_mask` accepts, for probabilities p and q of one shape, float64."""
+    """The measure of uniforms that `rejection.acceptance_mask` accepts, for probabilities p and q of one shape, float64."""
     step = _threshold(p, q)
     measure = torch.zeros_like(p)
     for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
         for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
-            passes = acceptance.acceptance_mask(p, q, left + at * width)
+            passes = rejection.acceptance_mask(p, q, left + at * width)
             measure += share * width * passes
     return measure
 
@@ -170,7 +171,7 @@ class _Pair:
         at, which = (width > 0).nonzero().unbind(dim=1)
         u = ((steps[:, :-1] + steps[:, 1:]) / 2)[at, which]
         k = drafts.shape[1]
-        verdict = acceptance.reject_and_replace(
+        verdict = rejection.reject_and_replace(
             drafts[at], own[at], q[at, :k] if k else None, p[at], u_accept[at], u[:, None, None].expand(-1, k + 1, 2)
         )
         return _Outcomes(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])

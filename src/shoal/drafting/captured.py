@@ -71,7 +71,7 @@ class CapturedRounds:
             stop: ends drafts by the drafter's confidence; where the round is left to its stages, they may ask from the start.
         """
         passes = self._target.static
-        if passes is None or passes.rounds_failure is not None:
+        if passes is None or passes.rounds_failure is not None or self._target.hidden_layers:
             return None
         work = None
         try:

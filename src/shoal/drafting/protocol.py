@@ -104,10 +104,13 @@ class Drafter(Protocol):
             to verify others.
         memory: its keys and values, for which the engine finds room; None where it keeps none. Rows beyond its context, or for
             which there is no memory, are never asked for (`lengths` is 0).
+        hidden_layers: hidden states of the target that it reads, as Transformers numbers them (`Runner.hidden_layers`): of prompts
+            by `read_prompts`, of each round's columns in `Scores.hidden`. None are kept for a drafter that reads none.
     """
 
     max_nodes: int = 0
     memory: KeyValueMemory | None = None
+    hidden_layers: Sequence[int] = ()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows joined. Nothing need be computed before a draft is asked for."""
@@ -116,6 +119,12 @@ class Drafter(Protocol):
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
         """The target has computed these chunks of prompts. A drafter that reads prompts may keep pace with one that takes several
         rounds, so that no round has to wait for all of it. Not called while nothing is drafted."""
+        return None
+
+    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
+        """The target has computed these chunks of prompts, with hidden states [stop - start, layers * width] each. A prompt is
+        computed once for the rows of its request, all but its last token; if its place was lost in between, again from its start.
+        Called for a drafter with `hidden_layers`, also while nothing is drafted, after `begin` of the rows of the round."""
         return None
 
     def propose(self, inputs: DraftInputs) -> DraftTree:

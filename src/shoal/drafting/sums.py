@@ -33,7 +33,7 @@ class SumDrafter(Drafter):
 
     def __init__(self, text: TextDrafter, model: Drafter) -> None:
         self.text, self.model = text, model
-        self.memory = model.memory
+        self.memory, self.hidden_layers = model.memory, model.hidden_layers
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         found = self.text.guesses(inputs)
@@ -59,6 +59,9 @@ class SumDrafter(Drafter):
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
         self.model.prepare(chunks)
+
+    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
+        self.model.read_prompts(chunks, hidden)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         self.text.observe(rows, scores, verdict)

@@ -76,6 +76,7 @@ class Engine:
         memories: list[KeyValueMemory] = [self.target]
         if self.drafter is not None:
             require_trees(self.target, self.drafter)
+            self.target.hidden_layers = tuple(self.drafter.hidden_layers)
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
         self.lookahead, self.rule = controller, rule or Rejection()
         self._uniforms = UniformsAhead(self.rule)
@@ -282,7 +283,8 @@ class Engine:
     def _prefill(self, round_: Round) -> None:
         started = self._clock()
         self.memory.allocate(round_)
-        computed = prefill(self.target, round_)
+        hidden: list[Tensor] = []
+        computed = prefill(self.target, round_, hidden)
         self.target.take_counters()  # no part of a round
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
@@ -290,6 +292,8 @@ class Engine:
         self.stats.seconds_prefill += self._clock() - started
         if self.drafter is not None:  # its seconds are in its own counters
             self.drafter.begin([admission.row for admission in round_.admissions])
+            if hidden:
+                self.drafter.read_prompts(round_.chunks, hidden)
             if self._drafting:
                 self.drafter.prepare(round_.chunks)
 

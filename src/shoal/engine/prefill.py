@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.drafting.protocol import KeyValueMemory
 from shoal.engine.prefix_store import check_policy
@@ -36,18 +37,29 @@ def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
     return "grouped" if all(model.attends_in_one_call for model in models) else "auto"
 
 
-def prefill(target: Runner, round_: Round) -> int:
-    """Carries out a round's admissions and moves in the target's cache; returns how many prompt tokens were computed."""
+def prefill(target: Runner, round_: Round, hidden: list[Tensor] | None = None) -> int:
+    """Carries out a round's admissions and moves in the target's cache; returns how many prompt tokens were computed.
+
+    Args:
+        hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the target keeps any.
+    """
     cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
     _copy(target, admissions, PromptOrigin.COPY)
     for admission in admissions:
         if admission.origin in (PromptOrigin.COMPUTE, PromptOrigin.SHARED):
             cache.enter(admission.row.slot, admission.row.prefix)
-    computed = feed_prompts(target, [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None])
-    for chunk in chunks:
+    by_slot: dict[int, Tensor] = {}
+    stored: dict[int, list[Tensor]] = {}
+    computed = feed_prompts(target, [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None], by_slot)
+    for number, chunk in enumerate(chunks):
         if chunk.row.prefix is not None:
             block = torch.tensor([_tokens(chunk)], device=target.device)
-            computed += feed_prefix(target, chunk.row.prefix, chunk.start, block)
+            computed += feed_prefix(target, chunk.row.prefix, chunk.start, block, stored.setdefault(number, []))
+    if hidden is not None and target.hidden_layers:
+        nothing = torch.empty(0, 0, device=target.device)
+        for number, chunk in enumerate(chunks):
+            pieces = stored.get(number)
+            hidden.append(by_slot.get(chunk.slot, nothing) if pieces is None else torch.cat(pieces) if pieces else nothing)
     _copy(target, admissions, PromptOrigin.COPY_AFTER_COMPUTE)
     for move in round_.moves:
         cache.copy(move.source, move.target, cache.lengths[move.source])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
         own = torch.arange(block.shape[1], device=block.device) < torch.tensor(counts, device=block.device)[:, None]
         block = torch.where(own, block, last)
     logits = target.feed([row.slot for row in rows], block, counts, parents=tree.parents if tree.branches else None)
-    scores = scores_of(target, rows, tree, logits)
+    scores = replace(scores_of(target, rows, tree, logits), hidden=target.hidden)
     if not finite(logits[..., 0]):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
         scores.p(scores.everything())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from shoal.errors import InternalError
+from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
@@ -113,11 +113,16 @@ class Bridge:
         method: Method,
         forward_context: AbstractContextManager[None],
         want_logits: bool,
-    ) -> Tensor:
-        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says.
+        hidden_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says; and the hidden states
+        that were asked for, side by side (`shoal.models.runner.Runner.hidden_layers`).
 
         Args:
             forward_context: entered while the model computes. want_logits: False allows those of the last column only.
+
+        Raises:
+            UnsupportedModel: it does not return its hidden states.
         """
         plan = cache.plan
         assert plan is not None
@@ -130,13 +135,16 @@ class Bridge:
             options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
         if self.attention_path == "mask":
             options["attention_mask"] = masks.explicit_bias(self.hf.dtype)
+        if hidden_layers:
+            options["output_hidden_states"] = True
         with self._switched(NAME), forward_context:
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
-                logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
+                found = self.hf(tokens, past_key_values=cache, use_cache=True, **options)
             finally:
                 _ordinary.reset(before)
-        return logits
+        logits: Tensor = found.logits
+        return logits, _side_by_side(found, hidden_layers) if hidden_layers else None
 
     @contextmanager
     def static(self, state: AttentionState) -> Iterator[None]:
@@ -187,6 +195,16 @@ class Bridge:
             finally:
                 if self.attention_path == "interface":
                     config._attn_implementation = before
+
+
+def _side_by_side(found: Any, layers: Sequence[int]) -> Tensor:
+    """Hidden states of some layers, [rows, q, layers * width]. Raises UnsupportedModel: the model's output has none."""
+    states = getattr(found, "hidden_states", None)
+    if states is None or max(layers) >= len(states):
+        raise UnsupportedModel(
+            f"{type(found).__name__} has no hidden states of layers {list(layers)}, which the drafter reads"
+        )
+    return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
 def _inputs(

@@ -22,15 +22,19 @@ MAX_PASS_TOKENS = 4096
 def pass_width(runner: Runner, longest: int) -> int:
     """Tokens per row and pass of prompts of up to `longest` tokens. Kernels compute a pass in one call up to `MOST_COLUMNS` tokens;
     a wider one goes operation by operation, which takes longer for short prompts and is as fast for long ones."""
-    in_one_call = longest <= SHORT and runner.lean is not None and runner.lean.whole is not None
+    whole = runner.lean is not None and runner.lean.whole is not None and not runner.hidden_layers
+    in_one_call = longest <= SHORT and whole
     return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
 
 
-def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -> int:
+def feed_prompts(
+    runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]], hidden: dict[int, Tensor] | None = None
+) -> int:
     """Appends tokens to slots, in as few passes as hold them; returns how many there were.
 
     Args:
         prompts: (slot, tokens) pairs; those without tokens are passed over.
+        hidden: receives the hidden states of each slot's tokens, [tokens, features], if the runner keeps any.
     """
     todo = sorted((pair for pair in prompts if pair[1]), key=lambda pair: -len(pair[1]))
     width = pass_width(runner, len(todo[0][1]) if todo else 0)
@@ -41,6 +45,7 @@ def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -
         batch = [pair for pair in todo if _free(runner, pair[0]) >= longest][:rows]
         taken = {slot for slot, _ in batch}
         todo = [pair for pair in todo if pair[0] not in taken]
+        pieces: dict[int, list[Tensor]] = {}
         for first in range(0, longest, width):
             part = [(slot, tokens[first : first + width]) for slot, tokens in batch if len(tokens) > first]
             most = max(len(tokens) for _, tokens in part)
@@ -48,6 +53,11 @@ def feed_prompts(runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]]) -
             padded = [[*tokens, *[tokens[-1]] * (most - len(tokens))] for _, tokens in part]
             block = torch.tensor(padded, device=runner.device)
             runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
+            if runner.hidden is not None:
+                for (slot, tokens), states in zip(part, runner.hidden, strict=True):
+                    pieces.setdefault(slot, []).append(states[: len(tokens)])
+        if hidden is not None:
+            hidden |= {slot: torch.cat(states) for slot, states in pieces.items()}
     return sum(len(tokens) for _, tokens in prompts)
 
 
@@ -57,9 +67,15 @@ def _free(runner: Runner, slot: int) -> int:
     return runner.cache.capacity - length + (0 if prefix is None else prefix.length)
 
 
-def feed_prefix(runner: Runner, prefix: Prefix, start: int, tokens: Tensor) -> int:
-    """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns how many there were."""
+def feed_prefix(runner: Runner, prefix: Prefix, start: int, tokens: Tensor, hidden: list[Tensor] | None = None) -> int:
+    """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns how many there were.
+
+    Args:
+        hidden: receives their hidden states, [tokens, features], if the runner keeps any.
+    """
     width = pass_width(runner, tokens.shape[1])
     for first in range(0, tokens.shape[1], width):
         runner.feed_prefix(prefix, start + first, tokens[:, first : first + width])
+        if hidden is not None and runner.hidden is not None:
+            hidden.append(runner.hidden[0])
     return tokens.shape[1]

@@ -43,6 +43,10 @@ class Runner:
         packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
         takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
+        hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them: 0 = the embeddings, i = what
+            layer i has computed, the number of layers = what the head gets. None are kept unless they are asked for. With them
+            passes are neither static nor one call: none of those return hidden states.
+        hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding columns are meaningless.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
         notes: what was measured and chosen at load, by subject.
         self_check_error: what `selfcheck` found; None before it has run.
@@ -64,6 +68,8 @@ class Runner:
         self.passes = 0
         self.seconds = 0.0
         self.spans = Spans(self.device)
+        self.hidden_layers: tuple[int, ...] = ()
+        self.hidden: Tensor | None = None
         self.static: compiled.Passes | None = None
         self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
@@ -170,7 +176,9 @@ class Runner:
     def static_failure(self) -> str | None:
         """Why ordinary passes have taken over from static ones, so that times are not those of static passes, whatever was asked
         for; None while they have not."""
-        return None if self.static is None else self.static.failure
+        if self.static is None:
+            return None
+        return "a drafter reads hidden states" if self.hidden_layers else self.static.failure
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
@@ -178,6 +186,7 @@ class Runner:
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
+        other.hidden_layers, other.hidden = (), None
         return other
 
     def take_counters(self) -> tuple[int, float]:
@@ -246,7 +255,7 @@ class Runner:
         if plan.parents is not None and not self.takes_trees:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         with self._counted():
-            if self.static is not None and want_logits:
+            if self.static is not None and want_logits and not self.hidden_layers:
                 known = known_tokens(plan, tokens, self.vocab_size)
                 return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, tokens, want_logits))
             return self._dynamic(plan, tokens, want_logits)
@@ -339,19 +348,24 @@ class Runner:
         """An ordinary pass, as long as its rows are."""
         self.cache.begin(plan)
         if self.lean is not None and not self.lean.decoder.stale:
-            logits = self.lean(plan, tokens, self.cache, self._method, want_logits)
+            logits, hidden = self.lean(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers)
         elif not want_logits and (layers := self._prompt_layers()) is not None:
             logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.vocab_size)), self.cache, self._method)
+            hidden = None
         else:
             known = plan.pack(known_tokens(plan, tokens, self.vocab_size))
-            logits = self._bridge.ordinary(known, self.cache, self._method, self.forward_context(), want_logits)
+            logits, hidden = self._bridge.ordinary(
+                known, self.cache, self._method, self.forward_context(), want_logits, self.hidden_layers
+            )
             logits = plan.unpack(logits) if want_logits else logits
+        self.hidden = None if hidden is None else plan.unpack(hidden)
         self.cache.end()
         return logits
 
     def _prompt_layers(self) -> Layers | None:
         """What computes prompts in place of the model's modules, as long as nothing is known against it."""
-        layers = self.fused_layers if self.static is not None and self.static.failure is None and self.can_be_lean else None
+        fused = self.static is not None and self.static_failure is None and self.can_be_lean
+        layers = self.fused_layers if fused else None
         return None if layers is None or layers.stale else layers
 
 

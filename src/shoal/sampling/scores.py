@@ -56,12 +56,14 @@ class Scores:
         logits: raw, [rows, m + 1, vocab]. positions: what the columns stand for.
         faults: columns that were asked for and have no distribution, some of them on paths that may be rejected.
         named: makes of a fault what users are told.
+        hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width]; None where it reads none.
     """
 
     logits: Tensor
     positions: Positions
     faults: Faults = field(default_factory=dict)
     named: Callable[[ShoalError], ShoalError] = lambda error: error
+    hidden: Tensor | None = None
 
     @property
     def greedy(self) -> bool:

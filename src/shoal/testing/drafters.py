@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
@@ -67,6 +69,7 @@ class _Recorded(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.max_nodes, self.memory = inner, inner.max_nodes, inner.memory
+        self.hidden_layers = inner.hidden_layers
         self.present: set[Row] = set()
         self.nodes = 0
 
@@ -76,6 +79,10 @@ class _Recorded(Drafter):
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
         self.inner.prepare(chunks)
+
+    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
+        assert [len(states) for states in hidden] == [chunk.stop - chunk.start for chunk in chunks]
+        self.inner.read_prompts(chunks, hidden)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         before = [list(row.tokens) for row in inputs.rows]

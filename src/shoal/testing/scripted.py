@@ -33,14 +33,18 @@ class ScriptedModel(torch.nn.Module):
     Args:
         script: the logits after a history. It is called once per history and remembered.
         vocab_size: width of the logits. dtype: of the logits.
+        features: the hidden state after a history, of whichever layer; None = the logits.
 
     Attributes:
         forwards: calls of `forward` so far.
     """
 
-    def __init__(self, script: History, vocab_size: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, script: History, vocab_size: int, dtype: torch.dtype = torch.float64, features: History | None = None
+    ) -> None:
         super().__init__()
         self.script = functools.cache(script)
+        self.features = None if features is None else ScriptedModel(features, vocab_size, dtype)
         self.head = torch.nn.Linear(1, vocab_size, bias=False, dtype=dtype)
         self.config = SimpleNamespace(_attn_implementation="eager", eos_token_id=None, model_type="scripted")
         self.forwards = 0
@@ -59,9 +63,10 @@ class ScriptedModel(torch.nn.Module):
 
     def forward(
         self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False, position_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int = 0, output_hidden_states: bool = False,
     ) -> Any:  # fmt: skip
-        """tokens [rows, q] -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history comes from it."""
+        """tokens [rows, q] -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history comes from it. Hidden
+        states are those of its `features`, whichever layer is asked for."""
         self.forwards += 1
         if past_key_values is None:
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
@@ -74,27 +79,35 @@ class ScriptedModel(torch.nn.Module):
             pairs = zip((ids, places), past_key_values.shared(), strict=True)
             ids, places = (plan.repeated(tail, shared) for tail, shared in pairs)
         ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
-        own = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
-        if plan.parents is not None:
-            logits = self._said_in_trees(ids, places, plan)
-            return SimpleNamespace(logits=logits.masked_fill(~own[..., None], torch.nan))
-        _check_places(places, position_ids, own)
+        states = _Same(self.features or self, ids, places, position_ids, plan) if output_hidden_states else None
         if logits_to_keep:  # a prompt's pass, whose logits nobody reads
-            return SimpleNamespace(logits=torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan))
-        logits = self._said(ids, position_ids)
-        return SimpleNamespace(logits=logits.masked_fill(~own[..., None], torch.nan))
+            _check_places(places, position_ids, _own(plan))
+            unread = torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan)
+            return SimpleNamespace(logits=unread, hidden_states=states)
+        return SimpleNamespace(logits=self._block(ids, places, position_ids, plan), hidden_states=states)
+
+    def _block(self, ids: Tensor, places: Tensor, positions: Tensor, plan: Any) -> Tensor:
+        """What it says after the tokens of each column, [rows, q, vocab]; NaN in unused columns."""
+        own = _own(plan)
+        if plan.parents is not None:
+            return self._said_in_trees(ids, places, plan).masked_fill(~own[..., None], torch.nan)
+        _check_places(places, positions, own)
+        return self._said(ids, positions).masked_fill(~own[..., None], torch.nan)
 
     def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
         """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each column of a draft tree sees."""
         whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
-        logits = torch.full((plan.rows, plan.q, self.head.out_features), torch.nan, dtype=self.dtype)
+        found: dict[tuple[int, int], Tensor] = {}
         for row, seen in enumerate(Masks(whole).visible(width=ids.shape[1])):
             for column in range(plan.counts[row]):
                 path, at = ids[row, seen[column]][None], places[row, seen[column]][None]
                 _check_places(at, plan.positions[row : row + 1, column : column + 1], torch.ones(1, 1, dtype=torch.bool))
                 if path.shape[1] != int(plan.positions[row, column]) + 1:
                     raise AssertionError(f"column {column} of row {row} sees {path.shape[1]} tokens")
-                logits[row, column] = self._said(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
+                found[row, column] = self._said(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
+        logits = torch.full((plan.rows, plan.q, *found[0, 0].shape), torch.nan, dtype=self.dtype)
+        for place, said in found.items():
+            logits[place] = said
         return logits
 
     def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -127,6 +140,24 @@ class TableModel(ScriptedModel):
             token = ids.gather(1, (positions - back).clamp(min=0))
             last.append(torch.where(positions >= back, token, 0))
         return self.table[tuple(last)]
+
+
+class _Same:
+    """The hidden states of every layer: those of one model, computed when they are asked for."""
+
+    def __init__(self, model: ScriptedModel, *block: Any) -> None:
+        self._model, self._block = model, block
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._model._block(*self._block)
+
+
+def _own(plan: Any) -> Tensor:
+    """Which columns of a pass are tokens, [rows, q] bool."""
+    return torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
 
 
 def _as_states(values: Tensor) -> Tensor:
@@ -197,9 +228,15 @@ def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
     return made
 
 
-def scripted(script: History, vocab_size: int, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:
+def scripted(
+    script: History,
+    vocab_size: int,
+    context: int = 4096,
+    dtype: torch.dtype = torch.float64,
+    features: History | None = None,
+) -> Runner:
     """The runner of a `ScriptedModel`."""
-    return runner(ScriptedModel(script, vocab_size, dtype), context)
+    return runner(ScriptedModel(script, vocab_size, dtype, features), context)
 
 
 def table_model(table: Tensor, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.models.attention.methods import Method
@@ -45,25 +46,43 @@ class LeanPass:
         self.decoder = decoder
         self._begin, self.whole = begin, whole
 
-    def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
+    def __call__(
+        self,
+        plan: Plan,
+        tokens: Tensor,
+        cache: SlotCache,
+        method: Method,
+        want_logits: bool,
+        hidden_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
         """A pass over the plan's tokens.
 
         Args:
             tokens: [rows, q] int64, or more columns; ids beyond the logits stand for the last one.
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
+            hidden_layers: hidden states wanted (`shoal.models.runner.Runner`). A pass in one call has none.
 
         Returns:
-            Logits [rows, q, vocab]; without `want_logits`, nothing of use.
+            Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q, layers * width], or packed
+            [1, tokens, layers * width]; None where none are wanted.
         """
-        logits = None if self.whole is None else self.whole(plan, tokens, cache, want_logits)
+        logits = None if self.whole is None or hidden_layers else self.whole(plan, tokens, cache, want_logits)
         if logits is not None:
-            return logits
+            return logits, None
         decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, self.decoder.head.shape[0]))
         do = self._begin(plan, cache, method)
         x = decoder.embedding.index_select(0, tokens.flatten())
+        kept = {0: x.clone()} if 0 in hidden_layers else {}  # the next layer may overwrite its input
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))
             x = layer.out.linear_add(do.attend(states, index), x)
             h = do.norm(x, layer.mlp_norm)
             x = layer.down.linear_add(layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x)
-        return plan.unpack(decoder.head.linear(do.norm(x, decoder.norm)).view(*tokens.shape, -1)) if want_logits else x
+            if index + 1 in hidden_layers:
+                kept[index + 1] = x.clone()
+        last = do.norm(x, decoder.norm) if want_logits or len(decoder.layers) in hidden_layers else x
+        kept |= {len(decoder.layers): last} if hidden_layers else {}
+        hidden = (
+            torch.cat([kept[layer] for layer in hidden_layers], dim=-1).view(*tokens.shape, -1) if hidden_layers else None
+        )
+        return plan.unpack(decoder.head.linear(last).view(*tokens.shape, -1)) if want_logits else x, hidden

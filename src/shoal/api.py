@@ -19,6 +19,7 @@ from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.specs import BUNDLED, Drafting, Sum, drafting_of
+from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_store import check_policy
@@ -64,8 +65,9 @@ def load(
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model with the same tokenizer; or a drafter that needs no model, by its name and options
-            ("ngram", "suffix", "suffix:scope=engine"), or such a one and a model ("suffix+DIR"), see `shoal.drafting.specs`; or any
-            object of `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
+            ("ngram", "suffix", "suffix:scope=engine"), or such a one and a model ("suffix+DIR"), or trained heads ("medusa:DIR"),
+            see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain
+            decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
@@ -118,6 +120,8 @@ def load(
     for source, one in ((target, runner), (model, draft_runner)):
         if one is not None:
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
+    if isinstance(drafting, TRAINED):
+        drafting.drafter(runner)  # heads that do not fit are refused here
     pair = Shoal(
         runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting
     )  # fmt: skip

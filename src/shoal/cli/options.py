@@ -98,8 +98,8 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR. Without it, plain "
-            "decoding.",
+            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR; or trained heads: "
+            "medusa:DIR. Without it, plain decoding.",
         ),
     ] = None
 

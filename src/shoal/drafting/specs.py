@@ -1,7 +1,8 @@
 """Drafters that need no model, by their names: what `draft="ngram:min=2"` and `--draft ngram` mean.
 
 A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`, of a sum if a plus and a model's name follow
-(`suffix+DIR`); every other text names a model. Torch is not imported, so that a command line is refused at once.
+(`suffix+DIR`), of trained heads if it is in `HEADS` (`medusa:DIR`); every other text names a model. Torch is not imported, so that
+a command line is refused at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal.drafting.trained import HEADS, MOST_NODES
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 
 SCOPES = ("row", "group", "engine")
-MOST_NODES = 63
-"""Of a draft tree (`shoal.types.trees`)."""
 
 
 class Drafting(Protocol):
@@ -196,6 +196,8 @@ def named(text: str) -> Drafting | None:
     if plus and head.partition(":")[0] in DRAFTINGS:
         return _sum(text, head, source)
     name, colon, options = text.partition(":")
+    if name in HEADS and (colon or not Path(text).exists()):
+        return _heads(name, options)
     if name not in DRAFTINGS:
         _require_model_name(text, name if colon else text)
         return None
@@ -204,13 +206,28 @@ def named(text: str) -> Drafting | None:
             f"{text!r} is a drafter's name and a directory here: write ./{text} for the model in the directory"
         )
     kind = DRAFTINGS[name]
-    return kind(**_options(name, kind, options)) if colon else kind()
+    known = {field.name: field.default for field in fields(kind)}
+    return kind(**_options(name, known, options, f"{name}:{_example(known)}")) if colon else kind()
+
+
+def _heads(name: str, text: str) -> Drafting:
+    """Those of `DIR,key=value`: options stand after the last comma that a slash does not follow."""
+    kind = HEADS[name]
+    known = {field.name: field.default for field in fields(kind)[1:]}
+    directory = text
+    options: list[str] = []
+    while (parts := directory.rpartition(","))[1] and "=" in parts[2] and "/" not in parts[2]:
+        directory, options = parts[0], [parts[2], *options]
+    example = f"{name}:DIR,{_example(known)}"
+    if not directory:
+        raise RequestError(f"{name} needs the directory of its heads, as in {name}:DIR or {example}")
+    return kind(directory, **_options(name, known, ",".join(options), example) if options else {})  # type: ignore[no-any-return]
 
 
 def _sum(text: str, head: str, source: str) -> Sum:
     first = named(head)
     assert first is not None
-    if not source or source.partition(":")[0] in DRAFTINGS or "+" in source:
+    if not source or source.partition(":")[0] in {*DRAFTINGS, *HEADS} or "+" in source:
         raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
     if getattr(first, "nodes", 0):
         first = _chains(first, text)
@@ -239,7 +256,7 @@ def _require_model_name(text: str, name: str) -> None:
     """Raises RequestError for what is no path, and is no model's name or is much like that of a drafter."""
     if any(character in text for character in "/\\") or Path(text).exists():
         return
-    close = get_close_matches(name, DRAFTINGS, n=1, cutoff=0.75)
+    close = get_close_matches(name, [*DRAFTINGS, *HEADS], n=1, cutoff=0.75)
     if ":" in text or close:
         meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(DRAFTINGS)}"
         raise RequestError(
@@ -247,16 +264,15 @@ def _require_model_name(text: str, name: str) -> None:
         )
 
 
-def _options(name: str, kind: type[Any], text: str) -> dict[str, Any]:
-    """The options of a text `key=value,key=value`, of the types of their defaults."""
-    known = {field.name: field.default for field in fields(kind)}
+def _options(name: str, known: dict[str, Any], text: str, example: str) -> dict[str, Any]:
+    """The options of a text `key=value,key=value`, of the types of their defaults `known`."""
     found: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
-            raise RequestError(f"{name} has no option {key!r}: it has {', '.join(known)}, as in {name}:{_example(known)}")
+            raise RequestError(f"{name} has no option {key!r}: it has {', '.join(known)}, as in {example}")
         if not equals or not value or key in found:
-            raise RequestError(f"{name} needs one value for {key}, as in {name}:{_example(known)}")
+            raise RequestError(f"{name} needs one value for {key}, as in {example}")
         if isinstance(known[key], int) and not value.isdecimal():
             raise RequestError(f"{name} needs a whole number for {key}, got {value!r}")
         found[key] = int(value) if isinstance(known[key], int) else value

@@ -84,10 +84,7 @@ class TextDrafter(Drafter):
         return found
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        guesses = self.guesses(inputs)
-        lengths, steps = _lengths(guesses, inputs)
-        drafts = [guess.up_to(length) for guess, length in zip(guesses, lengths, strict=True)]
-        return _tree(drafts, inputs.uniforms.device, steps)
+        return tree_of(self.guesses(inputs), inputs)
 
     def take_counters(self) -> DraftCounters:
         seconds, self._drafting = self._drafting, 0.0
@@ -97,6 +94,13 @@ class TextDrafter(Drafter):
     @property
     def seconds_preparing(self) -> float:
         return self._preparing
+
+
+def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
+    """What is proposed of the guesses of all rows: as much as `DraftInputs.stop` lets it."""
+    lengths, steps = _lengths(guesses, inputs)
+    drafts = [guess.up_to(length) for guess, length in zip(guesses, lengths, strict=True)]
+    return _tree(drafts, inputs.uniforms.device, steps)
 
 
 def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:

@@ -126,8 +126,8 @@ class TableModel(ScriptedModel):
         table: probabilities of the next token given the last `order` ones, [vocab] * order + [vocab]. Zeros are allowed.
     """
 
-    def __init__(self, table: Tensor, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__(self._after, table.shape[-1], dtype)
+    def __init__(self, table: Tensor, dtype: torch.dtype = torch.float64, features: History | None = None) -> None:
+        super().__init__(self._after, table.shape[-1], dtype, features)
         self.table = table.log().to(dtype)
 
     def _after(self, ids: tuple[int, ...]) -> Tensor:
@@ -213,6 +213,20 @@ def oracle(target: History, vocab_size: int) -> History:
     return lambda ids: one_hot(int(target(ids).argmax()), vocab_size)
 
 
+def ahead(target: History, positions: int) -> History:
+    """Hidden states that know the future: what the target says of the next `positions` positions if each token is the most probable
+    one, side by side, [positions * vocab]."""
+
+    def features(ids: tuple[int, ...]) -> Tensor:
+        said = []
+        for _ in range(positions):
+            said.append(target(ids))
+            ids = (*ids, int(said[-1].argmax()))
+        return torch.cat(said)
+
+    return features
+
+
 def adversary(target: History, vocab_size: int) -> History:
     """Never says what a greedy target will say."""
     return lambda ids: one_hot((int(target(ids).argmax()) + 1) % vocab_size, vocab_size)
@@ -239,6 +253,8 @@ def scripted(
     return runner(ScriptedModel(script, vocab_size, dtype, features), context)
 
 
-def table_model(table: Tensor, context: int = 4096, dtype: torch.dtype = torch.float64) -> Runner:
+def table_model(
+    table: Tensor, context: int = 4096, dtype: torch.dtype = torch.float64, features: History | None = None
+) -> Runner:
     """The runner of a `TableModel`."""
-    return runner(TableModel(table, dtype), context)
+    return runner(TableModel(table, dtype, features), context)

@@ -1,0 +1,100 @@
+"""Directories of trained heads: a config.json beside tensors, as they are published; what does not fit is one clear error."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.errors import ModelError, PairMismatch, RequestError
+from shoal.models.runner import Runner
+
+Heads = TypeVar("Heads")
+_loaded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) -> Heads:
+    """The heads in a directory, loaded once for a target."""
+    known = _loaded.setdefault(target.hf, {})
+    key = f"{load.__qualname__} {Path(directory).resolve()}"
+    if key not in known:
+        known[key] = load(Path(directory), target)
+    found: Heads = known[key]
+    return found
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Raises RequestError: there is no config.json, or it holds no object."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"no heads in {directory}: its config.json cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"no heads in {directory}: its config.json holds no object")
+    return found
+
+
+def whole_number(config: dict[str, Any], directory: Path, *names: str, default: int | None = None) -> int:
+    """The first of these numbers that a config has, at least 1. Raises RequestError: it has none, or something else."""
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(f"{directory}/config.json needs a whole number >= 1 for {names[0]}, got {value!r}")
+    return value
+
+
+def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
+    """The tensors in the first of these files that exists; .bin and .pt are read as tensors alone, never as code.
+
+    Raises:
+        RequestError: none of them is there. ModelError: it is damaged.
+    """
+    file = next((directory / name for name in names if (directory / name).is_file()), None)
+    if file is None:
+        raise RequestError(f"no heads in {directory}: expected {' or '.join(names)} beside config.json")
+    try:
+        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise ModelError(f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again") from error
+
+
+def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Copies tensors into the parameters of the same names.
+
+    Raises:
+        ModelError: some are missing. PairMismatch: one has another shape.
+    """
+    wanted = dict(module.named_parameters())
+    missing = sorted(name for name in wanted if name not in tensors)
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for example {missing[0]}"
+        )
+    for name, parameter in wanted.items():
+        if tensors[name].shape != parameter.shape:
+            raise PairMismatch(
+                f"{directory}: {name} is {list(tensors[name].shape)} and should be {list(parameter.shape)}: "
+                "heads of another target, or another config.json"
+            )
+        parameter.data.copy_(tensors[name])
+
+
+def require_width(directory: Path, what: str, found: int, target: Runner, wanted: int) -> None:
+    """Raises PairMismatch: the heads are those of a target of another size."""
+    if found != wanted:
+        raise PairMismatch(
+            f"{directory} cannot draft for {target.name}: {what} of {found} v {wanted}: heads of another target"
+        )
+
+
+def layers_and_width(target: Runner) -> tuple[int, int]:
+    """How many layers a target has, and how wide its hidden states are."""
+    config = target.hf.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(text.num_hidden_layers), int(text.hidden_size)

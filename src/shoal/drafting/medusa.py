@@ -1,0 +1,176 @@
+"""Medusa heads: each predicts the token of one position further ahead, all from one hidden state of the target.
+
+After Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.1, without its typical acceptance, which is lossy. Head i is
+residual blocks x + SiLU(W x + b), then a matrix to the vocabulary, and says what the token i + 2 positions after that of the hidden
+state will be. The hidden state of a round is that of the deepest node accepted, what the row's last token was drawn from: head 0
+then says what follows that token.
+
+Heads are independent of each other, so that a tree of their most probable tokens is as good as its paths are probable
+(`shoal.drafting.paths`). They propose point masses: which tokens are in a tree says nothing of a q.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
+from shoal.drafting.hidden import PromptStates, last_kept
+from shoal.drafting.paths import probable
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.text import NOTHING, Guess, tree_of
+from shoal.models.runner import Runner
+from shoal.sampling.scores import Scores
+from shoal.types.requests import Row
+from shoal.types.rounds import Verdict
+from shoal.types.schedule import PrefillChunk
+from shoal.types.trees import DraftTree
+
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+CHOICES = 10
+"""Tokens of a head that a tree may have: the paper's trees have no others."""
+ToVocabulary = Callable[[Tensor], Tensor]
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.ModuleList):
+    """The heads, with parameters named as published: "0.0.linear.weight", ..., and "0.1.weight" for a matrix to the vocabulary.
+
+    Args:
+        heads, layers: how many heads, and residual blocks of each. width: of hidden states. vocab_size: of the logits.
+        shared: the target's own head, if heads have no matrices of their own.
+    """
+
+    def __init__(self, heads: int, layers: int, width: int, vocab_size: int, shared: ToVocabulary | None = None) -> None:
+        own = [] if shared is not None else [vocab_size]
+        super().__init__(
+            nn.ModuleList(
+                [*(ResidualBlock(width) for _ in range(layers)), *(nn.Linear(width, size, bias=False) for size in own)]
+            )
+            for _ in range(heads)
+        )
+        self._shared = [shared]  # in a list: it is the target's, no module of this one
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] -> logits [heads, ..., vocab]."""
+        return torch.stack([self._logits(head, hidden) for head in self])
+
+    def _logits(self, head: nn.Module, x: Tensor) -> Tensor:
+        for layer in head.children():
+            x = layer(x)
+        shared = self._shared[0]
+        return x if shared is None else shared(x)
+
+
+def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
+    """The heads in a directory, in the target's number format.
+
+    Raises:
+        RequestError: there are none. ModelError: files are damaged or tensors are missing. PairMismatch: heads of another target.
+    """
+    config, tensors = read_config(directory), read_tensors(directory, *FILES)
+    heads = whole_number(config, directory, "medusa_num_heads")
+    layers = whole_number(config, directory, "medusa_num_layers", default=1)
+    tensors = {name.removeprefix("medusa_head.").removeprefix("heads."): tensor for name, tensor in tensors.items()}
+    _, width = layers_and_width(target)
+    own = tensors.get(f"0.{layers}.weight")
+    if (first := tensors.get("0.0.linear.weight")) is not None:
+        require_width(directory, "hidden states", first.shape[-1], target, width)
+    if own is not None:
+        require_width(directory, "a vocabulary", len(own), target, target.vocab_size)
+    require_width(directory, "a vocabulary", config.get("vocab_size", target.vocab_size), target, target.vocab_size)
+    made = MedusaHeads(
+        heads, layers, width, target.vocab_size, target.hf.get_output_embeddings() if own is None else None
+    )  # fmt: skip
+    fill(made, tensors, directory)
+    return made.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+class MedusaDrafter(Drafter):
+    """Proposes the most probable paths of the heads.
+
+    Args:
+        heads: hidden states [rows, width] -> logits [heads, rows, vocab]. layers: of the target: its last hidden state is read.
+        nodes: of a tree; 0 = chains.
+    """
+
+    def __init__(self, heads: Callable[[Tensor], Tensor], layers: int, nodes: int = 0) -> None:
+        self.max_nodes, self.hidden_layers = nodes, (layers,)
+        self._heads = heads
+        self._prompts = PromptStates(most=1)
+        self._last: dict[Row, Tensor] = {}
+        """Of rows that had a round: the hidden state that the last token was drawn from, [width]."""
+        self._passes, self._seconds = 0, 0.0
+
+    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
+        self._prompts.read(chunks, hidden)
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        started = time.perf_counter()
+        found = [self._state(row) if length else None for row, length in zip(inputs.rows, inputs.lengths, strict=True)]
+        states = [state for state in found if state is not None]
+        following = iter(self._following(torch.stack(states)) if states else ())
+        guesses = [
+            NOTHING if state is None else _guess(next(following), length, self.max_nodes)
+            for state, length in zip(found, inputs.lengths, strict=True)
+        ]
+        self._passes += bool(states)
+        self._seconds += time.perf_counter() - started
+        return tree_of(guesses, inputs)
+
+    def _state(self, row: Row) -> Tensor | None:
+        if row in self._last:
+            return self._last[row]
+        prompt = self._prompts.of(row)
+        return None if prompt is None else prompt[-1]
+
+    def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
+        """Of each row and head the most probable tokens and their probabilities, by hidden states [rows, width]."""
+        logits = self._heads(states).float().transpose(0, 1)
+        top = logits.softmax(-1).topk(min(CHOICES, logits.shape[-1]) if self.max_nodes else 1, dim=-1)
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [[list(zip(*head, strict=True)) for head in zip(*row, strict=True)] for row in pairs]
+
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
+
+    def end(self, rows: Sequence[Row]) -> None:
+        self._prompts.leave(rows)
+        for row in rows:
+            self._last.pop(row, None)
+
+    def take_counters(self) -> DraftCounters:
+        taken = DraftCounters(self._passes, self._seconds)
+        self._passes, self._seconds = 0, 0.0
+        return taken
+
+
+def _guess(heads: list[list[tuple[int, float]]], length: int, nodes: int) -> Guess:
+    """The most probable paths; none where a state that is NaN has made NaN of the probabilities."""
+    if any(not math.isfinite(head[0][1]) for head in heads):
+        return NOTHING
+    return probable(0, partial(_after, heads), length, nodes)
+
+
+def _after(heads: list[list[tuple[int, float]]], depth: int) -> Iterator[tuple[int, float, int]]:
+    for token, chance in heads[depth] if depth < len(heads) else ():
+        yield token, min(chance, 0.999), depth + 1

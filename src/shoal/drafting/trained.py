@@ -1,0 +1,61 @@
+"""Drafters that are trained heads on the target's hidden states, by their names: what `draft="medusa:DIR"` means. Torch is not
+imported (`shoal.drafting.specs`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.drafting.protocol import Drafter
+    from shoal.models.runner import Runner
+
+MOST_NODES = 63
+"""Of a draft tree (`shoal.types.trees`)."""
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Heads on the target's last hidden state, each for one position further ahead (`shoal.drafting.medusa`).
+
+    Attributes:
+        directory: holds them. nodes: of a draft tree; 0 = chains, also for a target that takes no trees.
+
+    Raises:
+        RequestError: more than 63 nodes, or nothing there.
+    """
+
+    directory: str
+    nodes: int = 16
+
+    def __post_init__(self) -> None:
+        _require_heads(self.directory, "medusa", self.nodes)
+
+    @property
+    def name(self) -> str:
+        return f"medusa:nodes={self.nodes}"
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.checkpoints import layers_and_width, once
+        from shoal.drafting.medusa import MedusaDrafter, load_medusa
+
+        heads = once(target, self.directory, load_medusa)
+        return MedusaDrafter(heads, layers_and_width(target)[0], self.nodes if target.takes_trees else 0)
+
+
+HEADS: dict[str, type[Any]] = {"medusa": Medusa}
+"""Drafters that are trained heads, by name: a colon, their directory, and options after commas."""
+TRAINED = tuple(HEADS.values())
+
+
+def _require_heads(directory: str, name: str, nodes: int) -> None:
+    """Raises RequestError: no heads there, or a tree of too many nodes."""
+    if not 0 <= nodes <= MOST_NODES:
+        raise RequestError(f"{name} needs nodes in 0..{MOST_NODES}, got {nodes}")
+    if not (Path(directory) / "config.json").is_file():
+        raise RequestError(
+            f"no heads in {directory!r}: expected its config.json; `shoal train {name}` makes such a directory"
+        )

@@ -1,0 +1,275 @@
+"""Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import shoal
+from shoal.cli import run
+from shoal.config import Limits, Sampling
+from shoal.drafting import hidden
+from shoal.drafting.medusa import MedusaDrafter, MedusaHeads
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.specs import named
+from shoal.drafting.trained import Medusa
+from shoal.engine.engine import Engine
+from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
+from shoal.lookahead.controller import by_name
+from shoal.lookahead.fixed import Fixed
+from shoal.models.loading import wrap
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair, tiny_model
+from shoal.testing.distributions import chain_rule
+from shoal.testing.drafters import check_drafter
+from shoal.testing.scripted import ahead, hashed, scripted, table_model
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+from test_exact_distribution import ALPHA, P, joint
+
+V, HEADS = 5, 3
+RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+
+
+def knowing(vocab: int) -> Callable[[Tensor], Tensor]:
+    """Heads on `ahead`: head i says what the target says i + 2 positions on."""
+    return lambda x: torch.stack([x[..., vocab * (i + 1) : vocab * (i + 2)] for i in range(HEADS)])
+
+
+def guessing(width: int, vocab: int) -> Callable[[Tensor], Tensor]:
+    """Heads of random matrices."""
+    matrices = torch.randn(HEADS, width, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return lambda x: torch.stack([x @ matrix for matrix in matrices])
+
+
+def decoded(
+    drafter: Drafter | None, rule: Rule, max_batch: int, temperature: float, lookahead: Any = 4
+) -> tuple[Engine, list[list[int]]]:
+    """Groups that join one after the other, rows of which are cancelled; the tokens of the others."""
+    script = hashed(V, spread=3.0)
+    target = scripted(script, V, features=ahead(script, HEADS + 1))
+    engine = Engine(target, drafter, Fixed(lookahead if drafter else 0), max_batch=max_batch, rule=rule)
+    rows: list[Row] = []
+    for number in range(3):
+        prompt = tuple((i * i) % V for i in range(1 + 3 * number))
+        limits = Limits(max_new_tokens=12 + 5 * number)
+        rows += engine.submit(Request(prompt, 3, Sampling(temperature=temperature, seed=number), limits))
+        engine.step()
+    engine.cancel(rows[4:5])
+    while engine.step():
+        pass
+    return engine, [row.tokens for row in rows[:4] + rows[5:]]
+
+
+# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@RULES
+@pytest.mark.parametrize("max_batch", [1, 3, 9])
+@pytest.mark.parametrize("nodes", [0, 6], ids=["chains", "trees"])
+def test_tokens_are_those_of_plain_decoding(nodes: int, max_batch: int, rule: Rule) -> None:
+    """Point masses: by both rules, at T > 0 as well. Nothing is kept of rows that have left."""
+    for temperature in (0.0, 0.7):
+        plain, expected = decoded(None, rule, max_batch, temperature)
+        engine, found = decoded(drafter := MedusaDrafter(knowing(V), 1, nodes), rule, max_batch, temperature)
+        assert found == expected
+        stats = engine.stats
+        assert 0 < stats.accepted <= stats.drafted
+        assert (stats.accepted == stats.drafted) == (not nodes and not temperature)
+        assert stats.committed == stats.row_rounds + stats.accepted
+        assert stats.row_rounds < plain.stats.row_rounds == plain.stats.committed
+        assert 0 < stats.draft_passes <= stats.rounds
+        if not temperature:  # heads that are right are accepted as far as they reach, from the first round on
+            assert stats.acceptance_length > (3.0 if nodes else 3.2)
+        assert not drafter._last
+        assert not drafter._prompts._of
+
+
+@pytest.mark.parametrize(
+    ("rule", "lookahead", "nodes"), [(Rejection(), 2, 0), (Coupled(), 2, 5), (Rejection(), "auto", 0)], ids=str
+)
+def test_tokens_have_the_joint_distribution(rule: Rule, lookahead: int | str, nodes: int) -> None:
+    engine, rows = sampled(MedusaDrafter(knowing(4), 1, nodes), rule, lookahead)
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+def sampled(drafter: Drafter, rule: Rule, lookahead: int | str) -> tuple[Engine, list[Row]]:
+    table = P.log()
+
+    def script(ids: tuple[int, ...]) -> Tensor:
+        return table[(0, 0, *ids)[-2:]]
+
+    target = table_model(P, features=ahead(script, HEADS + 1))
+    engine = Engine(target, drafter, by_name(lookahead), max_batch=120, rule=rule)
+    rows = engine.submit(Request((0, 0), 2400, Sampling(seed=3), Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    return engine, rows
+
+
+class ClaimsItsHeads(MedusaDrafter):
+    """A sabotage: the most probable token is proposed, and said to be drawn from a distribution."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        q = torch.full((len(inputs.rows), 4), 0.1, dtype=torch.float64)
+        return replace(tree, q=[q.scatter(1, column[:, None], 0.7) for column in tree.tokens.unbind(1)]) if tree.m else tree
+
+
+def test_a_claimed_q_is_noticed() -> None:
+    engine, rows = sampled(ClaimsItsHeads(knowing(4), 1), Rejection(), 2)
+    assert engine.stats.accepted > 0
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
+
+
+def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, expected = decoded(MedusaDrafter(knowing(V), 1), Coupled(), 3, 0.0)
+    real = hidden._hidden
+    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1).nan_to_num())
+    wrong, found = decoded(MedusaDrafter(knowing(V), 1), Coupled(), 3, 0.0)
+    assert found == expected
+    assert wrong.stats.acceptance_rate < 0.6 * right.stats.acceptance_rate
+
+
+@pytest.mark.parametrize("nodes", [0, 6], ids=["chains", "trees"])
+def test_the_protocol_is_kept(nodes: int) -> None:
+    assert check_drafter(lambda: MedusaDrafter(guessing(V, V), 1, nodes), V) > 20
+
+
+def test_states_that_are_nan_propose_nothing() -> None:
+    script = hashed(V)
+    target = scripted(script, V, features=lambda ids: script(ids) * (torch.nan if len(ids) % 2 else 1.0))
+    engine = Engine(target, MedusaDrafter(guessing(V, V), 1), Fixed(2), rule=Coupled())
+    rows = engine.submit(Request((1, 2, 3), 2, Sampling(seed=1), Limits(max_new_tokens=12)))
+    while engine.step():
+        pass
+    assert all(row.finish_reason == "length" for row in rows)
+    assert 0 < engine.stats.drafted < 2 * engine.stats.row_rounds
+
+
+def test_trees_are_the_most_probable_paths() -> None:
+    """Independent heads: a path is as probable as the product of its tokens."""
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]])
+    drafter = MedusaDrafter(lambda x: probs.log()[:, None].expand(2, len(x), 3), 1, nodes=4)
+    row = Row(Request((1, 2)), 0, 0, 0, [1, 2], frozenset(), 1000)
+    drafter._last[row] = torch.zeros(3)
+    tree = drafter.propose(DraftInputs([row], [4], torch.zeros(1, 5), lambda q, u: u))
+    assert list(tree.drafts) == [[0, 0, 1, 0]]  # 0.6, 0.6 * 0.7, 0.3, then 0.3 * 0.7 before 0.6 * 0.2
+    assert [list(parents) for parents in tree.parents] == [[-1, 0, -1, 2]]
+
+
+# ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def save_medusa(directory: Path, width: int = 32, vocab: int | None = 260, layers: int = 1, **config: Any) -> Path:
+    """Random heads in the published layout; without a vocabulary they share the target's head."""
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    made = MedusaHeads(HEADS, layers, width, vocab or 0, None if vocab else torch.nn.Identity())
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in made.state_dict().items()}, directory / "medusa_lm_head.safetensors"
+    )
+    known = {"medusa_num_heads": HEADS, "medusa_num_layers": layers, "base_model_name_or_path": "x"}
+    (directory / "config.json").write_text(json.dumps(known | config))
+    return directory
+
+
+@pytest.mark.parametrize("vocab", [260, None], ids=["own matrices", "shared head"])
+def test_every_way_in(
+    places: tuple[Path, Path], tmp_path: Path, vocab: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = f"medusa:{save_medusa(tmp_path / 'a,b=c' / 'heads', vocab=vocab, layers=2)},nodes=4"
+    with shoal.load(places[0], spec, dtype="float32") as pair:
+        assert pair.draft_model is None
+        assert pair.drafter_name == "medusa:nodes=4"
+        assert str(tmp_path) not in json.dumps(pair.loaded)
+        for options in ({"seed": 1}, {"temperature": 0.0}):
+            plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", **options)  # type: ignore[arg-type]
+            found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=3, **options)  # type: ignore[arg-type]
+            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+            assert found.stats.drafted > found.stats.row_rounds
+            assert found.stats.draft_passes > 0 == plain.stats.drafted
+    if vocab is None:
+        return
+    command = ["generate", "-m", str(places[0]), "--draft", spec, "-p", "x", "-n", "2", "--max-new-tokens", "4", "--json"]
+    assert run(command) == 0
+    assert "medusa" in capsys.readouterr().out
+    model = tiny_model("llama").float()
+    ids = torch.tensor([[1, 2, 3]])
+    given = {"custom_generate": shoal.custom_generate, "max_new_tokens": 8, "do_sample": False}
+    heads = f"medusa:{tmp_path / 'a,b=c' / 'heads'}"
+    found = model.generate(ids, **given, draft_model=heads, lookahead=2)
+    assert torch.equal(found, model.generate(ids, **given))
+
+
+def test_names() -> None:
+    for text, message in (
+        ("medusa", "medusa needs the directory of its heads, as in medusa:DIR or medusa:DIR,nodes=16"),
+        ("medusa:", "medusa needs the directory"),
+        ("medusa:/nowhere", "no heads in '/nowhere': expected its config.json; `shoal train medusa` makes such a directory"),
+        ("medusa:/nowhere,nodes=64", "medusa needs nodes in 0..63, got 64"),
+        ("medusa:/nowhere,node=6", "medusa has no option 'node': it has nodes, as in medusa:DIR,nodes=16"),
+        ("suffix+medusa:x", "a sum is a drafter and a draft model"),
+        ("meduza:x", "did you mean 'medusa'?"),
+    ):
+        with pytest.raises(RequestError) as raised:
+            named(text)
+        assert message in str(raised.value)
+
+
+def broken(directory: Path, change: str) -> Path:
+    """Heads with one fault."""
+    save_medusa(directory, **{"width": {"width": 16}, "vocabulary": {"vocab": 99}}.get(change, {}))
+    weights, config = directory / "medusa_lm_head.safetensors", directory / "config.json"
+    if change == "no weights":
+        weights.unlink()
+    if change == "damaged":
+        weights.write_bytes(weights.read_bytes()[:100])
+    if change == "no json":
+        config.write_text("{")
+    if change in ("missing", "heads"):
+        config.write_text(json.dumps({"medusa_num_heads": 4 if change == "missing" else 0}))
+    if change == "config of another vocabulary":
+        save_medusa(directory, vocab=None, vocab_size=99)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("width", PairMismatch, "hidden states of 16 v 32: heads of another target"),
+        ("vocabulary", PairMismatch, "a vocabulary of 99 v 260: heads of another target"),
+        ("config of another vocabulary", PairMismatch, "a vocabulary of 99 v 260: heads of another target"),
+        ("no weights", RequestError, "expected medusa_lm_head.safetensors or medusa_lm_head.pt or model.safetensors"),
+        ("damaged", ModelError, "is damaged"),
+        ("no json", RequestError, "its config.json cannot be read"),
+        ("missing", ModelError, "lacks 3 of the 12 tensors of its heads, for example 3.0.linear.bias"),
+        ("heads", RequestError, "needs a whole number >= 1 for medusa_num_heads, got 0"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, change: str, error: type[ShoalError], message: str) -> None:
+    target = wrap(tiny_model("llama").float(), "tiny", checked=False)
+    with pytest.raises(error, match=message.replace(".", r"\.")):
+        Medusa(str(broken(tmp_path, change))).drafter(target)
+
+
+def test_targets_without_positions_get_chains(tmp_path: Path) -> None:
+    spec, target = Medusa(str(save_medusa(tmp_path))), wrap(tiny_model("mpt").float(), "tiny", checked=False)
+    assert spec.drafter(target).max_nodes == 0

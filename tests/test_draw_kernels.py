@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +25,7 @@ from shoal.sampling.native import Drawn, Verified, drawn, verified
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
-from test_native import mutant
+from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 quick = settings(max_examples=60, deadline=None)
@@ -362,8 +361,8 @@ def worst() -> float:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path) -> None:
-    library = mutant(name, *MUTANTS[name], tmp_path)
+def test_a_wrong_kernel_is_caught(name: str) -> None:
+    library = wrong_kernels(MUTANTS[name])
     with patch.object(native, "library", lambda: library):
         try:
             assert worst() > 1
@@ -372,4 +371,6 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path) -> None:
 
 
 def test_the_same_comparisons_pass_the_right_kernels() -> None:
-    assert worst() <= 1
+    library = compiled_as_wrong_ones_are()
+    with patch.object(native, "library", lambda: library):
+        assert worst() <= 1

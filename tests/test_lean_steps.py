@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,7 @@ from shoal.native.build import missing
 from shoal.sampling import native
 from shoal.testing import tiny_model, tiny_tokenizer
 from test_lean import PROMPTS
-from test_native import mutant
+from wrong_kernels import wrong_kernels
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -243,8 +242,8 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_step_is_caught(name: str, tmp_path: Path) -> None:
-    made = mutant(name, *MUTANTS[name], tmp_path)
+def test_a_wrong_step_is_caught(name: str) -> None:
+    made = wrong_kernels(MUTANTS[name])
     runner = packed("llama", torch.float32)
     with patch.object(drafting, "library", lambda: made), patch.object(whole, "library", lambda: made):
         try:

@@ -6,10 +6,10 @@ Negative controls compile the sources with one thing wrong, and the same compari
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ from shoal.native import build
 from shoal.types.prefix import Prefix
 from test_lean import MODELS, WRITES, Rows, life, original
 from test_native import threads
+from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels in C: {build.missing()}")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -273,15 +274,8 @@ MUTANTS = {
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 
 
-def with_kernels(runner: Runner, folder: Path, *changes: tuple[str, str]) -> Runner:
-    """The same model with passes in one call by kernels some of whose texts are replaced by others."""
-    texts = {file: text.decode() for file, text in build.sources().items()}
-    for right, wrong in changes:
-        assert sum(text.count(right) for text in texts.values()) == 1, f"the kernels no longer say {right!r}"
-        texts = {file: text.replace(right, wrong) for file, text in texts.items()}
-    flags = ["-O2" if flag == "-O3" else flag for flag in build.FLAGS]  # the same numbers in less time
-    encoded = {file: text.encode() for file, text in texts.items()}
-    made = build.loaded(build.compiled(encoded, folder, build.compiler(), flags))
+def with_kernels(runner: Runner, made: ctypes.CDLL) -> Runner:
+    """The same model with passes in one call by these kernels."""
     other, lean = runner.fork(), runner.lean
     assert lean is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -291,15 +285,16 @@ def with_kernels(runner: Runner, folder: Path, *changes: tuple[str, str]) -> Run
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path) -> None:
+def test_a_wrong_kernel_is_caught(name: str) -> None:
     runner = packed(WEAK.get(name, "llama"))
-    wrong = with_kernels(runner, tmp_path, MUTANTS[name], LATE)
+    wrong = with_kernels(runner, wrong_kernels(MUTANTS[name], LATE))
     with threads(2):
-        assert differing(wrong, by_operations(runner)) > 5
+        assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
 
 
-def test_a_late_thread_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", *WEAK.values(), "qwen2 with windows"])
+def test_a_late_thread_changes_nothing(name: str) -> None:
     """The same comparison passes the right kernels."""
-    runner = packed("qwen2 with windows")
+    runner, late = packed(name), wrong_kernels(LATE)
     with threads(2):
-        assert not differing(with_kernels(runner, tmp_path, LATE), by_operations(runner))
+        assert not differing(with_kernels(runner, late), with_kernels(runner, compiled_as_wrong_ones_are()))

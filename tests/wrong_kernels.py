@@ -1,0 +1,34 @@
+"""The kernels in C with one text replaced by another, for negative controls.
+
+They are compiled without optimisation, which takes a fifth of the time. Their sums are then rounded in another way, so compare them
+with definitions by tolerance, or bit by bit with right kernels that were compiled as they were: `compiled_as_wrong_ones_are`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from shoal.native import build
+
+FLAGS = ["-O0" if flag == "-O3" else flag for flag in build.FLAGS]
+
+
+def wrong_kernels(*changes: tuple[str, str]) -> ctypes.CDLL:
+    """The kernels with each right text, which must stand in the sources once, replaced by a wrong one."""
+    texts = {file: text.decode() for file, text in build.sources().items()}
+    for right, wrong in changes:
+        found = sum(text.count(right) for text in texts.values())
+        assert found == 1, f"the kernels say {right!r} {found} times"
+        texts = {file: text.replace(right, wrong) for file, text in texts.items()}
+    changed = {file: text.encode() for file, text in texts.items()}
+    with tempfile.TemporaryDirectory() as folder:  # a library that is loaded stays when its file is gone
+        return build.loaded(build.compiled(changed, Path(folder), build.compiler(), FLAGS))
+
+
+@cache
+def compiled_as_wrong_ones_are() -> ctypes.CDLL:
+    """The right kernels."""
+    return wrong_kernels()

@@ -36,7 +36,8 @@ from shoal.types.prefix import Prefix
 
 def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
     """One whose static passes are launched one by one, attention by the padded call: the kernel has tests of its own."""
-    made = loading.wrap(tiny_model(architecture, **options).to(DEVICE), "tiny", attention, checked=False)
+    shape = {"layers": 1, "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the interpreter is slow
+    made = loading.wrap(tiny_model(architecture, **(shape | options)).to(DEVICE), "tiny", attention, checked=False)
     made.use_static_passes("eager")
     return made
 
@@ -44,9 +45,10 @@ def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_fused_layers_are_the_model(architecture: str) -> None:
     """By the check of every load: ragged blocks, a rollback, a draft tree. The parameters keep their values, in one matrix."""
-    made = runner(architecture)
+    several: dict[str, int] = {"layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made = runner(architecture, **(several if architecture == "llama" else {}))
     before = {name: value.clone() for name, value in made.hf.state_dict().items()}
-    use_fused_layers(made)
+    made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     assert static_error(made) < 1e-4
     assert all(torch.equal(value, before[name]) for name, value in made.hf.state_dict().items())
@@ -190,7 +192,7 @@ def several(made: Runner) -> None:
 @pytest.mark.parametrize("attention", ["pad", "fused"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, attention: str) -> None:
-    made = runner(architecture, attention)
+    made = runner(architecture, attention, layers=2)  # of the last layer of prompts only keys and values are computed
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     found, right = (keys_and_values(made, fused, several) for fused in (True, False))
@@ -214,7 +216,7 @@ def test_wrong_prompts_are_noticed_at_load(
     """Nothing else than prompts meets these."""
     attribute, wrong = WRONG_PROMPTS[name]
     monkeypatch.setattr(Prompt, attribute, wrong(getattr(Prompt, attribute)))
-    made = runner("llama")
+    made = runner("llama", layers=2)
     use_fused_layers(made)
     assert made.fused_layers is None
     assert "fused layers differ" in caplog.text
@@ -223,7 +225,7 @@ def test_wrong_prompts_are_noticed_at_load(
 @pytest.mark.parametrize("counts", [[9, 8], [9, 3]], ids=["padded", "packed"])
 def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
     """Whatever stands in unused columns, and in cells that are not a row's, the tokens that follow get the same logits."""
-    made = runner("llama", "fused")
+    made = runner("llama", "fused", layers=2)
     made.fused_layers = fused_layers_of(made.hf)
     tokens = torch.arange(18, device=DEVICE).view(2, 9) * 5 % made.vocab_size
     found = []
@@ -244,7 +246,7 @@ def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
 
 def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
     """Attention by the kernel of ours as well: then rows whose prompt is stored once take part."""
-    made = runner("llama", "fused", layers=1, num_attention_heads=2, num_key_value_heads=1)
+    made = runner("llama", "fused")
     assert made.static is not None
     assert made.static.knows_prefixes
     made.fused_layers = fused_layers_of(made.hf)
@@ -270,7 +272,7 @@ def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_writes_into_parameters_count_and_others_end_static_passes() -> None:
     made = runner("llama")
-    use_fused_layers(made)
+    made.fused_layers = fused_layers_of(made.hf)
     layer = made.hf.model.layers[0].mlp
     with torch.no_grad():
         layer.up_proj.weight.mul_(3)
@@ -321,7 +323,7 @@ def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str) -> None
     """With tied embeddings, and with a bias (Qwen2); in rounds and for prompts. The owner's model stays as it was."""
     hf, made = quantised(architecture, tie_word_embeddings=architecture == "llama")
     before = {name: (value.data_ptr(), value.clone()) for name, value in hf.named_parameters()}
-    use_fused_layers(made)
+    made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     right, own = unpacked(hf, made.hf), made._bridge.plain_logits
     made._bridge.plain_logits = lambda tokens: right(tokens, use_cache=False).logits  # type: ignore[method-assign]

@@ -425,7 +425,7 @@ def with_known_costs(packed: bool = False) -> Auto:
     return Auto(pair_costs)
 
 
-def run(controller: Controller, samples: int = 20_000, **sampling: Any) -> tuple[Engine, list[Row]]:
+def run(controller: Controller, samples: int = 10_000, **sampling: Any) -> tuple[Engine, list[Row]]:
     engine = engine_of(table_model(P), table_model(Q), controller, max_batch=250)
     rows = engine.submit(Request((0, 0), samples, Sampling(**{"seed": 5, **sampling}), Limits(max_new_tokens=4)))
     while engine.step():

@@ -28,7 +28,7 @@ from shoal.types.requests import Request, Row
 ALPHA = 1e-6
 EXACT = 1e-12
 SAMPLES = 4000
-MANY = 40_000
+MANY = 20_000
 
 
 def table(vocab: int, seed: int, *, order: int = 1, power: float = 2.0, zeros: float = 0.0) -> Tensor:
@@ -174,13 +174,13 @@ def test_joint_law_of_four_tokens(lookahead: Lookahead, max_batch: int) -> None:
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 def test_joint_law_at_full_power(rule: Rule) -> None:
-    """Enough rows that a law off by 2 % in total variation would be noticed, of two tokens at a level of 1e-3."""
+    """Enough rows that a law off by 3 % in total variation would be noticed, of two tokens at a level of 1e-3."""
     engine, rows = run(table_model(P), table_model(Q), Fixed(1), horizon=2, samples=MANY, max_batch=1000, rule=rule)
     law = chain_rule(P, 2)
     assert chi_square(joint(rows, 4), law) > 1e-3
     assert 0 < engine.stats.accepted < engine.stats.drafted == MANY
     for seed in range(20):
-        drawn = torch.multinomial(shifted(law, 0.02).flatten(), MANY, True, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.multinomial(shifted(law, 0.03).flatten(), MANY, True, generator=torch.Generator().manual_seed(seed))
         assert chi_square(torch.bincount(drawn, minlength=16), law.flatten()) < 1e-3
 
 

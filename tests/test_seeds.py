@@ -162,7 +162,7 @@ def test_occurrences_of_a_prompt_are_independent() -> None:
     pairs = [
         [
             row
-            for seed in range(2000)
+            for seed in range(1000)
             for row in engine.submit(
                 Request((0, 0), 5, Sampling(seed=seed), Limits(max_new_tokens=3), occurrence=occurrence)
             )

@@ -125,8 +125,9 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("error", [NO_MEMORY[2], NO_MEMORY[4]], ids=str)
+@pytest.mark.parametrize(
+    ("error", "stage"), [*((NO_MEMORY[2], stage) for stage in STAGES), (NO_MEMORY[4], STAGES[0]), (NO_MEMORY[4], STAGES[-1])]
+)
 def test_memory_runs_out_in_a_round(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows end with an error, whatever had no memory; what the failed engine took is free before there is a new one."""
     failing = Failing(monkeypatch, stage)

@@ -67,7 +67,7 @@ def law(vocab: int = VOCAB) -> Tensor:
 
 def sampled(drafter: Runner, controller: Controller | Fixed, target: Runner | None = None) -> tuple[Engine, list[Row]]:
     """N rows of two tokens by rejection sampling."""
-    engine = engine_of(target or runner(llama(VOCAB, 0)), drafter, controller, max_batch=1000)
+    engine = engine_of(target or runner(llama(VOCAB, 0)), drafter, controller, max_batch=200)
     rows = engine.submit(Request(PROMPT, N, Sampling(seed=11), Limits(max_new_tokens=2)))
     while engine.step():
         pass
@@ -159,7 +159,7 @@ def test_generate_with_custom_generate() -> None:
     torch.manual_seed(0)
     ids = llama(VOCAB, 0).generate(
         torch.tensor([PROMPT]), attention_mask=torch.ones(1, 3, dtype=torch.long), do_sample=True, top_k=0, max_new_tokens=2,
-        num_return_sequences=N, custom_generate=shoal.custom_generate, draft_model=llama(VOCAB + 3, 1), lookahead=1, max_batch=1000,
+        num_return_sequences=N, custom_generate=shoal.custom_generate, draft_model=llama(VOCAB + 3, 1), lookahead=1, max_batch=200,
     )  # fmt: skip
     counts = torch.bincount(ids[:, 3] * VOCAB + ids[:, 4], minlength=VOCAB**2).view(VOCAB, VOCAB)
     assert chi_square(counts, law()) > ALPHA
@@ -200,7 +200,7 @@ def test_confidence_is_the_highest_probability_not_that_of_the_drawn_token(execu
     with torch.inference_mode():
         highest = float(drafter(torch.tensor([PROMPT])).logits[0, -1].softmax(-1).max())
     controller = Listening()
-    engine = engine_of(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=64)
+    engine = engine_of(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=200)
     engine.submit(Request(PROMPT, 64, Sampling(seed=2, temperature=temperature), Limits(max_new_tokens=2)))
     engine.step()
     assert controller.told[0] == pytest.approx([highest] * 64, rel=1e-5)

@@ -175,7 +175,7 @@ def test_joint_law_of_four_tokens(lookahead: Lookahead, max_batch: int) -> None:
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 def test_joint_law_at_full_power(rule: Rule) -> None:
     """Enough rows that a law off by 3 % in total variation would be noticed, of two tokens at a level of 1e-3."""
-    engine, rows = run(table_model(P), table_model(Q), Fixed(1), horizon=2, samples=MANY, max_batch=1000, rule=rule)
+    engine, rows = run(table_model(P), table_model(Q), Fixed(1), horizon=2, samples=MANY, max_batch=200, rule=rule)
     law = chain_rule(P, 2)
     assert chi_square(joint(rows, 4), law) > 1e-3
     assert 0 < engine.stats.accepted < engine.stats.drafted == MANY

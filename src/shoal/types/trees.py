@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.types.requests import Row
+from shoal.types.siblings import Siblings
 
 MOST_NODES = 63
 """Most nodes of a tree that branches: what a column sees is a word of 64 bits, and the root takes one."""
@@ -29,12 +30,13 @@ class DraftTree:
     Attributes:
         tokens: the nodes' tokens, [rows, m] int64; columns from a row's own length on are padding.
         lengths: nodes of each row, [rows] int64.
-        q: for each of the m nodes of a chain the distributions that its tokens were drawn from, [rows, vocab]; None = point masses:
-            tokens were chosen without a distribution, and verification is by exact match.
+        q: for each of the m nodes of a chain the distributions that its tokens were drawn from, [rows, vocab]; None without
+            `siblings` = point masses: tokens were chosen without a distribution, and verification is by exact match.
         drafts: the same tokens without padding, one list per row.
         parents: of each row's nodes, the node before it; -1 is the root. Parents come before their children. A chain's are
             `range(-1, n - 1)`.
         steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
+        siblings: how the nodes of all rows were drawn, where trees may branch and their q is known.
     """
 
     tokens: Tensor
@@ -43,6 +45,7 @@ class DraftTree:
     drafts: Sequence[list[int]]
     parents: Sequence[Sequence[int]]
     steps: int = 0
+    siblings: Siblings | None = None
 
     @staticmethod
     def of(

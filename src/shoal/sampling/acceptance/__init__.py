@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal.sampling.acceptance.by_q import Rejection
 from shoal.sampling.acceptance.one_sample import Coupled, accepted_lengths, by_samples, exact_match
 from shoal.sampling.acceptance.rejection import (
-    Rejection,
     acceptance_mask,
     by_rejection,
     reject_and_replace,

@@ -1,22 +1,16 @@
 """Rejection sampling of chains (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2).
 
-Draft x is accepted with probability min(1, p(x)/q(x)). Takes chains drawn from a q that is known; drafts without one are verified
-by exact match (`shoal.sampling.acceptance.one_sample`).
+Draft x is accepted with probability min(1, p(x)/q(x)). Takes chains drawn from a q that is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from shoal.sampling.acceptance.one_sample import accepted_lengths, by_samples, lengths_from
+from shoal.sampling.acceptance.one_sample import accepted_lengths, lengths_from
 from shoal.sampling.drawing import draw, inverse_transform
 from shoal.sampling.scores import Block, Scores, in_blocks
-from shoal.sampling.uniforms import round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
@@ -102,31 +96,3 @@ def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> V
         return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., 0::2].flip(-1))
 
     return in_blocks(tree, scores, verdict_of)
-
-
-@dataclass(unsafe_hash=True)
-class Rejection:
-    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2). Drafts without a
-    distribution are verified by exact match."""
-
-    numbers_rounds: ClassVar[bool] = True
-    reads_q: ClassVar[bool] = True
-    matches_greedy: ClassVar[bool] = True
-
-    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
-        return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
-
-    draw = staticmethod(inverse_transform)
-
-    def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-        # A greedy row's p is a point mass: its token is accepted and anything else replaced by it, whatever q and the uniforms are.
-        if tree.q is None or scores.greedy:
-            return by_samples(tree, scores, self.draw, uniforms)
-        return by_rejection(tree, scores, uniforms)
-
-    def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
-    ) -> Verdict:  # fmt: skip
-        k = drafts.shape[1]
-        stacked = torch.stack(list(q), dim=1) if q else None
-        return reject_and_replace(drafts, lengths, stacked, p, uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1))

@@ -1,0 +1,45 @@
+"""Recursive rejection sampling, for siblings drawn without replacement (RSD: Jeon et al. 2024, arXiv 2402.14160).
+
+Takes trees whose q is known (`shoal.types.siblings`), each sibling drawn from what its elders left of q: RSD-C, RSD-S, DySpec. Of
+an only child it is rejection sampling as of a chain.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.sampling.acceptance.rejection import acceptance_mask, residual
+
+
+def accept_recursively(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepts draw x with probability min(1, p(x)/q(x)); after a rejection p becomes norm(max(p - q, 0)), q loses x, and the next
+    draw is tried. The last p is that of the replacement. A `shoal.sampling.acceptance.tree_walk.Choice`.
+
+    One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability of acceptance, and is spread
+    over [0, 1) again.
+    """
+    chosen = torch.full_like(tokens[:, 0], -1)
+    for j, token in enumerate(tokens.unbind(dim=1)):
+        tried = (chosen < 0) & (token >= 0)
+        x = token.clamp(min=0)[:, None]
+        p_x, q_x = p.gather(1, x).squeeze(1), q.gather(1, x).squeeze(1)
+        accepted = tried & acceptance_mask(p_x, q_x, uniforms)
+        chosen = torch.where(accepted, j, chosen)
+        rejected = tried & ~accepted
+        uniforms = torch.where(rejected, _spread(uniforms, p_x.double() / q_x.double()), uniforms)
+        p = torch.where(rejected[:, None], residual(p, q), p)
+        q = torch.where(rejected[:, None], without(q, x), q)
+    return chosen, p
+
+
+def without(q: Tensor, tokens: Tensor) -> Tensor:
+    """q without a token each, [rows, 1], renormalised; [rows, vocab]. Zeros where nothing is left."""
+    rest = q.scatter(1, tokens, 0.0)
+    mass = rest.sum(dim=-1, keepdim=True)
+    return rest / torch.where(mass > 0, mass, 1.0)
+
+
+def _spread(uniforms: Tensor, start: Tensor) -> Tensor:
+    """Uniforms in [start, 1) over [0, 1)."""
+    return ((uniforms - start) / (1 - start)).clamp(0.0, 1 - 2.0**-53)

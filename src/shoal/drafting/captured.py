@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.config import Sampling
 from shoal.drafting.captured_check import check_drafts, check_verdict
 from shoal.drafting.captured_inputs import Round, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
+from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.results import Found
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
@@ -78,13 +80,33 @@ class CapturedRounds:
             work = self._kinds.round_of(rows, lengths, looks=stop is not None)
             return None if work is None else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
         except Exception as error:
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            passes.rounds_failure = f"{type(error).__name__}: {reason:.300}"
-            message = f"{self._target.name}: no more captured rounds, their stages do the work ({passes.rounds_failure})"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._fail(passes, error)
             if work is not None:
                 self._undo(work)
             return None
+
+    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
+        """Names rounds for `build_next`, see `RoundKinds.want`."""
+        if self._target.static is not None:
+            self._kinds.want(rows, drafts, samplings, looks=looks)
+
+    def build_next(self) -> bool:
+        """Between two rounds: builds one function of rounds that no row has asked for yet; whether there was one to build."""
+        passes = self._target.static
+        if passes is None or passes.rounds_failure is not None or passes.failure is not None:
+            return False
+        try:
+            return self._kinds.build_next()
+        except Exception as error:
+            self._fail(passes, error)
+            return False
+
+    def _fail(self, passes: Passes, error: Exception) -> None:
+        """No more captured rounds."""
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        passes.rounds_failure = f"{type(error).__name__}: {reason:.300}"
+        message = f"{self._target.name}: no more captured rounds, their stages do the work ({passes.rounds_failure})"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
         """The round; None where logits are not finite."""

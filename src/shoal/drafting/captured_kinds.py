@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from itertools import product
 
+from shoal.config import Sampling
 from shoal.drafting.captured_inputs import Round
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
@@ -30,6 +33,8 @@ piece is computed in vain: `benchmarks/pieces.py` counts both."""
 AT_ONCE = 8
 """Drafts whose pieces and widths are all built before the first round of their kind, so that no later round waits for a capture;
 longer drafts are rare."""
+AHEAD, AHEAD_BYTES = MOST * 3 // 4, 1 << 30
+"""Functions, and bytes of their results, up to which rounds are built before a row asks for them."""
 LONGEST = COLUMNS[-1] - 1
 """Drafts that such a round has buffers for."""
 
@@ -51,7 +56,8 @@ class RoundKinds:
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._rule = target, rule
         self.drafter = drafter if isinstance(drafter, ModelDrafter) else None
-        self._longest, self._rounds = 0, 0  # the length last asked for, and rounds that have asked for it since
+        self._longest, self._repeats = 0, 0  # the length last asked for, and rounds that have asked for it since
+        self._wanted: dict[Kind, int] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
         """What a round of these rows computes; None where it cannot be captured. looks: drafts end by the drafter's confidence."""
@@ -82,39 +88,107 @@ class RoundKinds:
         ask for a few rounds of each length. What is not captured costs nothing to build."""
         if passes.executor == "eager":
             return k
-        self._rounds = self._rounds + 1 if k == self._longest else 1
+        self._repeats = self._repeats + 1 if k == self._longest else 1
         self._longest = k
         kinds = [kind for kind in passes.generation(self._target.cache).rounds if isinstance(kind, Kind)]
         captured = [kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks]
-        return min(captured, default=k) if self._rounds < STEADY else k
+        return min(captured, default=k) if self._repeats < STEADY else k
 
     def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound:
         """The round that serves this one. numbers: uniforms per position."""
+        keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
+        kind = self._kind(work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers, looks=looks)
+        drafts = min(work.k, AT_ONCE) if looks else work.k
+        self._wanted.pop(kind, None)
+        self._wanted[kind] = drafts
+        while len(self._wanted) > MOST:
+            del self._wanted[next(iter(self._wanted))]
+        round_ = self._round(kind)
+        round_.build(drafts)
+        return round_
+
+    def _kind(
+        self, rows: int, k: int, target_keys: int, draft_keys: int, style: Style, numbers: int, *, looks: bool
+    ) -> Kind:  # fmt: skip
+        """Of rounds of so many rows and drafts whose passes span so many keys, over the caches as they are."""
+        assert isinstance(self._rule, ChainRule)
+        target, drafting = self._models(k)
+        slots = target.cache.slots - 1
+        padded = min(next((size for size in ROWS if size >= rows), slots), slots)
+        spanned = 0 if drafting is None else _keys(drafting, draft_keys)
+        k, piece = (LONGEST, PIECE) if looks else (k, k)
+        return Kind(padded, k, PENDING, _keys(target, target_keys), spanned, style, self._rule, numbers, piece)
+
+    def _models(self, k: int) -> tuple[Model, Model | None]:
+        """The two sides of rounds of k drafts."""
         target, drafter = self._target, self.drafter
         assert target.static is not None
-        assert isinstance(self._rule, ChainRule)
-        slots = target.cache.slots - 1
-        rows = min(next((size for size in ROWS if size >= work.plan.rows), slots), slots)
-        built = target.static.generation(target.cache)
-        drafting, keys, rounds = None, 0, built.rounds
-        if work.first is not None and drafter is not None and drafter.runner.static is not None:
+        drafting = None
+        if k and drafter is not None and drafter.runner.static is not None:
             drafting = Model(drafter.runner.static, drafter.runner.cache)
-            rounds = built.rounds_with(drafting.passes.generation(drafting.cache))
-            keys = _keys(drafting, max(work.first.tails) + work.k - 1)
-        targeted = Model(target.static, target.cache)
-        k, piece = (LONGEST, PIECE) if looks else (work.k, work.k)
-        target_keys = _keys(targeted, max(work.plan.tails))
-        kind = Kind(rows, k, PENDING, target_keys, keys, work.style, self._rule, numbers, piece)
+        return Model(target.static, target.cache), drafting
+
+    def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
+        """What is built over the caches as they are: with the drafter's, where k drafts are wanted."""
+        target, drafting = self._models(k)
+        built = target.passes.generation(target.cache)
+        return built.rounds if drafting is None else built.rounds_with(drafting.passes.generation(drafting.cache))
+
+    def _round(self, kind: Kind) -> CapturedRound:
+        """The rounds of a kind, as yet without functions if they are new."""
+        rounds, models = self._rounds(kind.k), self._models(kind.k)
         if kind not in rounds:
             while sum(len(round_.built) for round_ in rounds.values()) >= MOST:
                 rounds.pop(next(iter(rounds)))
-            rounds[kind] = CapturedRound(kind, targeted, drafting)
-            for model in (targeted, drafting):
+            rounds[kind] = CapturedRound(kind, *models)
+            for model in models:
                 if model is not None:
                     model.passes.built[kind] += 1
-        round_: CapturedRound = rounds[kind]
-        round_.build(min(work.k, AT_ONCE) if looks else work.k)
-        return round_
+        return rounds[kind]
+
+    # ── before a row asks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
+        """Has rounds of up to so many rows built by `build_next`: of each of these settings and numbers of drafts, the first of
+        them first. looks: drafts end by the drafter's confidence."""
+        if not decides_chains(self._rule) or not len(self._target.cache):
+            return
+        numbers = self._rule.uniforms([0], [0], 1, None).flatten(2).shape[2]
+        sizes = ROWS[: bisect_left(ROWS, rows) + 1]
+        for size, sampling, k in product(sizes[::-1], samplings[::-1], drafts[::-1]):
+            style = style_of([sampling], self._target.vocab_size, self._rule.draw)
+            if style is not None and k <= LONGEST and (not k or self._drafts()):
+                kind = self._kind(size, k, 1, 1, style, numbers, looks=looks and k > 0)
+                self._wanted.pop(kind, None)
+                self._wanted[kind] = min(-(-k // PIECE) * PIECE, AT_ONCE) if kind.looks else k
+
+    def _drafts(self) -> bool:
+        """Whether the drafter is a model whose passes are captured, on the device of the target."""
+        runner = None if self.drafter is None else self.drafter.runner
+        return (
+            runner is not None
+            and runner.static is not None
+            and runner.device == self._target.device
+            and len(runner.cache) > 0
+        )
+
+    def build_next(self) -> bool:
+        """Builds one function of rounds that were used before the caches changed their size, or are wanted, if it is not there;
+        whether there was one. No more than `AHEAD` of them, and none in the place of another."""
+        for kind, drafts in reversed(self._wanted.items()):
+            if kind.k and not self._drafts():
+                continue
+            now = self._kind(
+                kind.rows, kind.k, kind.target_keys, kind.draft_keys, kind.style, kind.numbers, looks=kind.looks
+            )
+            target, drafting = self._models(kind.k)
+            fits = min(model.cache.slots for model in (target, drafting) if model is not None) > now.rows
+            known: list[CapturedRound] = list(self._rounds(kind.k).values())
+            if sum(len(one.built) for one in known) >= AHEAD or sum(one.result_bytes for one in known) >= AHEAD_BYTES:
+                return False
+            if fits and self._round(now).build_one(drafts):
+                return True
+        return False
 
 
 def _keys(model: Model, keys: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, KeyValueMemory, require_trees, within
 from shoal.engine.accounting import Stopwatch, count_round, outcome
@@ -26,7 +28,7 @@ from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import scores_of, verify
-from shoal.errors import BadLogits, ModelError, ShoalError
+from shoal.errors import BadLogits, ModelError, OutOfMemory, ShoalError
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
 from shoal.models.available import kv_budget
 from shoal.models.out_of_memory import explained
@@ -42,6 +44,10 @@ from shoal.types.trees import DraftTree
 
 EXPECTED_DRAFT = 4
 """Draft length that memory is counted with where many rows run: draft lengths that follow measured costs are short there."""
+PREPARED_TOKENS = 2048
+"""Tokens of a row that caches are sized for before any row is there."""
+COMMON = (Sampling(), Sampling(temperature=0.0))
+"""Settings whose rounds are captured before anybody asks for them; temperatures are no part of a capture."""
 BYTES_PER_SCORE = 16
 """Of a logit, its probability and what is made on the way between them."""
 
@@ -172,6 +178,32 @@ class Engine:
             sample = finish(row, now)
             commits.append(Commit(row, [], 0, visible_text(row), sample))
         return commits
+
+    # ── before anything is asked ────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def prepare(self, rows: int = FIRST, tokens: int = PREPARED_TOKENS) -> None:
+        """Makes room for so many rows of so many tokens, or for shorter ones where memory is scarce, and names the rounds that such
+        rows run for `build_ahead`. Nothing where rounds are not captured."""
+        if self.target.static is None:
+            return
+        rows = min(rows, self.batch_size.most)
+        while tokens >= 1:
+            with suppress(OutOfMemory):
+                if self.memory.prepare(rows, tokens):
+                    break
+            tokens //= 2
+        else:
+            return
+        longest = 0 if self.drafter is None else self.lookahead.limit
+        drafts = list(dict.fromkeys([longest, 0]))  # a row's last token is decoded plainly
+        self._captured.want(rows, drafts, COMMON, looks=self.lookahead.shorten is not None)
+
+    @torch.inference_mode()
+    def build_ahead(self) -> bool:
+        """Between two rounds, while nothing waits: builds one function of captured rounds that would else be built in the path of
+        the first rows that need it. Whether there was one to build."""
+        return self._captured.build_next()
 
     # ── the algorithm ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -116,6 +116,22 @@ class Memory:
             )
         self._reserved = need if tokens else 0
 
+    def prepare(self, slots: int, tokens: int) -> bool:
+        """Sizes the caches for so many rows of so many tokens before any is there, if that takes at most half of the memory that
+        there is: rows of another shape must find room as well.
+
+        Raises:
+            OutOfMemory.
+        """
+        beyond = self._beyond(slots)
+        sizes = [(slots, min(tokens, model.context) + beyond, 0) for model in self._models]
+        need, (most, beside) = self._grown_bytes(sizes), self._limit(slots)  # what a token takes is known then
+        if most is not None and need + beside > most // 2:
+            return False
+        for model, size in zip(self._models, sizes, strict=True):
+            model.reserve(*size)
+        return True
+
     def allocate(self, round_: Round) -> None:
         """Sizes the caches for what a round has in its slots. They keep the size they had, unless that would be too much. With room
         to spare where there is enough memory: a cache that grows by one row is copied as a whole.

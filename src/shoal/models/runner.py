@@ -222,9 +222,13 @@ class Runner:
             cache.reserve(slots, self._whole(capacity), cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives room back that nobody needs; not under static passes, which are built over what there is."""
-        if self.static is None:
-            self.cache.trim(slots, self._whole(capacity), cells)
+        """Gives room back that nobody needs, and static passes that were built over it."""
+        if self.static is not None:
+            slots, capacity = compiled.reservation(slots, capacity)
+        capacity = self._whole(capacity)
+        if self.static is not None and (slots, capacity, cells) != (self.cache.slots, self.cache.capacity, self.cache.cells):
+            self.static.forget(self.cache)
+        self.cache.trim(slots, capacity, cells)
 
     def _whole(self, capacity: int) -> int:
         """`capacity` in whole blocks of keys."""

@@ -146,9 +146,14 @@ class EngineThread:
             self.notify(self._end)
 
     def _run_jobs(self) -> bool:
-        """Runs the jobs that are queued now; later ones wait for a round. Blocks while no row is active. False: stop."""
+        """Runs the jobs that are queued now; later ones wait for a round. While no row is active it builds what rounds will need,
+        then blocks. False: stop."""
         due = self._jobs.qsize()
         while due > 0 or self.engine.scheduler.idle:
+            if not due and self._jobs.empty():
+                self.busy_since = time.perf_counter()
+                if self.engine.build_ahead():
+                    continue
             self.busy_since = None
             job = self._jobs.get()
             self.busy_since = time.perf_counter()

@@ -48,6 +48,8 @@ class ServeConfig:
         def make() -> Engine:
             budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
             LOG.info("keys and values may take %s bytes", "any number of" if budget is None else f"{budget:,}")
-            return shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=budget)
+            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=budget)
+            engine.prepare()
+            return engine
 
         return make

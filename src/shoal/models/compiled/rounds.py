@@ -50,6 +50,7 @@ class CapturedRound:
         self._checked: set[Part] = set()
         self._new: set[Part] = set()  # parts that were run in this round, and are not checked
         self._passes, self._execute = target.passes, target.passes.generation(target.cache).execute
+        self._score_bytes: int = target.passes.hf.dtype.itemsize
         self.logits: Tensor | None = None
         self.drafting, self._ran, self._waiting = 0.0, 0, False
         self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
@@ -58,10 +59,31 @@ class CapturedRound:
 
     def build(self, drafts: int) -> None:
         """Builds what rounds of so many drafts need, or where the host looks of so many at most, where it is not there yet."""
-        for first in range(0, drafts, max(self.kind.piece, 1)):
-            self._part("draft", first)
-        for width in range(0 if self.kind.looks else drafts, drafts + 1, max(self.kind.piece, 1)):
-            self._part("verify", self.columns(width))
+        for part in self.lacking(drafts):
+            self._part(*part)
+
+    def build_one(self, drafts: int) -> bool:
+        """Builds one function of those; whether it was there to be built."""
+        lacking = self.lacking(drafts)
+        for part in lacking[:1]:
+            self._part(*part)
+        return bool(lacking)
+
+    def lacking(self, drafts: int) -> list[Part]:
+        """What `build` has to build."""
+        step = max(self.kind.piece, 1)
+        widths = range(0 if self.kind.looks else drafts, drafts + 1, step)
+        parts = [Part("draft", first) for first in range(0, drafts, step)]
+        parts += [Part("verify", self.columns(width)) for width in widths]
+        return [part for part in parts if part not in self.built]
+
+    @property
+    def result_bytes(self) -> int:
+        """What the functions keep from one run to the next, about: logits, and q in float32."""
+        scores = self.kind.rows * self.kind.style.vocab_size
+        columns = sum(part.number + 1 for part in self.built if part.name == "verify")
+        steps = sum(max(self.kind.piece, 1) for part in self.built if part.name == "draft")
+        return scores * (columns * self._score_bytes + steps * (self._score_bytes + 4))
 
     def columns(self, drafts: int) -> int:
         """Drafts that the target's pass has columns for where so many are verified: few widths, as each is a function."""

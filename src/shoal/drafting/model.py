@@ -167,6 +167,22 @@ class ModelDrafter(Drafter):
         """Where the rows are in the cache."""
         return [self._slots.of(row) for row in rows]
 
+    def first_logits(self, inputs: DraftInputs) -> Tensor:
+        """Feeds what the cache lacks; the logits that follow, [rows, vocab of the drafter]."""
+        block, counts = self.pending(inputs)
+        logits = self.runner.feed(self.slots(inputs.rows), block, counts)
+        if min(counts) == max(counts):
+            return logits[:, -1]
+        ends = torch.tensor([count - 1 for count in counts], device=logits.device)
+        return logits[torch.arange(len(counts), device=logits.device), ends]
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        """Logits [n, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self.vocab_size] if missing else logits
+
     def _static_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
         if self.runner.static is None or any(row.reads_history for row in inputs.rows):
@@ -189,12 +205,12 @@ class ModelDrafter(Drafter):
             return None
         step = self.runner.lean_steps(
             self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), vocab, samplings, inputs.uniforms, race=race,
-            want_q=_needs_q(inputs), want_highest=inputs.stop is not None,
+            want_q=needs_q(inputs), want_highest=inputs.stop is not None,
         )  # fmt: skip
         return step and (lambda uniforms, lengths: step())
 
 
-def _needs_q(inputs: DraftInputs) -> bool:
+def needs_q(inputs: DraftInputs) -> bool:
     """Whether drafts may be verified by their q: not those of a race, nor those of greedy rows, which are point masses."""
     return not RACES.get(inputs.sampler) and not all(row.request.sampling.greedy for row in inputs.rows)
 
@@ -216,14 +232,14 @@ class _OrdinarySteps:
         self._slots = drafter.slots(inputs.rows)
         self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
-        self._needs_q = _needs_q(inputs)
+        self._needs_q = needs_q(inputs)
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self._steps = 0
         self._last: Tensor | None = None
         """Tokens drawn in the step before, [rows]."""
 
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
-        logits = self._of_target(self._logits(lengths))
+        logits = self._drafter.of_target(self._logits(lengths))
         positions = Positions(self._rows, self._histories, first=self._steps)
         found = draws(
             logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=self._needs_q,
@@ -237,14 +253,6 @@ class _OrdinarySteps:
         self._last, self._steps = tokens, self._steps + 1
         return Drawn(q, tokens, confidence)
 
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
-        vocab_size = self._drafter.vocab_size
-        missing = vocab_size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, :vocab_size] if missing else logits
-
     @staticmethod
     def _finite(logits: Tensor) -> Tensor:
         return logits.amax(-1).isfinite()
@@ -253,12 +261,7 @@ class _OrdinarySteps:
         """Logits of the next position, [rows, vocab of the drafter]."""
         runner, last = self._drafter.runner, self._last
         if last is None:
-            block, counts = self._drafter.pending(self._inputs)
-            logits = runner.feed(self._slots, block, counts)
-            if min(counts) == max(counts):
-                return logits[:, -1]
-            ends = torch.tensor([count - 1 for count in counts], device=logits.device)
-            return logits[torch.arange(len(counts), device=logits.device), ends]
+            return self._drafter.first_logits(self._inputs)
         if self._reads_history:
             for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
                 # What a row drafts beyond its own length is ignored, so no control may fail on it.

@@ -30,6 +30,9 @@ class Purpose(IntEnum):
     """Accepting or rejecting the draft at this position."""
     REPLACE = 3
     """Drawing the replacement from norm(max(p - q, 0))."""
+    TREE = 1024
+    """The first of two for each draw of a draft tree, the next child's token and its place: of a position only a tree that begins
+    there draws by these."""
     BUCKET = 16
     """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`, for the coupled rule."""
 
@@ -92,6 +95,20 @@ def race_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> np
     drawn = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
     drawn[..., 1:] = -np.log1p(-np.maximum(drawn[..., 1:], 2.0**-54))
     return drawn
+
+
+def tree_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, draws: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """What draws of a tree are made by, two uniforms in [0, 1) each, [n, 2].
+
+    They belong to the position that the tree begins at, whatever the position of the draw, so that no round has those of another:
+    whether a node has a further child may depend on what is drawn below, and that would bend the distribution of a round which drew
+    by the same numbers.
+
+    Args:
+        seeds, firsts: of the rows, [n]: seed, first open position. draws: number of the draw in the row's tree, [n].
+    """
+    purposes = Purpose.TREE + 2 * np.asarray(draws, dtype=np.int64)[:, None] + np.arange(2)
+    return uniforms(np.asarray(seeds, dtype=np.int64)[:, None], np.asarray(firsts, dtype=np.int64)[:, None], purposes)
 
 
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:

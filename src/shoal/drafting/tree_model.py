@@ -1,0 +1,151 @@
+"""A smaller model drafts trees: one pass for each depth, over the nodes of all rows.
+
+The first pass feeds what the cache lacks of each row. Every further one feeds the tree so far, from the last committed token on, as
+the target's verification does: of its columns only those of the new depth are read. What was accepted stays in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.drafting.growth import Growth, Node, Shape
+from shoal.drafting.model import ModelDrafter, needs_q
+from shoal.drafting.protocol import DraftInputs
+from shoal.errors import UnsupportedModel
+from shoal.models.runner import Runner
+from shoal.sampling.distributions import probabilities
+from shoal.sampling.scores import Scores
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Faults, Verdict
+from shoal.types.trees import DraftTree, Positions
+
+
+class TreeDrafter(ModelDrafter):
+    """Draws trees from a draft model's q under the row's own sampling controls; for greedy rows, and where drafts are not verified
+    by their q, trees of what is most probable.
+
+    Args:
+        runner, vocab_size: as of `ModelDrafter`. shape: of the trees.
+
+    Raises:
+        UnsupportedModel: the draft model takes no trees itself.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, shape: Shape) -> None:
+        super().__init__(runner, vocab_size)
+        if not runner.takes_trees:
+            raise UnsupportedModel(
+                f"{runner.name} takes no position for each token, which draft trees need: it can draft chains"
+            )
+        self.max_nodes = shape.most
+        self._shape = shape
+        # Of the round: tokens in the cache before its trees, and the column there of each node, 0 = none.
+        self._fed: dict[Row, tuple[int, list[int]]] = {}
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        """As many passes as the deepest tree has levels."""
+        growth = Growth(inputs, self._shape, needs_q(inputs))
+        held, _ = self.lacking(inputs.rows, inputs.lengths)
+        fed: list[Node] = []
+        depth, lengths = 0, list(inputs.lengths)
+        while asked := growth.asked():
+            fed += asked if depth else []
+            logits = self._after_trees(inputs, held, fed, asked) if depth else self._after_roots(inputs, asked)
+            q, sound = self._q(inputs, logits, asked)
+            growth.know(asked, q)
+            lengths = self._lengths(inputs, growth, asked, q, sound, depth)
+            growth.shorten(lengths)
+            growth.grow()
+            depth += 1
+        self.leave_out(inputs.rows, inputs.lengths, held)
+        tree, nodes = growth.tree(depth)
+        places = _columns(fed)
+        for row, own, length in zip(inputs.rows, nodes, inputs.lengths, strict=True):
+            if length:
+                self._fed[row] = len(row.tokens) - 1, [places.get(node, 0) for node in own]
+        return tree
+
+    def _after_roots(self, inputs: DraftInputs, asked: Sequence[Node]) -> Tensor:
+        """Logits [asked, vocab of the drafter] after the rows' last tokens."""
+        logits = self.first_logits(inputs)
+        return logits[torch.tensor([node.row for node in asked], device=logits.device)]
+
+    def _after_trees(self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], asked: Sequence[Node]) -> Tensor:
+        """Logits [asked, vocab of the drafter] after nodes, which are among those fed; all from the root of their rows on."""
+        columns = _columns(fed)
+        blocks, parents, slots = [], [], self.slots(inputs.rows)
+        for b, (row, length, slot) in enumerate(zip(inputs.rows, inputs.lengths, slots, strict=True)):
+            own = [node for node in fed if node.row == b]
+            self.runner.cache.rollback(slot, len(row.tokens) - 1 if length else held[b])
+            blocks.append([row.tokens[-1] if length else 0, *(node.token for node in own)])
+            parents.append([columns.get(node.parent, 0) - 1 if node.parent else -1 for node in own])
+        counts = [len(block) for block in blocks]
+        padded = [block + block[:1] * (max(counts) - len(block)) for block in blocks]
+        tokens = torch.tensor(padded, device=self.runner.device)
+        logits = self.runner.feed(slots, tokens, counts, parents=parents)
+        index = torch.tensor([[node.row, columns[node]] for node in asked], device=logits.device)
+        return logits[index[:, 0], index[:, 1]]
+
+    def _q(self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]) -> tuple[Tensor, list[bool]]:
+        """The distributions [asked, vocab] that children are drawn from, and which of them there are."""
+        faults: Faults = {}
+        requests: dict[int, Request] = {}
+        rows = [_sampled(inputs.rows[node.row], requests) for node in asked]  # each its own, for its faults
+        positions = Positions(rows, [node.path() for node in asked], first=asked[0].depth)
+        q = probabilities(self.of_target(logits)[:, None], positions, faults)[:, 0]
+        sound = [row not in faults for row in rows]
+        if not all(sound):
+            finite = logits.amax(-1).isfinite().tolist()
+            self._clean([inputs.rows[node.row] for node, is_finite in zip(asked, finite, strict=True) if not is_finite])
+        return q, sound
+
+    def _lengths(
+        self, inputs: DraftInputs, growth: Growth, asked: Sequence[Node], q: Tensor, sound: Sequence[bool], depth: int
+    ) -> list[int]:  # fmt: skip
+        """How long paths may still become: no longer where a node of the row has no distribution, or by `DraftInputs.stop`."""
+        lengths = list(growth.lengths)
+        for node, is_sound in zip(asked, sound, strict=True):
+            lengths[node.row] = lengths[node.row] if is_sound else min(lengths[node.row], depth)
+        if inputs.stop is not None:
+            sure = [0.0] * len(lengths)
+            for node, highest in zip(asked, q.amax(-1).tolist(), strict=True):
+                sure[node.row] = max(sure[node.row], highest)
+            lengths = [min(pair) for pair in zip(lengths, inputs.stop(depth, sure), strict=True)]
+        return lengths
+
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        """Keeps what was accepted, as far as the cache has it."""
+        paths, _ = verdict.lists
+        for row, path in zip(rows, paths, strict=True):
+            if row in self._fed:
+                start, columns = self._fed[row]
+                own = itertools.takewhile(lambda column: column, (columns[node] for node in path))
+                self.runner.cache.keep(self._slots.of(row), start, [0, *own])
+        self._fed = {}
+        super().observe(rows, scores, verdict)
+
+
+def _columns(fed: Sequence[Node]) -> dict[Node | None, int]:
+    """The columns of nodes in their rows' blocks; column 0 is the root."""
+    columns: dict[Node | None, int] = {}
+    sizes: dict[int, int] = {}
+    for node in fed:
+        sizes[node.row] = sizes.get(node.row, 0) + 1
+        columns[node] = sizes[node.row]
+    return columns
+
+
+def _sampled(row: Row, requests: dict[int, Request]) -> Row:
+    """A copy of the row; of a greedy one at temperature 1."""
+    own, request = copy.copy(row), row.request
+    if request.sampling.greedy:
+        if id(request) not in requests:
+            requests[id(request)] = replace(request, sampling=replace(request.sampling, temperature=1.0))
+        own.request = requests[id(request)]
+    return own

@@ -17,6 +17,7 @@ from torch import nn
 from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.specs import BUNDLED, Drafting, Sum, drafting_of
 from shoal.drafting.trained import TRAINED
@@ -33,6 +34,7 @@ from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
+from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.options import Integer, Options, split_options
@@ -64,10 +66,10 @@ def load(
     Args:
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
-        draft: the same of a smaller model with the same tokenizer; or a drafter that needs no model, by its name and options
-            ("ngram", "suffix", "suffix:scope=engine"), or such a one and a model ("suffix+DIR"), or trained heads ("medusa:DIR"),
-            see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain
-            decoding (unless bundled).
+        draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
+            drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
+            model ("suffix+DIR"), or trained heads ("medusa:DIR"), see `shoal.drafting.specs`; or any object of
+            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
@@ -112,18 +114,18 @@ def load(
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
-    draft_runner = None
+    draft_runner, other = None, None
     if model is not None:
         draft_tokenizer = _tokenizer(model, draft_revision, common)
         draft_runner = _runner(model, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
-        pairing.check_pair(runner, draft_runner, tokenizer, draft_tokenizer)
+        other = pairing.compared(runner, draft_runner, tokenizer, draft_tokenizer)
     for source, one in ((target, runner), (model, draft_runner)):
         if one is not None:
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     if isinstance(drafting, TRAINED):
         drafting.drafter(runner)  # heads that do not fit are refused here
     pair = Shoal(
-        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting
+        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting, vocabularies=other
     )  # fmt: skip
     LOG.info(one_line(pair.loaded))
     return pair
@@ -173,17 +175,21 @@ class Shoal:
     Attributes:
         target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
         max_batch, prefix_sharing: see `load`. drafting: makes drafters other than that of the draft model; None = there are none.
+        vocabularies: of a draft model with another tokenizer. choice: how it drafts, by counts. None with the same tokenizer.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto", drafting: Drafting | None = None,
+        prefix_sharing: str = "auto", drafting: Drafting | None = None, vocabularies: Vocabularies | None = None,
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
-        self.drafting = drafting
+        self.drafting, self.vocabularies = drafting, vocabularies
+        self.choice: Choice | None = None
+        if vocabularies is not None and draft_model is not None:
+            self.choice = Choice.of(vocabularies, draft_model.parameter_bytes / max(target.parameter_bytes, 1))
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
@@ -331,8 +337,14 @@ class Shoal:
 
     def _drafter(self) -> Drafter | None:
         """The pair's own, for a new engine."""
-        model = None if self.draft_model is None else ModelDrafter(self.draft_model.fork(), self.target.vocab_size)
+        model = None if self.draft_model is None else self.model_drafter(self.draft_model)
         return model if self.drafting is None else self.drafting.drafter(self.target, model)
+
+    def model_drafter(self, model: Runner) -> ModelDrafter:
+        """The draft model as a drafter, for a new engine."""
+        if self.vocabularies is None or self.choice is None:
+            return ModelDrafter(model.fork(), self.target.vocab_size)
+        return OtherVocabularyDrafter(model.fork(), self.target.vocab_size, self.vocabularies, self.choice)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:

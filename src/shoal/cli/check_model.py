@@ -25,7 +25,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
         return _load_target_alone(source, error)
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.drafter_name is None:
-        advice = "give --draft to speculate: a smaller model with the same tokenizer, or suffix, which needs none"
+        advice = "give --draft to speculate: a smaller model, best with the same tokenizer, or suffix, which needs none"
         return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
     if model.draft_model is None:
         return model, [
@@ -34,9 +34,18 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
         ]
     share = model.draft_model.parameter_bytes / model.target.parameter_bytes
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
-    vocabulary = f"{model.target.vocab_size} tokens v {model.draft_model.vocab_size} of the drafter"
     drafter = CheckResult("drafter", "ok", size, data=described(model.draft_model))
-    return model, [*results, drafter, CheckResult("tokenizer", "ok", f"the same; {vocabulary}")]
+    return model, [*results, drafter, _tokenizers(model, model.draft_model)]
+
+
+def _tokenizers(model: Shoal, draft: Runner) -> CheckResult:
+    vocabulary = f"{model.target.vocab_size} tokens v {draft.vocab_size} of the drafter"
+    if model.vocabularies is None:
+        return CheckResult("tokenizer", "ok", f"the same; {vocabulary}")
+    shared = model.vocabularies.shared
+    count = 0 if shared is None else len(shared.target)
+    data = {"shared": count, "target": model.target.vocab_size, "draft": draft.vocab_size}
+    return CheckResult("tokenizer", "ok", f"another one; {vocabulary}, of which they share {count}", data=data)
 
 
 def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.shared import SharedIds
 from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
 from shoal.models.runner import Runner
+from shoal.models.vocabulary import SharedTokens
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES, draws
 from shoal.sampling.native import known
@@ -48,10 +50,12 @@ class ModelDrafter(Drafter):
     Args:
         runner: the draft model, with a cache that nobody else uses.
         vocab_size: the target's; the drafter's logits are cut or filled up to it.
+        shared: the tokens that it may propose, where these are not those of the same ids.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None) -> None:
         self.runner, self.vocab_size = runner, vocab_size
+        self.shared = shared and SharedIds(shared, runner.device)
         self.memory = self._slots = DraftSlots(runner)
         self._warned = False
 
@@ -62,7 +66,7 @@ class ModelDrafter(Drafter):
         tree = fast and self._drafted(inputs, fast, {})
         if tree is None:  # there are none, or they failed
             for row, length in zip(inputs.rows, before, strict=True):
-                self.runner.cache.rollback(self._slots.of(row), length)
+                self.runner.cache.rollback(self._slot(row), length)
             faults: Faults = {}
             tree = self._drafted(inputs, _OrdinarySteps(self, inputs, faults), faults)
         assert tree is not None
@@ -72,21 +76,22 @@ class ModelDrafter(Drafter):
     def lacking(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Puts the rows of a round into their slots; how many tokens of each the cache holds, and those that it lacks, at least the
         last. One padding token for a row that is not drafted for."""
-        self._slots.place(rows, [length > 0 for length in lengths])
+        read = [self.read_as(row) for row in rows]
+        self._slots.place(read, [length > 0 for length in lengths])
         held = [self._held(row) for row in rows]
-        return held, [row.tokens[own:] if length else [0] for row, own, length in zip(rows, held, lengths, strict=True)]
+        return held, [row.tokens[own:] if length else [0] for row, own, length in zip(read, held, lengths, strict=True)]
 
     def leave_out(self, rows: Sequence[Row], lengths: Sequence[int], held: Sequence[int]) -> None:
         """Forgets what rows that were not drafted for, and stood as padding, have beyond what was held of them."""
         for row, length, own in zip(rows, lengths, held, strict=True):
             if not length:
-                self.runner.cache.rollback(self._slots.of(row), own)
+                self.runner.cache.rollback(self._slot(row), own)
 
     def forget_round(self, rows: Sequence[Row], held: Sequence[int]) -> None:
         """Makes a round undone that may have left what is not finite."""
         for row, own in zip(rows, held, strict=True):
-            self.runner.cache.lengths[self._slots.of(row)] = own
-            self.runner.cache.zero_non_finite(self._slots.of(row))
+            self.runner.cache.lengths[self._slot(row)] = own
+            self.runner.cache.zero_non_finite(self._slot(row))
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
         """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
@@ -109,7 +114,7 @@ class ModelDrafter(Drafter):
         drafted = torch.stack([drawn.tokens for drawn in looked], dim=1)
         every = drafted.tolist()
         drafts = [_drawable(tokens[:length]) for tokens, length in zip(every, lengths, strict=True)]
-        self._clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
+        self.clean([row for row, tokens in zip(rows, every, strict=True) if -1 in tokens])
         k = max(map(len, drafts))
         if not k:
             return DraftTree.empty(len(rows), drafted.device, steps)
@@ -117,10 +122,10 @@ class ModelDrafter(Drafter):
         q = [drawn.q for drawn in looked[:k] if drawn.q is not None] or None
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
-    def _clean(self, rows: Sequence[Row]) -> None:
+    def clean(self, rows: Sequence[Row]) -> None:
         """Removes what a faulty pass has left in the cells of these rows, whether or not it was part of their drafts."""
         for row in rows:
-            self.runner.cache.zero_non_finite(self._slots.of(row))
+            self.runner.cache.zero_non_finite(self._slot(row))
         if rows and not self._warned:
             self._warned = True
             log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
@@ -131,7 +136,7 @@ class ModelDrafter(Drafter):
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""
         for row in self._slots.known(rows):
-            self.runner.cache.rollback(self._slots.of(row), min(self._held(row), self._kept(row)))
+            self.runner.cache.rollback(self._slot(row), min(self._held(row), self._kept(row)))
 
     def end(self, rows: Sequence[Row]) -> None:
         """Their slots are free; what they hold of prompts is still of use."""
@@ -147,9 +152,16 @@ class ModelDrafter(Drafter):
     def seconds_preparing(self) -> float:
         return self._slots.seconds + self.runner.seconds_building
 
+    def read_as(self, row: Row) -> Row:
+        """The row as the model reads it: its tokens in the model's ids."""
+        return row
+
+    def _slot(self, row: Row) -> int:
+        return self._slots.of(self.read_as(row))
+
     def _held(self, row: Row) -> int:
         """Tokens of the row in the cache."""
-        return self.runner.cache.lengths[self._slots.of(row)]
+        return self.runner.cache.lengths[self._slot(row)]
 
     def _kept(self, row: Row) -> int:
         """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
@@ -165,7 +177,7 @@ class ModelDrafter(Drafter):
 
     def slots(self, rows: Sequence[Row]) -> list[int]:
         """Where the rows are in the cache."""
-        return [self._slots.of(row) for row in rows]
+        return [self._slot(row) for row in rows]
 
     def first_logits(self, inputs: DraftInputs) -> Tensor:
         """Feeds what the cache lacks; the logits that follow, [rows, vocab of the drafter]."""
@@ -178,6 +190,8 @@ class ModelDrafter(Drafter):
 
     def of_target(self, logits: Tensor) -> Tensor:
         """Logits [n, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
+        if self.shared:
+            return self.shared.of_target(logits, self.vocab_size)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -185,7 +199,7 @@ class ModelDrafter(Drafter):
 
     def _static_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
-        if self.runner.static is None or any(row.reads_history for row in inputs.rows):
+        if self.runner.static is None or self.shared or any(row.reads_history for row in inputs.rows):
             return None
         samplings = [row.request.sampling for row in inputs.rows]
         style = style_of(samplings, self.vocab_size, inputs.sampler)
@@ -202,6 +216,8 @@ class ModelDrafter(Drafter):
         samplings = [row.request.sampling for row in inputs.rows]
         race, vocab = RACES.get(inputs.sampler), self.vocab_size
         if race is None or inputs.uniforms.device.type != "cpu" or not known(samplings) or change(inputs.rows):
+            return None
+        if self.shared:
             return None
         step = self.runner.lean_steps(
             self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), vocab, samplings, inputs.uniforms, race=race,
@@ -268,4 +284,6 @@ class _OrdinarySteps:
                 if self._steps < length:
                     history.append(drawn)
         block = last.clamp(min=0) if self._faults else last
+        if self._drafter.shared:
+            block = self._drafter.shared.of_draft(block)
         return runner.feed(self._slots, block[:, None], self._ones)[:, -1]

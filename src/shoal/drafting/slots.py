@@ -28,12 +28,15 @@ NO_GROUP = -1
 class DraftSlots(KeyValueMemory):
     """The slots of one drafter's cache, and the memory that they take.
 
+    Args:
+        pending: most tokens of a row that the first pass of a proposal is to feed.
+
     Attributes:
         seconds: spent on prompts so far.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner, self._cache = runner, runner.cache
+    def __init__(self, runner: Runner, pending: int = 2) -> None:
+        self._runner, self._cache, self._pending = runner, runner.cache, pending
         self._places: dict[Row, int] = {}
         self._empty: set[Row] = set()  # rows in slots that were never drafted for: nothing of them was computed
         self._prompts: dict[int, int] = {}  # slot -> the group whose prompt it begins with, also when its row has left
@@ -63,8 +66,8 @@ class DraftSlots(KeyValueMemory):
         return taken
 
     def place(self, rows: Sequence[Row], drafting: Sequence[bool]) -> None:
-        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for up to date: at most two tokens
-        of each are left to feed. Nothing is computed for the others."""
+        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for up to date: at most
+        `pending` tokens of each are left to feed. Nothing is computed for the others."""
         new = []
         for slot, row in enumerate(rows):
             if row not in self._places:
@@ -75,10 +78,10 @@ class DraftSlots(KeyValueMemory):
             self._enter(row, slot)
         drafted = [row for row, is_drafted in zip(rows, drafting, strict=True) if is_drafted]
         first = [row for row in drafted if row in self._empty]
-        if first or any(self._lag(row) > 2 for row in drafted):
+        if first or any(self._lag(row) > self._pending for row in drafted):
             with self._preparing():
                 self._fill(first)
-                late = [row for row in drafted if self._lag(row) > 2]
+                late = [row for row in drafted if self._lag(row) > self._pending]
                 feed_prompts(self._runner, [(self.of(row), row.tokens[-self._lag(row) : -1]) for row in late])
 
     def _lag(self, row: Row) -> int:

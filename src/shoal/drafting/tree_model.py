@@ -102,7 +102,7 @@ class TreeDrafter(ModelDrafter):
         sound = [row not in faults for row in rows]
         if not all(sound):
             finite = logits.amax(-1).isfinite().tolist()
-            self._clean([inputs.rows[node.row] for node, is_finite in zip(asked, finite, strict=True) if not is_finite])
+            self.clean([inputs.rows[node.row] for node, is_finite in zip(asked, finite, strict=True) if not is_finite])
         return q, sound
 
     def _lengths(

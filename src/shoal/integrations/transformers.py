@@ -126,7 +126,7 @@ def _drafter(draft_model: Any, target: Runner, attention: str) -> tuple[Drafter 
         return None, None
     if isinstance(draft_model, nn.Module):
         draft = _runner(draft_model, attention)
-        pairing.check_pair(target, draft)
+        pairing.compared(target, draft)
         return ModelDrafter(draft.fork(), target.vocab_size), None
     drafting = drafting_of(draft_model)
     if drafting is None or isinstance(drafting, Sum):

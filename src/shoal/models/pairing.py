@@ -1,4 +1,4 @@
-"""Whether a drafter can propose for a target."""
+"""Whether a drafter can propose for a target, and by which tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from shoal.errors import PairMismatch
 from shoal.models.runner import Runner
+from shoal.models.spelling import Spelling
+from shoal.models.vocabulary import Vocabularies, vocabularies
 
 VOCABULARY_PADDING = 512
 """Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
@@ -13,37 +15,35 @@ PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\
 """Text that different tokenizers split differently."""
 
 
-def pair_report(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> list[str]:
-    """What keeps this drafter from proposing for this target; empty if nothing does.
+def compared(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> Vocabularies | None:
+    """The vocabularies of a pair whose tokenizers differ; None where they do not.
 
-    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both tokenizers the widths
-    must agree up to `VOCABULARY_PADDING`.
+    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both tokenizers the widths must agree
+    up to `VOCABULARY_PADDING`.
+
+    Raises:
+        PairMismatch: this drafter cannot propose for this target.
     """
-    problems = []
     if target.device != draft.device:
-        problems.append(f"target is on {target.device}, drafter on {draft.device}")
+        raise PairMismatch(
+            f"{draft.name} cannot draft for {target.name}: target is on {target.device}, drafter on {draft.device}"
+        )
     if tokenizer is None or draft_tokenizer is None:
         if abs(target.vocab_size - draft.vocab_size) > VOCABULARY_PADDING:
-            problems.append(f"vocabulary of {target.vocab_size} v {draft.vocab_size} and no tokenizers to compare")
-        return problems
-    ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, draft_tokenizer))
-    differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
-    if differing:
-        i = min(differing)
-        problems.append(
-            f"tokenizers differ: {len(differing)} of {len(ours)} ids mean different tokens, for example {i} is {ours[i]!r} for the "
-            f"target and {theirs[i]!r} for the drafter"
-        )
-    elif tokenizer.encode(PROBE) != draft_tokenizer.encode(PROBE):
-        problems.append("tokenizers differ: the same vocabulary, but they split the same text differently")
-    return problems
+            raise PairMismatch(
+                f"{draft.name} cannot draft for {target.name}: vocabulary of {target.vocab_size} v {draft.vocab_size} and no "
+                "tokenizers to compare: load both models from where their tokenizers lie"
+            )
+        return None
+    if same_tokens(tokenizer, draft_tokenizer):
+        return None
+    spellings = Spelling.of(tokenizer, target.name), Spelling.of(draft_tokenizer, draft.name)
+    return vocabularies(*spellings, target.vocab_size, draft.vocab_size)
 
 
-def check_pair(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> None:
-    """Raises PairMismatch naming what `pair_report` found."""
-    problems = pair_report(target, draft, tokenizer, draft_tokenizer)
-    if problems:
-        raise PairMismatch(
-            f"{draft.name} cannot draft for {target.name}: {'; '.join(problems)}. A drafter must share the target's tokenizer; "
-            "drafters with another tokenizer are not supported yet"
-        )
+def same_tokens(tokenizer: Any, other: Any) -> bool:
+    """Whether ids that both have mean the same tokens, and both split text alike."""
+    ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, other))
+    if any(ours[i] != theirs[i] for i in ours.keys() & theirs.keys()):
+        return False
+    return bool(tokenizer.encode(PROBE) == other.encode(PROBE))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
+
+from shoal.models.spelling import byte_letters, fallback
 
 BROKEN = "\ufffd"
 """What tokenizers decode a part of a character to."""
@@ -32,15 +33,7 @@ def _decoded(tokenizer: Any, token: int) -> str:
 
 def _bytes(piece: str) -> bytes | None:
     """The bytes of a token as byte-level BPE or byte fallback writes it."""
-    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-        return bytes.fromhex(fallback[1])
-    known = _byte_letters()
+    byte, known = fallback(piece), byte_letters()
+    if byte is not None:
+        return byte
     return bytes(known[letter] for letter in piece) if all(letter in known for letter in piece) else None
-
-
-@cache
-def _byte_letters() -> dict[str, int]:
-    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

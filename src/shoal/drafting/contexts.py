@@ -1,0 +1,139 @@
+"""What a drafter of another vocabulary reads: the text of each row in its own tokens.
+
+A prompt is split by the drafter's tokenizer. What is committed afterwards is kept as the drafter wrote it where it wrote it itself,
+and read token by token where the drafter has the same tokens. A piece of text that it has no token for is split anew together with
+the word before it; of the cache, what comes before the first token that has changed stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.models.vocabulary import Vocabularies
+from shoal.types.requests import Request, Row
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """A row as the drafter reads it.
+
+    Attributes:
+        row: with the drafter's ids in place of the target's; the key of its slot. read: tokens of the target's row that it covers.
+        floor: tokens that stay as they are: the prompt, and what comes before a special token.
+        drafted: the drafter's ids that it wrote after `row.tokens` in the last round; they may be in its cache.
+    """
+
+    row: Row
+    read: int
+    floor: int
+    drafted: list[int] = field(default_factory=list)
+
+
+class Contexts:
+    """The rows of an engine in the drafter's tokens.
+
+    Attributes:
+        same: the drafter's ids of the tokens that it shares with the target.
+    """
+
+    def __init__(self, vocabularies: Vocabularies) -> None:
+        self._target, self._draft = vocabularies.target, vocabularies.draft
+        shared = vocabularies.shared
+        self.same = {} if shared is None else dict(zip(shared.target, shared.draft, strict=True))
+        self._of: dict[Row, Context] = {}
+        self._prompts: dict[int, tuple[Request, Request]] = {}  # by identity: the request, and the same in the drafter's ids
+
+    def of(self, row: Row) -> Context:
+        """The row's own, begun if it is new."""
+        found = self._of.get(row)
+        if found is None:
+            request = self._prompt(row.request)
+            tokens = list(request.prompt_ids)
+            own = Row(request, row.group, row.index, row.seed, tokens, frozenset(), row.max_length)
+            found = self._of[row] = Context(own, row.prompt_length, len(tokens))
+        return found
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The target's rows that are read."""
+        return list(self._of)
+
+    def known(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of the rows that have been read."""
+        return [row for row in rows if row in self._of]
+
+    def leave(self, rows: Iterable[Row]) -> None:
+        """Forgets rows, and prompts that no row has."""
+        left = {id(row.request) for row in rows if self._of.pop(row, None) is not None}
+        for key in left - {id(row.request) for row in self._of}:
+            del self._prompts[key]
+
+    def follow(self, row: Row) -> int:
+        """Reads what was committed since; returns how many tokens from the first on are what they were, drafts included."""
+        own = self.of(row)
+        tokens, drafted, new = own.row.tokens, own.drafted, row.tokens[own.read :]
+        if not new and not drafted:
+            return len(tokens)
+        start = max(own.floor - 1, len(tokens) - WIDEST, 0)
+        before = [*tokens[start:], *drafted]
+        own.read, own.drafted = len(row.tokens), []
+        texts: list[int] = []
+        for token in new:
+            if token in self._target.pieces:
+                texts.append(token)
+                continue
+            self._append(own, texts, drafted)
+            texts, drafted = [], []
+            if token in self.same:
+                tokens.append(self.same[token])
+            own.floor = len(tokens)
+        self._append(own, texts, drafted)
+        pairs = zip(before, tokens[start:], strict=False)
+        same = next((i for i, (old, now) in enumerate(pairs) if old != now), min(len(before), len(tokens) - start))
+        return start + same
+
+    def _append(self, own: Context, texts: Sequence[int], drafted: Sequence[int]) -> None:
+        """Reads a run of the target's tokens without special ones."""
+        tokens, pieces = own.row.tokens, self._draft.pieces
+        data = self._target.spelled(texts)
+        at = 0
+        for token in drafted:  # what the drafter wrote
+            piece = pieces.get(token)
+            if piece is None or not data.startswith(piece, at):
+                break
+            tokens.append(token)
+            at += len(piece)
+        if at == len(data):
+            return
+        place = first = 0  # the first of the target's tokens that is not covered
+        while place < at:
+            place += len(self._target.pieces[texts[first]])
+            first += 1
+        if place == at and all(token in self.same for token in texts[first:]):
+            tokens += [self.same[token] for token in texts[first:]]
+            return
+        window = self._draft.windows(tokens, own.floor)[0]
+        tokens[window:] = self._draft.ids(self._draft.spelled(tokens[window:]) + data[at:])
+
+    def _prompt(self, request: Request) -> Request:
+        """The prompt in the drafter's ids: at least one."""
+        key = id(request)
+        if key not in self._prompts:
+            found = list(self._draft.begin)
+            texts: list[int] = []
+            for token in (*request.prompt_ids, None):
+                if token is not None and token in self._target.pieces:
+                    texts.append(token)
+                    continue
+                first = len(found) == len(self._draft.begin)
+                found += self._draft.ids(self._target.text(texts) if first else self._target.spelled(texts), first=first)
+                texts = []
+                same = None if token is None else self.same.get(token)
+                found += [] if same is None or same in self._draft.begin else [same]
+            self._prompts[key] = request, Request(tuple(found or [self._draft.end or 0]), request.n)
+        return self._prompts[key][1]
+
+
+WIDEST = 64
+"""Tokens at the end of a row that reading on may change."""

@@ -1,0 +1,223 @@
+"""A draft model whose tokenizer is another one than the target's.
+
+Two methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens for its cost:
+
+- TLI, token-level intersection: the drafter samples among the tokens that both vocabularies have, from its distribution
+  renormalised over them, which is an exact q.
+- SLEM, string-level exact match: the drafter writes text, the most probable token after each; in the target's tokens these are
+  point masses. They are the drafter's argmax also where rows sample: drafts drawn by a round's uniforms would say, in a round of
+  numbered uniforms, something of those by which later positions are verified.
+
+Which is better is measured by counts of past rounds, which depend on no uniform of a later position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from shoal.drafting.contexts import Contexts
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.slots import DraftSlots
+from shoal.drafting.strings import StringDrafts
+from shoal.models.runner import Runner
+from shoal.models.vocabulary import Vocabularies
+from shoal.sampling.scores import Scores
+from shoal.types.requests import Row
+from shoal.types.rounds import Verdict
+from shoal.types.schedule import PrefillChunk
+from shoal.types.trees import DraftTree
+
+TLI, SLEM = "TLI", "SLEM"
+LAG = 16
+"""Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of the drafter's."""
+TRIED = 16
+"""Rounds at first in which the methods take turns."""
+AGAIN = 16
+"""Every so many rounds each method has one again."""
+SPARE = 1.25
+"""Tokens of the drafter that there is room for, to those that usual texts take."""
+KEPT = 0.97
+"""Of the counts, from a trial to the next."""
+
+
+@dataclass
+class Tally:
+    """What one method of drafting came to in its trials.
+
+    Attributes:
+        rows: that drafted. accepted: tokens of their drafts. cost: of all rows' rounds, in passes of the target.
+    """
+
+    rows: float = 0.0
+    accepted: float = 0.0
+    cost: float = 0.0
+
+    def learn(self, rows: int, accepted: int, cost: float) -> None:
+        """A round. cost: of all its rows, in passes of the target."""
+        self.rows = KEPT * self.rows + rows
+        self.accepted = KEPT * self.accepted + accepted
+        self.cost = KEPT * self.cost + cost
+
+    @property
+    def rate(self) -> float:
+        """Tokens committed per cost of a target pass."""
+        return (self.rows + self.accepted) / max(self.cost, 1e-9)
+
+
+@dataclass
+class Choice:
+    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take turns are compared, as some
+    places in a text are harder to guess than others.
+
+    Attributes:
+        cost: of a pass of the drafter, that of the target being 1. methods: those that are possible, and their counts.
+    """
+
+    cost: float
+    methods: dict[str, Tally]
+    rounds: int = 0
+    method: str = ""
+
+    @staticmethod
+    def of(vocabularies: Vocabularies, cost: float) -> Choice:
+        """Without TLI where the vocabularies share nothing."""
+        methods = [SLEM] if vocabularies.shared is None else [TLI, SLEM]
+        return Choice(cost, {method: Tally() for method in methods})
+
+    @property
+    def best(self) -> str:
+        """The method that has committed most for its cost."""
+        return max(self.methods, key=lambda method: self.methods[method].rate)
+
+    @property
+    def trial(self) -> bool:
+        """Whether the round is one in which the methods take turns."""
+        return self.rounds <= TRIED or self.rounds % AGAIN < len(self.methods)
+
+    def next(self) -> str:
+        """The method of the coming round."""
+        self.rounds += 1
+        self.method = list(self.methods)[self.rounds % len(self.methods)] if self.trial else self.best
+        return self.method
+
+    def learn(self, rows: int, accepted: int, passes: int) -> None:
+        """How many tokens were accepted of so many rows' drafts, in the round that `next` was asked for."""
+        if self.trial:
+            self.methods[self.method].learn(rows, accepted, rows * (1 + self.cost * passes))
+
+
+class OtherVocabularyDrafter(ModelDrafter):
+    """Proposes by TLI or SLEM.
+
+    Args:
+        runner: the draft model, with a cache that nobody else uses. vocab_size: the target's.
+        vocabularies: the target's and its own. choice: of the pair.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: Choice) -> None:
+        super().__init__(runner, vocab_size, vocabularies.shared)
+        self.memory = self._slots = OwnSlots(runner, vocabularies.ratio)
+        self.contexts, self.choice = Contexts(vocabularies), choice
+        self._strings = StringDrafts(self, self.contexts, vocabularies)
+        self._passes = 0
+        self._asked: set[Row] = set()
+
+    def read_as(self, row: Row) -> Row:
+        return self.contexts.of(row).row
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        for row in inputs.rows:
+            self._follow(row)
+        method = self.choice.next()
+        ahead = self._strings.steps(inputs.lengths) if method == SLEM else max(inputs.lengths)
+        inputs = self._that_fit(inputs, ahead)
+        if not max(inputs.lengths):
+            return DraftTree.empty(len(inputs.rows), inputs.uniforms.device, 1)
+        if method == SLEM:
+            tree = self._strings.propose(inputs, ahead)
+        else:
+            tree = super().propose(inputs)
+            for row, drafts in zip(inputs.rows, tree.drafts, strict=True):
+                self.contexts.of(row).drafted = [self.contexts.same[token] for token in drafts]
+        self._passes = self.runner.passes
+        self._asked = {row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length}
+        return tree
+
+    def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Nothing: chunks are of the target's tokens."""
+
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        """Reads what was committed of the rows that were drafted for, and forgets the rest."""
+        paths, _ = verdict.lists
+        accepted = [len(path) for row, path in zip(rows, paths, strict=True) if row in self._asked]
+        if accepted:
+            self.choice.learn(len(accepted), sum(accepted), self._passes)
+        for row in self.contexts.known(self._asked):
+            self._follow(row)
+        self._asked = set()
+
+    def end(self, rows: Sequence[Row]) -> None:
+        known = self.contexts.known(rows)
+        self._slots.leave([self.read_as(row) for row in known])
+        self.contexts.leave(known)
+
+    def _follow(self, row: Row) -> None:
+        """Reads what was committed of a row. Its cache keeps what has not changed, and never the last token."""
+        same, own = self.contexts.follow(row), self.read_as(row)
+        if self._slots.known([own]):
+            self._keep(own, min(same, len(own.tokens) - 1))
+
+    def _keep(self, own: Row, most: int) -> None:
+        slot = self._slots.of(own)
+        self.runner.cache.rollback(slot, min(self.runner.cache.lengths[slot], most))
+
+    def _that_fit(self, inputs: DraftInputs, ahead: int) -> DraftInputs:
+        """The same without drafts for rows that have become longer, in the drafter's tokens, than there is room for. Of these the
+        cache keeps the prompt: passes for other rows write padding behind it."""
+        most = min(self.runner.cache.capacity, self.runner.context) - ahead
+        lengths = list(inputs.lengths)
+        for b, row in enumerate(inputs.rows):
+            own = self.read_as(row)
+            if len(own.tokens) > most:
+                lengths[b] = 0
+                if self._slots.known([own]):
+                    self._keep(own, max(min(own.prompt_length - 1, most), 0))
+        return replace(inputs, lengths=lengths)
+
+
+class OwnSlots(DraftSlots):
+    """Slots whose tokens are not the target's: all sizes that the engine gives are in those.
+
+    Args:
+        ratio: of the drafter's tokens to the target's, in usual texts.
+    """
+
+    def __init__(self, runner: Runner, ratio: float) -> None:
+        super().__init__(runner, LAG)
+        self._ratio = SPARE * ratio
+
+    def _own(self, capacity: int) -> int:
+        return ceil(self._ratio * capacity) + LAG
+
+    @property
+    def context(self) -> int:
+        return max(int((self._runner.context - LAG) / self._ratio), 0)
+
+    @property
+    def shares(self) -> bool:
+        return False
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return super().cache_bytes(slots, self._own(capacity))
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return super().grown_bytes(slots, self._own(capacity))
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        super().reserve(slots, self._own(capacity))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        super().trim(slots, self._own(capacity))

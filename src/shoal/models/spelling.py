@@ -1,0 +1,187 @@
+"""What the tokens of a tokenizer spell: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are both b" the", "<0x0A>" is a line
+feed. Special tokens write nothing."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from shoal.errors import PairMismatch
+
+PROBE = 'def f(x):\n    return x ** 2  # 10 %, I\'m 3.14\n\n\t<b>"ok"</b>'
+"""Text that every tokenizer must split without loss."""
+ANCHOR = "\n"
+"""Before a text that does not begin a document: some tokenizers write a space at the beginning of a text."""
+WINDOW = 10
+"""Most tokens before a new piece of text that may be split anew together with it."""
+
+
+class Spelling:
+    """The tokens of a vocabulary as bytes.
+
+    Args:
+        encode: splits a text into tokens. fallbacks: tokens that stand for a byte where there is no other token.
+        pads: it writes a space before a text.
+
+    Attributes:
+        pieces: bytes of each token that writes some, by id. special: names of the tokens that write none, by id.
+        end: id of the token that ends a text, or None. begin: ids that the tokenizer writes before a text.
+    """
+
+    def __init__(
+        self, pieces: Mapping[int, bytes], encode: Callable[[str], Sequence[int]], *, special: Mapping[int, str] | None = None,
+        end: int | None = None, begin: Sequence[int] = (), pads: bool = False, fallbacks: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self.pieces, self.special, self.end, self.begin = dict(pieces), dict(special or {}), end, tuple(begin)
+        self._encode, self._pads = encode, pads
+        self._ids: dict[bytes, list[int]] = {}
+        for i in sorted(self.pieces, key=lambda i: (i in fallbacks, i)):
+            self._ids.setdefault(self.pieces[i], []).append(i)
+        self._longest = max(map(len, self._ids), default=0)
+
+    @staticmethod
+    def of(tokenizer: Any, name: str) -> Spelling:
+        """That of a Transformers tokenizer; name: of its model.
+
+        Raises:
+            PairMismatch: the tokenizer changes texts, or its tokens do not spell them: it has neither byte-level BPE nor
+                SentencePiece's pieces.
+        """
+        added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        always = set(getattr(tokenizer, "all_special_ids", ()))
+        special = {i: text for i, (text, is_special) in added.items() if is_special or i in always}
+        read = _byte_level if _has_byte_level(tokenizer) else _sentence_piece
+        vocabulary = {i: piece for piece, i in tokenizer.get_vocab().items() if i not in special}
+        pieces = {i: added[i][0].encode() if i in added else read(piece) for i, piece in vocabulary.items()}
+        fallbacks = {i for i, piece in vocabulary.items() if read is _sentence_piece and fallback(piece) is not None}
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        plain, whole = encode("a"), list(tokenizer.encode("a"))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        made = Spelling(
+            {i: piece for i, piece in pieces.items() if piece}, encode, special=special, begin=whole[:at],
+            end=getattr(tokenizer, "eos_token_id", None), pads=pieces.get(plain[0], b"")[:1] == b" ", fallbacks=fallbacks,
+        )  # fmt: skip
+        if made.spelled(encode(PROBE)) not in (PROBE.encode(), b" " + PROBE.encode()):
+            raise PairMismatch(
+                f"the tokenizer of {name} cannot be compared with another one: it changes texts, or its tokens do not spell them "
+                "(it has neither byte-level BPE nor SentencePiece's pieces)"
+            )
+        return made
+
+    def spelled(self, ids: Sequence[int]) -> bytes:
+        """The bytes that tokens write, special ones left out."""
+        return b"".join(self.pieces.get(i, b"") for i in ids)
+
+    def tokens_of(self, spelled: bytes) -> Sequence[int]:
+        """All tokens that write these bytes; ordinary ones first, then those for single bytes, each by id."""
+        return self._ids.get(spelled, ())
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens that begin a document: without the space that the tokenizer writes there."""
+        spelled = self.spelled(ids)
+        return spelled[1:] if self._pads and spelled.startswith(b" ") else spelled
+
+    def ids(self, data: bytes, *, first: bool = False) -> list[int]:
+        """Tokens that spell the bytes, as the tokenizer splits them. Characters that are cut at an end are spelled by the longest
+        pieces; what there are no pieces for is left out.
+
+        Args:
+            first: the bytes begin a document.
+        """
+        start = next((i for i, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), len(data[:4]))
+        stop = _complete(data)
+        if start >= stop:
+            return self._by_longest(data)
+        return [*self._by_longest(data[:start]), *self._whole(data[start:stop], first), *self._by_longest(data[stop:])]
+
+    def _whole(self, data: bytes, first: bool) -> list[int]:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return self._by_longest(data)
+        for anchor in ("", ANCHOR):
+            ids = list(self._encode(anchor + text))
+            if any(i not in self.pieces for i in ids):
+                continue
+            before = anchor.encode()
+            found = self.spelled(ids)
+            if first and found == b" " + data:
+                return ids
+            if found not in (before + data, b" " + before + data):
+                continue
+            ends = list(accumulate(len(self.pieces[i]) for i in ids))
+            cut = len(found) - len(data)
+            if cut == 0:
+                return ids
+            if cut in ends:
+                return ids[bisect_right(ends, cut) :]
+        return self._by_longest(data)
+
+    def _by_longest(self, data: bytes) -> list[int]:
+        found: list[int] = []
+        at = 0
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((size for size in sizes if data[at : at + size] in self._ids), 0)
+            found += self._ids[data[at : at + size]][:1] if size else []
+            at += size or 1
+        return found
+
+    def windows(self, tokens: Sequence[int], floor: int = 0) -> list[int]:
+        """Places in tokens, of the last `WINDOW` and not before `floor`, from which a text that follows may be split anew together
+        with them: those of the last two tokens that begin with white space, the earlier first; then the end."""
+        found = [len(tokens)]
+        for at in range(len(tokens) - 1, max(floor, len(tokens) - WINDOW) - 1, -1):
+            piece = self.pieces.get(tokens[at])
+            if piece is None or len(found) == 3:
+                break
+            if piece[:1].isspace():
+                found.append(at)
+        return found[::-1]
+
+
+def _complete(data: bytes) -> int:
+    """Bytes up to a character that is cut at the end."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 != 0x80:
+            size = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(data) if size <= back else len(data) - back
+    return len(data)
+
+
+def _has_byte_level(tokenizer: Any) -> bool:
+    """Whether a fast tokenizer's decoder reads the letters of byte-level BPE."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def fallback(piece: str) -> bytes | None:
+    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other tokens."""
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _sentence_piece(piece: str) -> bytes:
+    byte = fallback(piece)
+    return piece.replace("▁", " ").encode() if byte is None else byte
+
+
+def _byte_level(piece: str) -> bytes:
+    letters = byte_letters()
+    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else b""
+
+
+@cache
+def byte_letters() -> dict[str, int]:
+    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,79 @@
+"""Which tokens two vocabularies share.
+
+Tokens are compared by the bytes that they write; special tokens by their names, and those that end a text by their role.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.models.spelling import PROBE, Spelling
+
+USUAL = f"""{PROBE}
+
+class Stack:
+    def __init__(self, items=()):
+        self.items = list(items)
+
+    def push(self, item):
+        self.items.append(item)
+        return len(self.items)
+
+Bread is made of flour, water, salt and yeast. To bake a loaf at home, first mix them well, then wait for an hour or two: the dough
+should have doubled in size. "How long?" she asked. - Das hängt von der Wärme ab; im Winter dauert es länger.
+""".encode()
+"""Code and prose, to compare the lengths of two vocabularies' tokens."""
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """The tokens that two vocabularies share: the intersection.
+
+    Attributes:
+        target, draft: the same tokens' ids for each, sorted by those of the target. At least one.
+        columns: of the drafter's logits that are theirs. target_size: ids that the target has.
+    """
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    columns: tuple[int, ...]
+    target_size: int
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """Two vocabularies and what they share.
+
+    Attributes:
+        shared: None where there is nothing.
+    """
+
+    target: Spelling
+    draft: Spelling
+    shared: SharedTokens | None
+
+    @cached_property
+    def ratio(self) -> float:
+        """Tokens of the drafter for one of the target, in a usual text."""
+        return len(self.draft.ids(USUAL)) / len(self.target.ids(USUAL))
+
+
+def vocabularies(target: Spelling, draft: Spelling, target_size: int, draft_size: int) -> Vocabularies:
+    """Compares them. Sizes: ids that each model has; what is beyond is not shared."""
+    pairs: dict[int, int] = {}
+    for i, piece in target.pieces.items():
+        ours, theirs = target.tokens_of(piece), draft.tokens_of(piece)
+        place = ours.index(i)
+        if place < len(theirs):
+            pairs[i] = theirs[place]
+    names = {name: i for i, name in draft.special.items()}
+    pairs |= {i: names[name] for i, name in target.special.items() if name in names}
+    ends = target.end, draft.end
+    if ends[0] is not None and ends[1] is not None and ends[0] not in pairs and ends[1] not in pairs.values():
+        pairs[ends[0]] = ends[1]
+    kept = sorted((i, j) for i, j in pairs.items() if i < target_size and j < draft_size)
+    if not kept:
+        return Vocabularies(target, draft, None)
+    ours, theirs = zip(*kept, strict=True)
+    return Vocabularies(target, draft, SharedTokens(ours, theirs, theirs, target_size))

@@ -1,0 +1,492 @@
+"""Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import shoal
+from shoal.config import Limits, Sampling
+from shoal.drafting import contexts as contexts_module
+from shoal.drafting.other_vocabulary import SLEM, TLI, Choice, OtherVocabularyDrafter
+from shoal.drafting.shared import SharedIds
+from shoal.engine.engine import Engine
+from shoal.errors import PairMismatch
+from shoal.lookahead.controller import by_name
+from shoal.lookahead.costs import PairCosts
+from shoal.lookahead.fixed import Fixed
+from shoal.models.runner import Runner
+from shoal.models.spelling import Spelling
+from shoal.models.vocabulary import Vocabularies, vocabularies
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.distributions import chain_rule, committed_distribution
+from shoal.testing.drafters import check_drafter
+from shoal.testing.scripted import hashed, runner, says, scripted, table_model
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+from test_exact_distribution import ALPHA, EXACT, table
+
+TEXTS = [
+    "def add(first, second):\n    return first + second\n\n\n",
+    "the drafter writes the text, the target reads the text again\n",
+    "Größe ≤ 10 → 你好世界, naïve café 🙂🙃\n",
+    "  \t  spaces   and\n\n\n lines  \n",
+    "while 2 ** 10 > x: x = x - 1; print('x', \"y\")",
+]
+
+
+# ── two tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def byte_level() -> Any:
+    """Byte-level BPE with merges, as GPT-2's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        TEXTS * 4, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=["<|end|>", "<|user|>"])
+    )
+    made.add_tokens([AddedToken("        ", special=False)])  # a run of spaces, as tokenizers for code have
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+
+
+@cache
+def sentence_piece() -> Any:
+    """BPE over "▁" with byte fallback, as Llama 2's: a space before each text, no other split, a token before it."""
+    names = ["<unk>", "<s>", "</s>", "<|user|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    before = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.normalizer = before
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁\\s]*|\\s+"), "isolated")
+    trained.train_from_iterator(
+        [TEXTS[0], TEXTS[1], TEXTS[4]] * 4, trainers.BpeTrainer(vocab_size=360, special_tokens=names)
+    )
+    kept = {
+        piece: i for piece, i in trained.get_vocab().items() if "\n" not in piece
+    }  # as in Llama 2, a line feed is a byte
+    order = {piece: new for new, piece in enumerate(sorted(kept, key=lambda piece: kept[piece]))}
+    import json
+
+    merges = json.loads(trained.to_str())["model"]["merges"]
+    pairs = [tuple(pair) for pair in merges if all(part in order for part in (*pair, "".join(pair)))]
+    made = Tokenizer(models.BPE(vocab=order, merges=pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = before
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>", "<|user|>"])
+    from tokenizers.processors import TemplateProcessing
+
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", order["<s>"])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "byte-level": byte_level, "SentencePiece": sentence_piece, "bytes": cache(tiny_tokenizer)
+}  # fmt: skip
+
+
+@cache
+def spelling(name: str) -> Spelling:
+    return Spelling.of(TOKENIZERS[name](), name)
+
+
+@cache
+def both(target: str, draft: str) -> Vocabularies:
+    sizes = (len(TOKENIZERS[name]()) for name in (target, draft))
+    return vocabularies(spelling(target), spelling(draft), *sizes)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_spell_their_texts(name: str) -> None:
+    for text in TEXTS:
+        for first in (True, False):
+            ids = spelling(name).ids(text.encode(), first=first)
+            assert spelling(name).spelled(ids) in ([text.encode()] if not first else [text.encode(), b" " + text.encode()])
+        assert spelling(name).ids(text.encode(), first=True) == TOKENIZERS[name]().encode(text, add_special_tokens=False)
+        assert spelling(name).text(spelling(name).ids(text.encode(), first=True)) == text.encode()
+
+
+@given(st.binary(max_size=12) | st.text(max_size=8).map(str.encode))
+def test_any_bytes_are_spelled(data: bytes) -> None:
+    """Cut characters, and bytes that are none, too."""
+    for name in TOKENIZERS:
+        assert spelling(name).spelled(spelling(name).ids(data)) == data
+
+
+def test_the_shared_tokens_are_those_that_write_the_same() -> None:
+    found = both("byte-level", "SentencePiece")
+    shared = found.shared
+    assert shared is not None
+    assert list(shared.target) == sorted(set(shared.target))
+    assert len(set(shared.draft)) == len(shared.draft)
+    target, draft = TOKENIZERS["byte-level"](), TOKENIZERS["SentencePiece"]()
+    pairs = {
+        target.convert_ids_to_tokens(i): draft.convert_ids_to_tokens(j)
+        for i, j in zip(shared.target, shared.draft, strict=True)
+    }
+    assert pairs["Ġthe"] == "▁the"
+    assert pairs["Ċ"] == "<0x0A>"
+    assert pairs["<|user|>"] == "<|user|>"
+    assert pairs["<|end|>"] == "</s>"
+    assert "Ã" in pairs  # a byte that is no character
+    for i, j in zip(shared.target, shared.draft, strict=True):
+        assert found.target.pieces.get(i) == found.draft.pieces.get(j)
+    for i, piece in found.target.pieces.items():
+        assert (i in shared.target) == (piece in set(found.draft.pieces.values()))
+    assert list(shared.draft) != sorted(shared.draft)  # the order of ids differs, or the tests below would notice nothing
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda made: setattr(made, "normalizer", normalizers.Lowercase()), id="lower case"),
+        pytest.param(lambda made: setattr(made, "decoder", decoders.WordPiece()), id="another alphabet"),
+    ],
+)
+def test_a_tokenizer_that_changes_texts_is_refused(change: Callable[[Tokenizer], None]) -> None:
+    made = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    change(made)
+    with pytest.raises(PairMismatch, match="the tokenizer of drafter cannot be compared with another one: it changes texts"):
+        Spelling.of(PreTrainedTokenizerFast(tokenizer_object=made), "drafter")
+
+
+# ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def drafter_of(
+    draft: Runner, vocab_size: int, found: Vocabularies, *methods: str, cost: float = 0.1
+) -> OtherVocabularyDrafter:
+    choice = Choice.of(found, cost)
+    choice.methods = {method: choice.methods[method] for method in methods} if methods else choice.methods
+    return OtherVocabularyDrafter(draft.fork(), vocab_size, found, choice)
+
+
+def finish(engine: Engine, requests: Sequence[Request]) -> list[Row]:
+    rows = [row for request in requests for row in engine.submit(request)]
+    while engine.step():
+        pass
+    return rows
+
+
+def finished(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    return [row.tokens for row in finish(engine, requests)]
+
+
+def prompts(name: str, count: int) -> list[tuple[int, ...]]:
+    """Pieces of the texts, cut anywhere: within words, runs of spaces and characters."""
+    generator, found = random.Random(1), []
+    whole = "".join(TEXTS).encode()
+    for _ in range(count):
+        start = generator.randrange(len(whole) - 12)
+        found.append(tuple(spelling(name).ids(whole[start : start + generator.randrange(1, 12)])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llamas() -> tuple[Runner, Runner]:
+    """A target of byte-level BPE and a drafter of SentencePiece's pieces."""
+    target = tiny_model("llama", vocab_size=len(byte_level()), layers=1)
+    draft = tiny_model("llama", vocab_size=len(sentence_piece()), seed=1, layers=1)
+    return runner(target), runner(draft)
+
+
+def test_greedy_ids_are_those_of_plain_decoding_for_many_prompts(llamas: tuple[Runner, Runner]) -> None:
+    """250 prompts in one run of 33 rows at a time: Unicode, cut characters, runs of white space, special tokens."""
+    target, draft = llamas
+    limits, sampling = Limits(max_new_tokens=8), Sampling(temperature=0.0)
+    asked = [Request(ids, 1, sampling, limits) for ids in prompts("byte-level", 250)]
+    plain = finished(Engine(target, None, Fixed(0), max_batch=33), asked)
+    drafter = drafter_of(draft, target.vocab_size, both("byte-level", "SentencePiece"))
+    engine = Engine(target, drafter, Fixed(3), max_batch=33)
+    assert finished(engine, asked) == plain
+    assert engine.stats.drafted > 1000
+    assert engine.stats.accepted > 0
+    assert not drafter.contexts.rows
+
+
+@pytest.mark.parametrize("batch", [1, 3, 9])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_seeds_mean_the_same_tokens_beside_rows_that_join_and_leave(
+    llamas: tuple[Runner, Runner], batch: int, temperature: float
+) -> None:
+    """The coupled rule; groups of two rows that share a prompt, and a cancellation."""
+    target, draft = llamas
+    sampling = Sampling(temperature=temperature, seed=5)
+    asked = [Request(ids, 2, sampling, Limits(max_new_tokens=8 + i)) for i, ids in enumerate(prompts("byte-level", 6))]
+
+    def run(drafter: OtherVocabularyDrafter | None) -> tuple[list[list[int]], Engine]:
+        engine = Engine(target, drafter, Fixed(3 if drafter else 0), max_batch=batch, rule=Coupled())
+        rows = [row for request in asked[:4] for row in engine.submit(request)]
+        for _ in range(3):
+            engine.step()
+        engine.cancel(rows[1:2])
+        rows += [row for request in asked[4:] for row in engine.submit(request)]
+        while engine.step():
+            pass
+        return [row.tokens for row in rows[:1] + rows[2:]], engine
+
+    plain, _ = run(None)
+    drafter = drafter_of(draft, target.vocab_size, both("byte-level", "SentencePiece"))
+    found, engine = run(drafter)
+    assert found == plain
+    assert engine.stats.drafted > 100
+    assert {method for method, tally in drafter.choice.methods.items() if tally.rows} == {TLI, SLEM}
+
+
+def test_what_every_drafter_must_keep_to() -> None:
+    found = letters(VOCAB, VOCAB)
+    draft = scripted(hashed(len(VOCAB)), len(VOCAB))
+    for methods in ((TLI,), (SLEM,), ()):
+        assert check_drafter(lambda methods=methods: drafter_of(draft, len(VOCAB), found, *methods), len(VOCAB)) > 0  # type: ignore[misc]
+
+
+# ── what the drafter reads ──────────────────────────────────────────────────────────────────────────────────────────
+
+STORY = "the drafter writes the text, naïve café 🙂 reads the text again, 你好世界, the target writes\n"
+
+
+@pytest.mark.parametrize("draft", ["SentencePiece", "bytes"])
+def test_a_drafter_that_knows_the_text_is_accepted(draft: str) -> None:
+    """It says what follows only after the tokens into which its own tokenizer splits the text."""
+    ours, theirs = TOKENIZERS["byte-level"](), TOKENIZERS[draft]()
+    ids, own = ours.encode(STORY), theirs.encode(STORY)
+    target = scripted(says([ids], len(ours)), len(ours))
+
+    def begun(count: int) -> list[int]:
+        """The drafter's tokens of a prompt of so many."""
+        text = spelling("byte-level").spelled(ids[:count])
+        return [*spelling(draft).begin, *spelling(draft).ids(text, first=True)]
+
+    start = next(count for count in range(1, len(ids)) if own[: len(begun(count))] == begun(count))
+    asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
+    for methods, least in (((SLEM,), 0.75), ((TLI,), 0.1)):
+        drafter = drafter_of(scripted(says([own], len(theirs)), len(theirs)), len(ours), both("byte-level", draft), *methods)
+        engine = Engine(target, drafter, Fixed(4), max_batch=1)
+        assert finished(engine, [asked]) == [ids]
+        assert engine.stats.accepted > least * engine.stats.drafted, (draft, methods)
+
+
+def test_special_tokens_of_a_chat_are_read_where_the_drafter_has_them() -> None:
+    ours, theirs = byte_level(), sentence_piece()
+    found = both("byte-level", "SentencePiece")
+    ids = ours.encode("<|user|>the text<|end|>again")
+    row = Row(Request(tuple(ids)), 0, 0, 0, list(ids), frozenset(), 100)
+    reads = contexts_module.Contexts(found)
+    tokens = reads.of(row).row.tokens
+    assert theirs.convert_ids_to_tokens(tokens)[:2] == ["<s>", "<|user|>"]
+    assert found.draft.special[tokens[-len(spelling("SentencePiece").ids(b"again")) - 1]] == "</s>"
+    assert found.draft.spelled(tokens) == b"the textagain"
+    row.tokens += [*ours.encode("<|user|>"), *ours.encode("naïve")]
+    reads.follow(row)
+    assert found.draft.spelled(tokens) == "the textagainnaïve".encode()
+    unknown = both("bytes", "SentencePiece")  # <|pad|> is no token of the drafter
+    other = Row(Request((258, *unknown.target.ids(b"ab"), 257)), 0, 0, 0, [0], frozenset(), 100)
+    assert unknown.draft.spelled(contexts_module.Contexts(unknown).of(other).row.tokens) in (b"ab", b" ab")
+    empty = Row(Request((258,)), 0, 0, 0, [0], frozenset(), 100)
+    assert len(contexts_module.Contexts(unknown).of(empty).row.tokens) >= 1
+
+
+def watched(drafter: OtherVocabularyDrafter) -> Iterator[tuple[Row, Tensor, Tensor]]:
+    """Of every row in the drafter's cache: the keys of its tokens there as they are and as a new pass computes them."""
+    drafting = drafter.runner
+    for row in drafter.contexts.rows:
+        own = drafter.read_as(row)
+        if not drafter._slots.known([own]):
+            continue
+        slot = drafter._slots.of(own)
+        held = drafting.cache.lengths[slot]
+        tokens = own.tokens[:held]
+        if not tokens:
+            continue
+        assert held < len(own.tokens)
+        fresh = drafting.fork()
+        fresh.reserve(1, held)
+        fresh.feed([0], torch.tensor([tokens]), [held])
+        keys, again = (one.stores()[-1][0][at, :held] for one, at in ((drafting.cache, slot), (fresh.cache, 0)))
+        yield row, keys, again
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_cache_holds_the_tokens_that_the_drafter_reads(
+    llamas: tuple[Runner, Runner], monkeypatch: pytest.MonkeyPatch, stale: bool
+) -> None:
+    """After every round, with both methods in turn; a cache that keeps what was split anew is noticed."""
+    texts = [byte_level().encode(text) for text in (*TEXTS, STORY)]
+    target, draft = scripted(says(texts, len(byte_level())), len(byte_level())), llamas[1]
+    respelled = 0
+    ordinary = contexts_module.Contexts.follow
+
+    def follow(self: contexts_module.Contexts, row: Row) -> int:
+        nonlocal respelled
+        before = list(self.of(row).row.tokens)
+        same = ordinary(self, row)
+        after = self.of(row).row.tokens
+        respelled += after[: len(before)] != before
+        return len(after) if stale else same
+
+    monkeypatch.setattr(contexts_module.Contexts, "follow", follow)
+    drafter = drafter_of(draft, target.vocab_size, both("byte-level", "SentencePiece"))
+    engine = Engine(target, drafter, Fixed(3), max_batch=9, rule=Coupled())
+    for ids in texts:
+        engine.submit(Request(tuple(ids[:2]), 2, Sampling(temperature=1.0), Limits(max_new_tokens=len(ids) - 2)))
+    off, seen = 0.0, 0
+    while engine.step():
+        for row, keys, again in watched(drafter):
+            off, seen = max(off, float((keys - again).abs().max())), seen + 1
+            new = spelling("byte-level").spelled(row.tokens[row.prompt_length :])
+            assert spelling("SentencePiece").spelled(drafter.read_as(row).tokens).endswith(new)
+    assert seen > 20
+    assert respelled > 0
+    assert (off > 1e-2) if stale else (off < 1e-5)
+
+
+def test_a_row_that_outgrows_the_drafters_room_is_decoded_plainly() -> None:
+    """A target's token of many bytes is many tokens of a drafter that has bytes alone."""
+    ours, theirs = byte_level(), tiny_tokenizer()
+    (run,) = ours.encode("        ", add_special_tokens=False)
+    target = scripted(says([[run] * 60], len(ours)), len(ours))
+    found = both("byte-level", "bytes")
+    drafter = drafter_of(scripted(hashed(len(theirs)), len(theirs), context=200), len(ours), found)
+    engine = Engine(target, drafter, Fixed(2), max_batch=2)
+    asked = [Request((run,) * n, 1, Sampling(temperature=0.0), Limits(max_new_tokens=40)) for n in (1, 5, 19)]
+    assert finished(engine, asked) == [[run] * (n + 40) for n in (1, 5, 19)]
+    assert engine.stats.drafted > 0
+
+
+# ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VOCAB = ("a", "b", "ab", "c", "ba")
+OTHERS = ("c", "bb", "ab", "d", "a", "b")
+
+
+def letters(target: Sequence[str], draft: Sequence[str]) -> Vocabularies:
+    """Vocabularies of a few words; a text is split by the longest."""
+
+    def made(words: Sequence[str]) -> Spelling:
+        pieces = {i: word.encode() for i, word in enumerate(words)}
+        one = Spelling(pieces, lambda text: one._by_longest(text.encode()))
+        return one
+
+    return vocabularies(made(target), made(draft), len(target), len(draft))
+
+
+P, Q = table(len(VOCAB), 3, power=1.0), table(len(OTHERS), 8, power=1.0)
+
+
+def restricted(q: Tensor) -> Tensor:
+    """The drafter's table over the target's ids, renormalised over those that it has; a context it lacks is read as letters."""
+    shared = letters(VOCAB, OTHERS).shared
+    assert shared is not None
+    theirs = list(shared.draft)
+    found = torch.zeros(len(VOCAB), len(VOCAB), dtype=torch.float64)
+    for row in range(len(VOCAB)):
+        own = theirs[shared.target.index(row)] if row in shared.target else OTHERS.index(VOCAB[row][-1])
+        found[row, list(shared.target)] = q[own, theirs] / q[own, theirs].sum()
+    return found
+
+
+def test_the_rule_over_the_intersection_has_the_law_of_the_target() -> None:
+    """By enumeration; and it accepts more than the rule that draws from all of q and rejects what the target lacks."""
+    law = committed_distribution(P, restricted(Q), 3, (2, 1, 3))
+    torch.testing.assert_close(law, chain_rule(P, 3), rtol=0, atol=EXACT)
+    q = restricted(Q)
+    union = q * 0.6  # the mass of what the target lacks is rejected
+    assert float(torch.minimum(P, q).sum()) > float(torch.minimum(P, union).sum())
+
+
+def test_logits_of_the_target_are_those_of_the_same_words() -> None:
+    """By hand: a map whose columns are in another order than its ids is noticed."""
+    shared = letters(VOCAB, OTHERS).shared
+    assert shared is not None
+    assert (shared.target, shared.draft) == ((0, 1, 2, 3), (4, 5, 2, 0))
+    ids = SharedIds(shared, torch.device("cpu"))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert ids.of_target(logits, len(VOCAB)).tolist() == [[4.0, 5.0, 2.0, 0.0, -torch.inf]]
+    assert ids.of_draft(torch.tensor([0, 1, 2, 3])).tolist() == [4, 5, 2, 0]
+
+
+def counted(rule: Rule, *methods: str, lookahead: Any = 2, samples: int = 2000, change: Any = None) -> tuple[float, Engine]:
+    """p-value of the joint law of three tokens through the engine."""
+    target, draft = table_model(P), table_model(Q)
+    drafter = drafter_of(draft, len(VOCAB), letters(VOCAB, OTHERS), *methods)
+    if change is not None:
+        propose = drafter.propose
+        drafter.propose = lambda inputs: change(propose(inputs))  # type: ignore[method-assign]
+    controller = Fixed(lookahead) if isinstance(lookahead, int) else by_name(lookahead, PairCosts())
+    engine = Engine(target, drafter, controller, max_batch=500, rule=rule)
+    request = Request((0,), samples, Sampling(temperature=1.0, seed=1), Limits(max_new_tokens=4))
+    counts = torch.zeros([len(VOCAB)] * 3)
+    for row in finish(engine, [request]):
+        counts[tuple(row.tokens[1:4])] += 1
+    return chi_square(counts, chain_rule(P, 3)), engine
+
+
+@pytest.mark.parametrize(
+    ("rule", "methods"),
+    [(Rejection(), (TLI,)), (Coupled(), (TLI,)), (Rejection(), (SLEM,)), (Rejection(), ())],
+    ids=["TLI", "TLI, coupled", "SLEM", "both"],
+)
+def test_samples_have_the_law_of_the_target(rule: Rule, methods: tuple[str, ...]) -> None:
+    value, engine = counted(rule, *methods)
+    assert value > ALPHA
+    assert engine.stats.drafted > 1200
+    assert engine.stats.accepted > 400
+
+
+def without_renormalising(tree: DraftTree) -> DraftTree:
+    """q as it is over the whole vocabulary of the drafter."""
+    assert tree.q
+    return DraftTree(tree.tokens, tree.lengths, [values * 0.6 for values in tree.q], tree.drafts, tree.parents, tree.steps)
+
+
+def in_another_order(tree: DraftTree) -> DraftTree:
+    """q by the drafter's order of tokens: the defect of Transformers' translator."""
+    assert tree.q
+    q = [values[:, [3, 2, 0, 1, 4]] for values in tree.q]
+    return DraftTree(tree.tokens, tree.lengths, q, tree.drafts, tree.parents, tree.steps)
+
+
+@pytest.mark.parametrize("change", [without_renormalising, in_another_order])
+def test_a_wrong_q_is_noticed(change: Callable[[DraftTree], DraftTree]) -> None:
+    value, _ = counted(Rejection(), TLI, change=change)
+    assert value < ALPHA
+
+
+# ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pair_whose_tokenizers_differ_is_loaded(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path)
+    tiny_model("llama", vocab_size=len(sentence_piece()), layers=1, eos_token_id=2).save_pretrained(draft)
+    for old in draft.glob("token*"):
+        old.unlink()
+    sentence_piece().save_pretrained(draft)
+    with shoal.load(target, draft) as pair, shoal.load(target) as alone:
+        assert pair.vocabularies is not None
+        asked: dict[str, Any] = {"seed": 1, "max_new_tokens": 12, "n": 3}
+        found, plain = pair.generate(TEXTS, lookahead=3, **asked), alone.generate(TEXTS, **asked)
+        assert [[s.token_ids for s in one.samples] for one in found] == [[s.token_ids for s in one.samples] for one in plain]
+        assert found.stats.drafted > 100
+        again = pair.generate(TEXTS, **asked, rule="rejection", lookahead="auto", stop=["e"])
+        assert again.stats.row_rounds > 0
+        summed = shoal.load(target, f"ngram+{draft}")
+        assert summed.generate(TEXTS, lookahead=3, **asked)[0].samples[0].token_ids == plain[0].samples[0].token_ids

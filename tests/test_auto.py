@@ -22,6 +22,7 @@ from shoal.lookahead.costs import CostCurve
 from shoal.lookahead.credit import FIRST, MOST, SHARE, Credit
 from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
+from shoal.lookahead.record import Record
 from shoal.lookahead.unfed import Unfed
 from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of, runners_of
@@ -245,7 +246,7 @@ def test_plans_are_corrected_by_what_comes_of_them() -> None:
     assert (
         controller.costs.calibration(1) == 1.0
     )  # the last row of a batch brings less than promised, and says nothing of all
-    assert controller._plan is None
+    assert controller._stopping is None
 
 
 def test_a_first_slow_step_does_not_end_speculation() -> None:
@@ -319,6 +320,57 @@ def test_plans_rest_while_they_find_nothing() -> None:
     assert len(planned) <= made + 1
     controller.lengths(rows[:4], 0)
     assert planned[-1] == 4  # another batch is another question
+
+
+def test_a_plan_goes_on_when_few_of_its_rows_end() -> None:
+    """In any order of those that are left, as the last row moves to a free slot; another row, or a queue, is another question."""
+    controller, rows = auto({1: 1.0, 600: 40.0}, 0.01, 0.8), [row() for _ in range(16)]
+    plan, planned = controller._new_plan, []
+    controller._new_plan = lambda rows: planned.append(len(rows)) or plan(rows)  # type: ignore[method-assign,func-returns-value]
+    assert controller.lengths(rows, 0) == [16] * 16
+    left = [rows[0], rows[14], *rows[2:14]]
+    for batch in (rows[:15], left):
+        assert controller.lengths(batch, 0) == [16] * len(batch)
+        assert controller.shorten(0, [0.99] * 5 + [0.02] + [0.99] * (len(batch) - 6)).index(0) == 5
+    assert planned == [16]
+    controller.lengths(left[:13], 0)  # more than an eighth of them
+    controller.lengths(left[:13], 1)
+    controller.lengths([*left[:12], row()], 1)
+    assert planned == [16, 13, 13, 13]
+
+
+def test_a_row_keeps_its_weight_and_its_acceptance_when_others_end() -> None:
+    """Row 9 moves to slot 1; what was believed of it goes with it."""
+    controller, rows = auto({1: 1.0, 600: 40.0}, 0.02, 0.8), [row() for _ in range(10)]
+    controller.costs.acceptance._rows = {each.serial: 3.0 * (i == 9) for i, each in enumerate(rows)}
+    controller.lengths(rows, 1)
+    sure = [0.2] * 10
+    assert [i for i, end in enumerate(controller.shorten(0, sure)) if end] == [9]
+    controller.lengths([rows[0], rows[9], *rows[2:9]], 1)
+    assert [i for i, end in enumerate(controller.shorten(0, sure[:9])) if end] == [1]
+
+
+def test_rounds_of_the_rows_that_are_left_teach_what_they_teach_alone() -> None:
+    """Acceptance and offsets; what tokens per second they bring is no word on a plan for more rows."""
+    rows, rng = [3, 5, 8, 9], np.random.default_rng(2)
+    record, singly = Record(rows), Acceptance(6)
+    for left in ([3, 5, 8, 9], [3, 9, 8], [9, 3]):
+        if left != rows:
+            record.narrow(left)
+        drafted = rng.integers(1, 5, size=len(left))
+        looked = [rng.random(len(left)).tolist() for _ in range(5)]
+        tried = Tried(drafted.tolist(), rng.integers(0, drafted + 1).tolist(), looked)
+        record.add(tried, 1.0, 7.0)
+        singly.learn(left, [tried])
+    assert (record.full, record.seconds, record.tokens) == (1, 1.0, 7.0)
+    together = Acceptance(6)
+    together.learn(record.rows, record.tried)
+    for name in ("_hits", "_trials"):
+        assert getattr(together._confidences, name) == pytest.approx(getattr(singly._confidences, name))
+    assert together._positions._trials == pytest.approx(singly._positions._trials)
+    (one, two), (first, second) = tried.drafted, tried.confidence[4]
+    assert record.tried[-1].drafted == [two, 0, 0, one]
+    assert record.tried[-1].confidence[4] == pytest.approx([second, np.nan, np.nan, first], nan_ok=True)
 
 
 @pytest.mark.parametrize("rows", [8, 48])

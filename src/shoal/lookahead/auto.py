@@ -16,8 +16,10 @@ from operator import mul
 import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Tried
+from shoal.lookahead.backoff import Backoff
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.plan import Plan, best_plan, remaining_weights, repays
+from shoal.lookahead.plan import best_plan, remaining_weights, repays
+from shoal.lookahead.record import Record
 from shoal.lookahead.stopping import Stopping
 from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
@@ -38,8 +40,8 @@ LEARNED = 32
 """Rounds after which plans are kept for several rounds."""
 PLAN_ROUNDS = 8
 """Rounds for which a plan holds while the rows are the same."""
-MAX_BACKOFF = 16
-"""Most plain rounds before a new plan is made for as many rows."""
+FEW = 8
+"""Of so many rows that were planned for one may have ended before there is a new plan: planning takes time as well."""
 
 
 class Auto:
@@ -57,16 +59,14 @@ class Auto:
         self._backoff = Backoff()
         self._unfed = Unfed()
         self._rows: list[int] = []  # serial numbers
+        self._record = Record(())
         self._waiting = False
-        self._plan: Plan | None = None
+        self._stopping: Stopping | None = None  # by the plan; None = there is none
         self._age = 0  # rounds since the plan was made
-        self._tried: list[Tried] = []  # rounds of the plan
-        self._seconds = self._tokens = 0.0  # of these rounds; tokens weighted as planned
         self._unfed_tokens = 0
         self._longest: list[int] = []
         self._confidence: list[Sequence[float]] = []  # of each row, at each position looked at
         self._weights: list[float] = []
-        self._stopping: Stopping | None = None  # by the plan
         self._plain: float | None = None  # seconds of a plain round of these rows; None = to be asked for
 
     @property
@@ -82,15 +82,12 @@ class Auto:
         """Longest draft of each row; drafting may stop earlier."""
         serials = [row.serial for row in rows]
         if serials != self._rows or (waiting > 0) != self._waiting:
-            self._learn_acceptance()
             self._unfed.change(rows)
-            if set(serials).isdisjoint(self._rows):
-                self.costs.credit.settle()
-            self._rows, self._waiting, self._plan = serials, waiting > 0, None
-            self._weights, self._plain = [1.0] * len(rows), None
+            if not self._goes_on(serials, waiting > 0):
+                self._begin(serials, waiting > 0)
         self._confidence, costs = [], self.costs
         drafting = self._rows_to_draft_for(rows)
-        longest = self.limit if self._plan is not None else FIRST_STEPS if costs.rounds < len(FIRST_ROUNDS) else 1
+        longest = self.limit if self._stopping is not None else FIRST_STEPS if costs.rounds < len(FIRST_ROUNDS) else 1
         if len(drafting) == len(rows):
             self._longest = [min(row.max_draft_length, longest) for row in rows]
         else:
@@ -100,6 +97,29 @@ class Auto:
         self._unfed_tokens = self._unfed.feed(drafting) if drafting else 0
         return self._longest
 
+    def _goes_on(self, serials: list[int], waiting: bool) -> bool:
+        """Keeps the plan where only a few of its rows have ended."""
+        begun = len(self._record.rows)
+        if self._stopping is None or waiting != self._waiting or FEW * (begun - len(serials)) > begun:
+            return False
+        places = {row: place for place, row in enumerate(self._rows)}
+        if not places.keys() >= set(serials):
+            return False
+        left = [places[serial] for serial in serials]
+        self._record.narrow(serials)
+        self._stopping.keep(left)
+        self._rows, self._weights, self._plain = serials, [self._weights[place] for place in left], None
+        return True
+
+    def _begin(self, serials: list[int], waiting: bool) -> None:
+        """Other rows than before."""
+        self._learn_acceptance()
+        if set(serials).isdisjoint(self._rows):
+            self.costs.credit.settle()
+        self._rows, self._waiting, self._stopping = serials, waiting, None
+        self._weights, self._plain = [1.0] * len(serials), None
+        self._record = Record(serials)
+
     def _rows_to_draft_for(self, rows: Sequence[Row]) -> Sequence[Row]:
         """All rows if there is a plan, a few for a trial, or none."""
         costs = self.costs
@@ -107,21 +127,21 @@ class Auto:
             return self._unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
         if costs.plain_rounds.due(len(rows)):
             return ()
-        if self._plan is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
+        if self._stopping is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
             self._age += 1
             return rows
-        if self._plan is None and not self._backoff.is_over(len(rows)):
+        if self._stopping is None and not self._backoff.is_over(len(rows)):
             return ()
         self._learn_acceptance()
-        self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
-        if self._plan is not None:
+        self._stopping = self._new_plan(rows) if costs.credit.allows_plans else None
+        if self._stopping is not None:
             self._backoff, self._age = Backoff(), 1
             return rows
         self._backoff.extend(len(rows))
         chosen = self._unfed.cheapest(rows, TRIAL_ROWS)
         return chosen if self._trial_is_due(len(rows), self._unfed.tokens(chosen)) else ()
 
-    def _new_plan(self, rows: Sequence[Row]) -> Plan | None:
+    def _new_plan(self, rows: Sequence[Row]) -> Stopping | None:
         costs, longest = self.costs, np.array([row.max_draft_length for row in rows])
         following = costs.acceptance.by_position(self._rows)
         survival = following.cumprod(axis=1)
@@ -133,8 +153,7 @@ class Auto:
         if plan is None or not repays(plan, remaining, costs.seconds_preparing(self._unfed.tokens(rows)), costs):
             return None
         by_confidence = costs.acceptance.by_confidence(self._rows)
-        self._stopping = Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
-        return plan
+        return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
 
     def _trial_is_due(self, rows: int, unfed: int) -> bool:
         """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the drafter has to compute first."""
@@ -154,7 +173,7 @@ class Auto:
         """How long each row's draft may still become, given the drafter's highest probability at `position`: `position` if the
         draft there is not worth verifying, and at most one more if another step is not worth its time."""
         self._confidence[position:] = [confidence]
-        if self._plan is None or self._stopping is None:
+        if self._stopping is None:
             return self._longest
         if position == 0:
             self._stopping.begin(self._longest)
@@ -175,7 +194,7 @@ class Auto:
             costs.credit.plain(whole, settle=not checks)
             if checks:  # the plan goes on if it still pays
                 self._learn_acceptance()
-                self._plan = None
+                self._stopping = None
             return
         costs.plain_rounds.drafted(rows)
         if self._plain is None:
@@ -185,15 +204,14 @@ class Auto:
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
-            if self._plan is not None:
+            if self._stopping is not None:
                 costs.credit.invested += preparing
             else:
                 spent += preparing
         tokens = rows + sum(map(mul, self._weights, outcome.accepted))
         if not learning:  # the first drafts are made to learn what they cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
-        self._seconds, self._tokens = self._seconds + outcome.seconds, self._tokens + tokens
-        self._tried.append(Tried(outcome.drafted, outcome.accepted, self._known_confidence()))
+        self._record.add(Tried(outcome.drafted, outcome.accepted, self._known_confidence()), outcome.seconds, tokens)
 
     def _known_confidence(self) -> list[Sequence[float]]:
         """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about its drafts."""
@@ -205,33 +223,11 @@ class Auto:
         ]
 
     def _learn_acceptance(self) -> None:
-        """From the rounds since it was last asked, which were of the same rows."""
-        if self._tried:
-            self.costs.acceptance.learn(self._rows, self._tried)
-            if self._plan is not None:
-                self.costs.calibrate(len(self._rows), self._tokens / self._seconds / self._plan.rate, len(self._tried))
-        self._tried, self._seconds, self._tokens = [], 0.0, 0.0
-
-
-class Backoff:
-    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan for about as many rows, to a
-    quarter, finds nothing. On a server their number changes in every round."""
-
-    def __init__(self) -> None:
-        self._rows = self._length = self._left = 0
-
-    def is_over(self, rows: int) -> bool:
-        """Counts a round; whether it is time for a plan."""
-        self._left -= 1
-        return self._left < 0 or not self._as_many(rows)
-
-    def extend(self, rows: int) -> None:
-        """A plan found nothing."""
-        if self._as_many(rows):
-            self._length = min(2 * self._length + 1, MAX_BACKOFF)
-        else:
-            self._rows, self._length = rows, 1
-        self._left = self._length
-
-    def _as_many(self, rows: int) -> bool:
-        return 4 * abs(rows - self._rows) <= self._rows
+        """From the rounds since it was last asked."""
+        record = self._record
+        if record.tried:
+            self.costs.acceptance.learn(record.rows, record.tried)
+            if self._stopping is not None and record.full:
+                brought = record.tokens / record.seconds / self._stopping.plan.rate
+                self.costs.calibrate(len(record.rows), brought, record.full)
+        self._record = Record(self._rows)

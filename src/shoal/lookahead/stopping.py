@@ -27,10 +27,16 @@ class Stopping:
         self, plan: Plan, weights: Sequence[float], by_confidence: Sequence[Sequence[float]],
         by_position: Sequence[Sequence[float]],
     ) -> None:  # fmt: skip
-        self._position_cost, self._step_cost = plan.position_cost, plan.step_cost
+        self.plan = plan
         self._weights, self._by_confidence, self._by_position = weights, by_confidence, by_position
         self._ends: list[int] = []
         self._open: list[float] = []  # of each row: its weight times the probability that all drafts so far are accepted
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Only these rows are left, in this order."""
+        self._weights = [self._weights[place] for place in places]
+        self._by_confidence = [self._by_confidence[place] for place in places]
+        self._by_position = [self._by_position[place] for place in places]
 
     def begin(self, longest: Sequence[int]) -> None:
         """A round, or its drafting, begins."""
@@ -39,7 +45,7 @@ class Stopping:
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         """See `shoal.lookahead.auto.Auto.shorten`."""
-        ends, survivals, edges, cost = self._ends, self._open, Acceptance.EDGES, self._position_cost
+        ends, survivals, edges, cost = self._ends, self._open, Acceptance.EDGES, self.plan.position_cost
         after, worth = position + 1, 0.0
         for row, sure in enumerate(confidence):
             survival = survivals[row]
@@ -53,6 +59,6 @@ class Stopping:
             else:
                 survivals[row], gain = survival, survival * self._by_position[row][after] - cost
                 worth += gain if gain > 0 else 0.0
-        if worth <= self._step_cost:
+        if worth <= self.plan.step_cost:
             self._ends = ends = [min(end, after) for end in ends]
         return ends

@@ -1,0 +1,51 @@
+"""What became of rounds with drafts, until it is learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+from typing import TypeVar
+
+from shoal.lookahead.acceptance import Tried
+
+Kind = TypeVar("Kind")
+
+
+class Record:
+    """Rounds that drafted for some rows, and went on as rows ended.
+
+    Attributes:
+        rows: serial numbers of the rows that began. tried: a round's drafts of each of them.
+        seconds, tokens: of the rounds of all of them; tokens weighted as planned. full: the number of these rounds.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = list(rows)
+        self.tried: list[Tried] = []
+        self.seconds = self.tokens = 0.0
+        self.full = 0
+        self._places: list[int] | None = None  # in `rows`, of those that are left; None = all
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Only these of the rows are left, in this order."""
+        places = {row: place for place, row in enumerate(self.rows)}
+        self._places = [places[row] for row in rows]
+
+    def add(self, tried: Tried, seconds: float, tokens: float) -> None:
+        """A round of the rows that are left is over."""
+        if self._places is None:
+            self.seconds, self.tokens, self.full = self.seconds + seconds, self.tokens + tokens, self.full + 1
+        else:
+            drafted, accepted, confidence = tried
+            tried = Tried(
+                self._spread(drafted, 0), self._spread(accepted, 0), [self._spread(sure, nan) for sure in confidence]
+            )
+        self.tried.append(tried)
+
+    def _spread(self, values: Sequence[Kind], absent: Kind) -> list[Kind]:
+        """A value for each row that began."""
+        assert self._places is not None
+        spread = [absent] * len(self.rows)
+        for place, value in zip(self._places, values, strict=True):
+            spread[place] = value
+        return spread

@@ -68,7 +68,7 @@ def load(
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
-            model ("suffix+DIR"), or trained heads ("medusa:DIR"), see `shoal.drafting.specs`; or any object of
+            model ("suffix+DIR"), or trained heads ("medusa:DIR", "eagle3:DIR"), see `shoal.drafting.specs`; or any object of
             `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.

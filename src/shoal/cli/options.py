@@ -99,7 +99,7 @@ class PairNames:
             "--draft",
             "-d",
             help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR; or trained heads: "
-            "medusa:DIR. Without it, plain decoding.",
+            "medusa:DIR, eagle3:DIR. Without it, plain decoding.",
         ),
     ] = None
 

@@ -51,12 +51,13 @@ class ModelDrafter(Drafter):
         runner: the draft model, with a cache that nobody else uses.
         vocab_size: the target's; the drafter's logits are cut or filled up to it.
         shared: the tokens that it may propose, where these are not those of the same ids.
+        pending: most committed tokens of a row that the first pass of a proposal feeds; what lags by more is fed before.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None) -> None:
+    def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None, *, pending: int = 2) -> None:
         self.runner, self.vocab_size = runner, vocab_size
         self.shared = shared and SharedIds(shared, runner.device)
-        self.memory = self._slots = DraftSlots(runner)
+        self.memory = self._slots = DraftSlots(runner, pending)
         self._warned = False
 
     def propose(self, inputs: DraftInputs) -> DraftTree:

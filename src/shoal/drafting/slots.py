@@ -50,6 +50,11 @@ class DraftSlots(KeyValueMemory):
         """The row's slot."""
         return self._places[row]
 
+    @property
+    def rows(self) -> dict[int, Row]:
+        """By their slots."""
+        return {slot: row for row, slot in self._places.items()}
+
     def known(self, rows: Iterable[Row]) -> list[Row]:
         """Those of the rows that have been placed."""
         return [row for row in rows if row in self._places]

@@ -46,7 +46,34 @@ class Medusa:
         return MedusaDrafter(heads, layers_and_width(target)[0], self.nodes if target.takes_trees else 0)
 
 
-HEADS: dict[str, type[Any]] = {"medusa": Medusa}
+@dataclass(frozen=True)
+class Eagle3:
+    """Heads on three of the target's hidden states, which draft token by token (`shoal.drafting.eagle3`).
+
+    Attributes:
+        directory: holds them.
+
+    Raises:
+        RequestError: nothing there.
+    """
+
+    directory: str
+
+    def __post_init__(self) -> None:
+        _require_heads(self.directory, "eagle3", 0)
+
+    @property
+    def name(self) -> str:
+        return "eagle3"
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.checkpoints import once
+        from shoal.drafting.eagle3 import Eagle3Drafter, load_eagle3
+
+        return Eagle3Drafter(*once(target, self.directory, load_eagle3), target)
+
+
+HEADS: dict[str, type[Any]] = {"medusa": Medusa, "eagle3": Eagle3}
 """Drafters that are trained heads, by name: a colon, their directory, and options after commas."""
 TRAINED = tuple(HEADS.values())
 

@@ -1,4 +1,5 @@
-"""The command line: `shoal demo`, `shoal generate`, `shoal serve`, `shoal batch`, `shoal check`, `shoal bench`, `shoal eval`.
+"""The command line: `shoal demo`, `shoal generate`, `shoal serve`, `shoal batch`, `shoal check`, `shoal bench`, `shoal eval`,
+`shoal train`.
 
 stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or the model cannot
 be served (the user can mend it), 1 our failure, 130 interrupted. torch and transformers are imported inside commands.
@@ -16,7 +17,7 @@ from typing import Annotated
 import typer
 from typer import TyperException
 
-from shoal.cli import batch, bench, check, demo, evaluate, generate, serve
+from shoal.cli import batch, bench, check, demo, evaluate, generate, serve, train
 from shoal.errors import ModelError, RequestError
 
 EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
@@ -35,6 +36,7 @@ app.command()(batch.batch)
 app.command()(check.check)
 app.command()(bench.bench)
 app.command("eval")(evaluate.evaluate)
+app.add_typer(train.app, name="train")
 
 
 def _print_version(wanted: bool) -> None:

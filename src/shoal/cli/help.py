@@ -20,7 +20,8 @@ def render() -> str:
     rich_utils.MAX_WIDTH, rich_utils.COLOR_SYSTEM, rich_utils.FORCE_TERMINAL = WIDTH, None, False
     group = typer.main.get_command(app)
     pages = [_page(["--help"])]
-    pages += [_page([name, "--help"]) for name in getattr(group, "commands", {})]
+    for name, command in getattr(group, "commands", {}).items():
+        pages += [_page([name, "--help"])] + [_page([name, part, "--help"]) for part in getattr(command, "commands", {})]
     return "\n".join(pages)
 
 

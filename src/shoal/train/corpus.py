@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from shoal.problems.generator import FunctionProblem, generate
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.integer[Any]]
 
 # Tests and vendored packages, and packages that are mostly tables rather than code.
 EXCLUDED = {

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -131,7 +132,14 @@ class _Meter:
     def __init__(self, trainer: Trainer, steps: int) -> None:
         columns = "{task.description} {task.completed}/{task.total}", "loss {task.fields[loss]:.3f}"
         rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
-        self.progress = Progress(TextColumn(columns[0]), BarColumn(), TextColumn(columns[1]), rate, TimeRemainingColumn())
+        self.progress = Progress(
+            TextColumn(columns[0]),
+            BarColumn(),
+            TextColumn(columns[1]),
+            rate,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
         self.trainer = trainer
         self.log = trainer.checkpoint.with_suffix(".jsonl")
         self.task = self.progress.add_task(

@@ -1,0 +1,119 @@
+"""`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import shoal
+from shoal.cli import run
+from shoal.drafting.medusa import MedusaHeads
+from shoal.drafting.specs import named
+from shoal.drafting.trained import Medusa
+from shoal.testing import save_pair
+from shoal.train import own_samples
+from shoal.train.loop import Trainer
+from shoal.train.medusa import MedusaTrainer, MedusaTraining
+
+TRAINING = MedusaTraining(heads=2, samples=32, new_tokens=40, steps=40, length=32, batch=8)
+PROMPTS = ["def f(x):", "import"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that can be learned: its layers do nothing, so that what follows depends on the last token alone."""
+    found = save_pair(tmp_path_factory.mktemp("pair"))[0]
+    model = LlamaForCausalLM.from_pretrained(found)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.zero_()
+        if "lm_head" in name:
+            parameter.data *= 4
+    model.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_samples, "PART", 8)
+
+
+def weights(trainer: MedusaTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.trainer.model.state_dict().items()}
+
+
+def loss(trainer: MedusaTrainer) -> float:
+    tokens = torch.from_numpy(trainer.samples.tokens(held_out=False)[:256].astype("int64")).view(8, 32)
+    return float(trainer._loss(trainer.trainer.model, tokens).detach())
+
+
+def test_heads_learn_and_are_the_same_after_an_interruption(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stopped goes on from its checkpoint to the same weights; what was exported half-trained can be loaded."""
+    whole = MedusaTrainer(tmp_path / "a", str(place), PROMPTS, TRAINING)
+    whole.prepare()
+    before = loss(whole)
+    whole.train()
+    assert loss(whole) < 0.8 * before
+    after = whole.figures()
+    assert len(after) == 2
+    assert all(0 < one.accepted <= one.among_five < 1 for one in after)
+
+    real = Trainer.advance
+
+    def interrupted(self: Trainer, *given: Any) -> float:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    part = MedusaTrainer(tmp_path / "b", str(place), PROMPTS, TRAINING)
+    part.prepare()
+    assert (part.samples.tokens(held_out=False) == whole.samples.tokens(held_out=False)).all()
+    monkeypatch.setattr(Trainer, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        part.train()
+    part.trainer.save()  # as the loop does when it is asked to stop
+    part.export()
+    monkeypatch.setattr(Trainer, "advance", real)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["steps"] == 5
+    assert isinstance(named(f"medusa:{tmp_path / 'b'}"), Medusa)
+    again = MedusaTrainer(tmp_path / "b", str(place), PROMPTS, TRAINING)
+    again.prepare()
+    assert again.trainer.step == 5
+    again.train()
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(again)[name], tensor)
+
+
+def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "heads"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"def f(x):"\n{"prompt": "import"}\n')
+    command = ["train", "medusa", "-m", str(place), "-o", str(out), "--heads", "2", "--samples", "24", "--new-tokens", "64"]
+    command += ["--prompts", str(prompts)]
+    assert run([*command, "--steps", "2"]) == 0
+    assert "accepted" in capsys.readouterr().out
+    assert {file.name for file in out.iterdir()} == {"config.json", "medusa_lm_head.safetensors", "training"}
+    with shoal.load(place, f"medusa:{out}", dtype="float32") as pair:
+        found = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead=2)
+        plain = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead="off")
+        assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+        assert found.stats.drafted > 0
+    assert run([*command, "--steps", "2", "--samples", "32"]) == 2
+    assert "was begun with" in capsys.readouterr().err
+    assert run(["train", "medusa", "-m", str(place), "-o", str(place)]) == 2
+
+
+def test_untrained_heads_say_what_the_target_says_now() -> None:
+    heads = MedusaHeads(2, 1, 8, 0, torch.nn.Linear(8, 5, bias=False))
+    x = torch.randn(3, 8)
+    shared = heads._shared[0]
+    assert shared is not None
+    assert torch.equal(heads(x), shared(x).expand(2, 3, 5))
+    assert [name for name, _ in heads.named_parameters()][:2] == ["0.0.linear.weight", "0.0.linear.bias"]

@@ -87,7 +87,7 @@ class CapturedRounds:
 
     def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
         """Names rounds for `build_next`, see `RoundKinds.want`."""
-        if self._target.static is not None:
+        if self._target.static is not None and not self._target.hidden_layers:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:

@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import growth
 from shoal.drafting.growth import Growth, Node, Shape
+from shoal.drafting.model_trees import ModelTrees
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import DySpec, RsdC, RsdS, shape_of
+from shoal.drafting.specs import named
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine.engine import Engine
-from shoal.errors import UnsupportedModel
+from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
@@ -273,6 +276,46 @@ def test_draws_from_another_q_show(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Rejection.draw
     monkeypatch.setattr(Rejection, "draw", lambda _, q, uniforms: real(q**3, uniforms))
     assert chi_square(counted(SMALL["rsd-s"], 600)[1], chain_rule(P, 3)) < 1e-6
+
+
+# ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_names() -> None:
+    found = named("some/dir:tree=rsd-s,width=3,nodes=12")
+    assert found == ModelTrees("some/dir", "rsd-s", 3, 12)
+    assert found is not None
+    assert found.name == "model:tree=rsd-s,width=3,nodes=12"
+    assert named("bundled:tree=dyspec") == ModelTrees("bundled", "dyspec")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bundled:tree=oak", "tree must be one of rsd-c, rsd-s, dyspec, k-seq, got 'oak'"),
+        ("bundled:tree=rsd-s,nodes=64", "a draft tree has at most 63 nodes"),
+        ("bundled:tree=rsd-s,width=9,nodes=8", "at least its width"),
+        ("bundled:tree=dyspec,width=2", "a dyspec tree has no width"),
+        ("bundled:tree=rsd-s,depth=3", "has no option 'depth'"),
+        ("suffix+bundled:tree=rsd-s", "are those of a draft model"),
+        (":tree=rsd-s", "are those of a draft model"),
+    ],
+)
+def test_names_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        named(text)
+
+
+def test_trees_of_the_bundled_model() -> None:
+    with shoal.load(draft="bundled:tree=rsd-s,width=2,nodes=6", dtype="float32", max_batch=2) as pair:
+        assert pair.drafter_name == "model:tree=rsd-s,width=2,nodes=6"
+        plain = pair.generate("def add(a, b):", 2, seed=1, max_new_tokens=12, lookahead=0)
+        for lookahead in (3, "auto"):
+            found = pair.generate("def add(a, b):", 2, seed=1, max_new_tokens=12, lookahead=lookahead)
+            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+            assert found.stats.draft_passes > 0 or lookahead == "auto"
+        mixed = pair.generate("def add(a, b):", 2, temperature=0.0, max_new_tokens=12, lookahead=3, rule="rejection")
+        assert mixed.stats.accepted > mixed.stats.row_rounds
 
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────

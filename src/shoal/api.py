@@ -19,7 +19,7 @@ from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import BUNDLED, Drafting, Sum, drafting_of
+from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting, drafting_of
 from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
@@ -68,8 +68,9 @@ def load(
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
-            model ("suffix+DIR"), or trained heads ("medusa:DIR", "eagle3:DIR"), see `shoal.drafting.specs`; or any object of
-            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
+            model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR"),
+            see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time.
+            None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
@@ -135,7 +136,7 @@ def _drafts(draft: Source | Drafter | None) -> tuple[Source | None, Drafting | N
     """The draft model and the drafter without one that `draft` means. Raises RequestError: it is neither."""
     drafting = drafting_of(draft)
     if drafting is not None:
-        return drafting.source if isinstance(drafting, Sum) else None, drafting
+        return drafting.source if isinstance(drafting, WITH_MODEL) else None, drafting
     if draft is None or isinstance(draft, (str, Path, nn.Module)):
         return draft, None
     raise RequestError(

@@ -14,7 +14,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits
-from shoal.drafting.specs import BUNDLED, Sum, named
+from shoal.drafting.specs import BUNDLED, WITH_MODEL, named
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
 
@@ -98,8 +98,8 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR; or trained heads: "
-            "medusa:DIR, eagle3:DIR. Without it, plain decoding.",
+            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR; or "
+            "DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR. Without it, plain decoding.",
         ),
     ] = None
 
@@ -116,7 +116,7 @@ class PairNames:
     def draft_model(self) -> str | None:
         """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.specs.named`."""
         drafting = None if self.draft is None else named(self.draft)
-        return self.draft if drafting is None else drafting.source if isinstance(drafting, Sum) else None
+        return self.draft if drafting is None else drafting.source if isinstance(drafting, WITH_MODEL) else None
 
     @property
     def models(self) -> list[str]:

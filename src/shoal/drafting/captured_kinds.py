@@ -50,12 +50,13 @@ class RoundKinds:
         target: with the engine's cache. drafter: of the engine; None = plain decoding. rule: decides.
 
     Attributes:
-        drafter: the same, if it is a model that drafts the target's own ids.
+        drafter: the same, if it is a model that drafts chains of the target's own ids.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._rule = target, rule
-        self.drafter = drafter if isinstance(drafter, ModelDrafter) and not drafter.shared else None
+        chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
+        self.drafter = drafter if isinstance(drafter, ModelDrafter) and chains else None
         self._longest, self._repeats = 0, 0  # the length last asked for, and rounds that have asked for it since
         self._wanted: dict[Kind, int] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
 

@@ -1,8 +1,8 @@
 """Drafters that need no model, by their names: what `draft="ngram:min=2"` and `--draft ngram` mean.
 
 A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`, of a sum if a plus and a model's name follow
-(`suffix+DIR`), of trained heads if it is in `HEADS` (`medusa:DIR`); every other text names a model. Torch is not imported, so that
-a command line is refused at once.
+(`suffix+DIR`), of trained heads if it is in `HEADS` (`medusa:DIR`), of a model that drafts trees if `:tree=` stands in it; every
+other text names a model. Torch is not imported, so that a command line is refused at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal.drafting.model_trees import ModelTrees
 from shoal.drafting.trained import HEADS, MOST_NODES
 from shoal.errors import RequestError
 
@@ -133,7 +134,7 @@ DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix, "recycling"
 
 
 BUNDLED = "bundled"
-"""The draft model of the bundled pair, in a sum."""
+"""The draft model of the bundled pair, in a sum or drafting trees."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,10 @@ class Sum:
         assert isinstance(text, TextDrafter)
         assert model is not None
         return SumDrafter(text, model)
+
+
+WITH_MODEL = (Sum, ModelTrees)
+"""Draftings whose `source` is a draft model."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,9 @@ def named(text: str) -> Drafting | None:
     Raises:
         RequestError: an unknown drafter or option, a wrong value, or a directory that has the name of a drafter.
     """
+    model, tree, options = text.rpartition(":tree=")
+    if tree:
+        return _trees(text, model, f"tree={options}")
     head, plus, source = text.partition("+")
     if plus and head.partition(":")[0] in DRAFTINGS:
         return _sum(text, head, source)
@@ -231,11 +239,26 @@ def _sum(text: str, head: str, source: str) -> Sum:
         raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
     if getattr(first, "nodes", 0):
         first = _chains(first, text)
+    _require_one_bundled(source)
+    return Sum(first, source)
+
+
+def _trees(text: str, source: str, options: str) -> ModelTrees:
+    if not source or source.partition("+")[0].partition(":")[0] in {*DRAFTINGS, *HEADS}:
+        raise RequestError(f"trees with tree= are those of a draft model, as in DIR:tree=rsd-s, got {text!r}")
+    _require_one_bundled(source)
+    if source != BUNDLED:
+        _require_model_name(source, source)
+    known = {field.name: field.default for field in fields(ModelTrees)[2:]}
+    return ModelTrees(source, **_options("a draft model", {"tree": "", **known}, options, "DIR:tree=rsd-s,width=2,nodes=16"))
+
+
+def _require_one_bundled(source: str) -> None:
+    """Raises RequestError: the bundled model is meant, or a directory of that name."""
     if source == BUNDLED and Path(source).exists():
         raise RequestError(
             f"{source!r} means the bundled draft model, and is a directory here: write ./{source} for the directory"
         )
-    return Sum(first, source)
 
 
 def _chains(drafting: Any, text: str) -> Drafting:

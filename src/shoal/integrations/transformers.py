@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerationMixin
 from shoal.config import Speculation
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import DRAFTINGS, Sum, drafting_of
+from shoal.drafting.specs import DRAFTINGS, WITH_MODEL, drafting_of
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
@@ -129,7 +129,7 @@ def _drafter(draft_model: Any, target: Runner, attention: str) -> tuple[Drafter 
         pairing.compared(target, draft)
         return ModelDrafter(draft.fork(), target.vocab_size), None
     drafting = drafting_of(draft_model)
-    if drafting is None or isinstance(drafting, Sum):
+    if drafting is None or isinstance(drafting, WITH_MODEL):
         raise RequestError(f"draft_model must be a Transformers model, {' or '.join(DRAFTINGS)}, got {draft_model!r:.80}")
     return drafting.drafter(target), drafting.name
 

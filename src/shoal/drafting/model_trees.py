@@ -1,0 +1,61 @@
+"""What `draft="DIR:tree=rsd-s,width=3,nodes=12"` means: a draft model that proposes trees. Torch is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.drafting.trained import MOST_NODES
+from shoal.errors import RequestError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from shoal.drafting.protocol import Drafter
+    from shoal.models.runner import Runner
+
+TREES = ("rsd-c", "rsd-s", "dyspec", "k-seq")
+
+
+@dataclass(frozen=True)
+class ModelTrees:
+    """Trees drawn from a draft model, see `shoal.drafting.shapes`.
+
+    Attributes:
+        source: the model's Hub id, directory or "bundled". tree: one of `TREES`.
+        width: first children, beam or sequences; 0 = 2, of dyspec the only one.
+        nodes: most of a row's tree, of dyspec the mean over the rows of the batch.
+
+    Raises:
+        RequestError: another tree, a width that the tree does not have, or nodes not in width..63.
+    """
+
+    source: str
+    tree: str
+    width: int = 0
+    nodes: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tree not in TREES:
+            raise RequestError(f"tree must be one of {', '.join(TREES)}, got {self.tree!r}")
+        if self.tree == "dyspec" and self.width:
+            raise RequestError("a dyspec tree has no width: give nodes alone, as in tree=dyspec,nodes=16")
+        if not self._width <= self.nodes <= MOST_NODES:
+            raise RequestError(f"a draft tree has at most {MOST_NODES} nodes and at least its width, got {self.name}")
+
+    @property
+    def _width(self) -> int:
+        return self.width or 2
+
+    @property
+    def name(self) -> str:
+        width = "" if self.tree == "dyspec" else f",width={self._width}"
+        return f"model:tree={self.tree}{width},nodes={self.nodes}"
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.model import ModelDrafter
+        from shoal.drafting.shapes import shape_of
+        from shoal.drafting.tree_model import TreeDrafter
+
+        assert isinstance(model, ModelDrafter)
+        if model.shared is not None or type(model) is not ModelDrafter:
+            raise UnsupportedModel(f"{self.source} has another tokenizer than {target.name}: it can draft chains, not trees")
+        return TreeDrafter(model.runner, target.vocab_size, shape_of(self.tree, self._width, self.nodes))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from shoal.cli import run
 from shoal.drafting.medusa import MedusaHeads
 from shoal.drafting.specs import named
 from shoal.drafting.trained import Medusa
-from shoal.testing import save_pair
-from shoal.train import own_samples
+from shoal.testing import VOCABULARY, save_pair
+from shoal.train import eagle3, own_samples
+from shoal.train.heads import HeadsTraining
 from shoal.train.loop import Trainer
-from shoal.train.medusa import MedusaTrainer, MedusaTraining
+from shoal.train.medusa import MedusaTrainer
+from test_eagle3 import by_definition
 
-TRAINING = MedusaTraining(heads=2, samples=32, new_tokens=40, steps=40, length=32, batch=8)
+TRAINING = HeadsTraining(heads=2, samples=32, new_tokens=40, steps=40, length=32, batch=8)
 PROMPTS = ["def f(x):", "import"]
 
 
@@ -49,7 +53,7 @@ def weights(trainer: MedusaTrainer) -> dict[str, torch.Tensor]:
 
 def loss(trainer: MedusaTrainer) -> float:
     tokens = torch.from_numpy(trainer.samples.tokens(held_out=False)[:256].astype("int64")).view(8, 32)
-    return float(trainer._loss(trainer.trainer.model, tokens).detach())
+    return float(trainer.loss(trainer.trainer.model, tokens).detach())
 
 
 def test_heads_learn_and_are_the_same_after_an_interruption(
@@ -91,23 +95,25 @@ def test_heads_learn_and_are_the_same_after_an_interruption(
         assert torch.equal(weights(again)[name], tensor)
 
 
-def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_the_command(kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "heads"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"def f(x):"\n{"prompt": "import"}\n')
-    command = ["train", "medusa", "-m", str(place), "-o", str(out), "--heads", "2", "--samples", "24", "--new-tokens", "64"]
+    command = ["train", kind, "-m", str(place), "-o", str(out), "--samples", "24", "--new-tokens", "64"]
     command += ["--prompts", str(prompts)]
     assert run([*command, "--steps", "2"]) == 0
     assert "accepted" in capsys.readouterr().out
-    assert {file.name for file in out.iterdir()} == {"config.json", "medusa_lm_head.safetensors", "training"}
-    with shoal.load(place, f"medusa:{out}", dtype="float32") as pair:
+    weights = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
+    assert {file.name for file in out.iterdir()} == {"config.json", weights, "training"}
+    with shoal.load(place, f"{kind}:{out}", dtype="float32") as pair:
         found = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead=2)
         plain = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead="off")
         assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
         assert found.stats.drafted > 0
     assert run([*command, "--steps", "2", "--samples", "32"]) == 2
     assert "was begun with" in capsys.readouterr().err
-    assert run(["train", "medusa", "-m", str(place), "-o", str(place)]) == 2
+    assert run(["train", kind, "-m", str(place), "-o", str(place)]) == 2
 
 
 def test_untrained_heads_say_what_the_target_says_now() -> None:
@@ -117,3 +123,32 @@ def test_untrained_heads_say_what_the_target_says_now() -> None:
     assert shared is not None
     assert torch.equal(heads(x), shared(x).expand(2, 3, 5))
     assert [name for name, _ in heads.named_parameters()][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
+
+
+@pytest.mark.parametrize("ids", [None, 100], ids=["all ids", "some ids"])
+def test_eagle3_heads_are_trained_on_what_they_will_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: int | None
+) -> None:
+    """Pass n of a window says of each position what a draft would say whose last n tokens are the window's."""
+    source = save_pair(tmp_path)[0]
+    monkeypatch.setattr(eagle3, "MOST_DRAFTED", ids or 32_000)
+    trainer = eagle3.Eagle3Trainer(tmp_path / "out", str(source), PROMPTS, replace(TRAINING, heads=3, samples=16))
+    trainer.prepare()
+    heads = trainer.trainer.model
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    assert trainer.reads == (0, 1, 2)
+    assert len(heads.target_ids) == (ids or VOCABULARY)  # type: ignore[arg-type]
+    window = torch.from_numpy(trainer.samples.tokens(held_out=False)[:10].astype("int64"))
+    target = SimpleNamespace(hf=trainer.target)
+    with torch.no_grad():
+        for drafted, (said, right) in enumerate(trainer._passes(heads, window[None])):
+            assert said.shape == right.shape == (1, 9 - drafted, len(heads.target_ids))  # type: ignore[arg-type]
+            for place in range(9 - drafted):
+                tokens = window.tolist()
+                known, draft = tokens[: place + 2], [*tokens[place + 2 : place + 2 + drafted], 0]
+                expected = by_definition(target, heads, known, draft)[-1]  # type: ignore[arg-type]
+                assert torch.allclose(said[0, place], expected[heads.target_ids], atol=1e-4)  # type: ignore[index]
+                assert torch.allclose(
+                    right[0, place], trainer.target(window[None]).logits[0, place + drafted + 1][heads.target_ids], atol=1e-4
+                )

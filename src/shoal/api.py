@@ -28,13 +28,12 @@ from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
-from shoal.models import loading, pairing
+from shoal.models import loading, pairing, trimming
 from shoal.models.load_report import load_report, one_line
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
-from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.options import Integer, Options, split_options
@@ -115,18 +114,23 @@ def load(
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
-    draft_runner, other = None, None
+    draft_runner, proposable = None, None
     if model is not None:
         draft_tokenizer = _tokenizer(model, draft_revision, common)
-        draft_runner = _runner(model, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype)
+        kept = None if isinstance(model, nn.Module) else trimming.kept_of(model, draft_tokenizer)
+        draft_runner = _runner(
+            model, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype, kept=kept
+        )
         other = pairing.compared(runner, draft_runner, tokenizer, draft_tokenizer)
+        proposable = trimming.proposable(other, kept, runner.vocab_size)
     for source, one in ((target, runner), (model, draft_runner)):
         if one is not None:
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     if isinstance(drafting, TRAINED):
         drafting.drafter(runner)  # heads that do not fit are refused here
     pair = Shoal(
-        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting, vocabularies=other
+        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting,
+        proposable=proposable,
     )  # fmt: skip
     LOG.info(one_line(pair.loaded))
     return pair
@@ -177,20 +181,23 @@ class Shoal:
         target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
         max_batch, prefix_sharing: see `load`. drafting: makes drafters other than that of the draft model; None = there are none.
         vocabularies: of a draft model with another tokenizer. choice: how it drafts, by counts. None with the same tokenizer.
+        shared: the tokens that a draft model may propose, where these are not all.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto", drafting: Drafting | None = None, vocabularies: Vocabularies | None = None,
+        prefix_sharing: str = "auto", drafting: Drafting | None = None,
+        proposable: trimming.Proposable | None = None,
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
-        self.drafting, self.vocabularies = drafting, vocabularies
+        self.drafting = drafting
+        self.vocabularies, self.shared = (None, None) if proposable is None else (proposable.vocabularies, proposable.shared)
         self.choice: Choice | None = None
-        if vocabularies is not None and draft_model is not None:
-            self.choice = Choice.of(vocabularies, draft_model.parameter_bytes / max(target.parameter_bytes, 1))
+        if self.vocabularies is not None and draft_model is not None:
+            self.choice = Choice.of(self.vocabularies, draft_model.parameter_bytes / max(target.parameter_bytes, 1))
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
@@ -344,7 +351,7 @@ class Shoal:
     def model_drafter(self, model: Runner) -> ModelDrafter:
         """The draft model as a drafter, for a new engine."""
         if self.vocabularies is None or self.choice is None:
-            return ModelDrafter(model.fork(), self.target.vocab_size)
+            return ModelDrafter(model.fork(), self.target.vocab_size, self.shared)
         return OtherVocabularyDrafter(model.fork(), self.target.vocab_size, self.vocabularies, self.choice)
 
     @property

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli import check_model, check_pair, check_prompts
+from shoal.cli import check_model, check_pair, check_prompts, check_vocabulary
 from shoal.cli.check_case import Case
 from shoal.cli.check_prompts import BUILT_IN, CODE, PromptSet, built_in, measured_on
 from shoal.cli.check_result import CheckResult, overall
 from shoal.cli.console import StatusLine, stdout
-from shoal.cli.files import listed_prompts
+from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import option_groups, speed_option
 from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, NewTokensOption, SampleOptions
 from shoal.config import require_text
@@ -71,6 +71,13 @@ def check(
     measuring: MeasureOptions,
     source: ModelSource,
     repeats: Annotated[int, speed_option(min=1, help="Timed runs of each draft length.")] = 3,
+    trim: Annotated[
+        int | None,
+        speed_option("--trim", min=16, help="Write beside the drafter which K tokens its head is to keep: those used most."),
+    ] = None,
+    trim_text: Annotated[
+        list[Path] | None, speed_option(help="Texts to count them in, instead of what the target writes. Repeatable.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?
@@ -81,10 +88,11 @@ def check(
     """
     source = replace(source, max_batch=max(16, measuring.n))
     given = prompts.read()
+    trimming = None if trim is None else (trim, [read_text(path) for path in trim_text or []])
     console = stdout()
     results = []
     with StatusLine() as status:
-        for result in checks_of(source, given, measuring, repeats, status.say):
+        for result in checks_of(source, given, measuring, repeats, status.say, trimming):
             results.append(result)
             if not json_output:
                 status.clear()
@@ -97,9 +105,10 @@ def check(
 
 
 def checks_of(
-    source: ModelSource, given: GivenPrompts, measuring: MeasureOptions, repeats: int, say: Callable[[str], None]
-) -> Iterator[CheckResult]:
-    """All results in order; those about drafting only for a pair that fits."""
+    source: ModelSource, given: GivenPrompts, measuring: MeasureOptions, repeats: int, say: Callable[[str], None],
+    trimming: tuple[int, list[str]] | None = None,
+) -> Iterator[CheckResult]:  # fmt: skip
+    """All results in order; those about drafting only for a pair that fits. trimming: tokens to keep, and texts to count in."""
     say("loading ...")
     model, results = check_model.load(source)
     yield from results
@@ -117,6 +126,8 @@ def checks_of(
     yield measured_on(check_model.memory(case), *sets)
     if model.drafter_name is not None and context.status != "fail":
         yield from _drafting_checks(case.drafted())
+    if trimming is not None:
+        yield check_vocabulary.trim(case, *trimming)
 
 
 def _drafting_checks(case: Case) -> Iterator[CheckResult]:
@@ -124,7 +135,8 @@ def _drafting_checks(case: Case) -> Iterator[CheckResult]:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
         yield CheckResult("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
         return
-    for check_of in (check_pair.acceptance, check_pair.costs, check_pair.speed_up, check_pair.identity):
+    checks = (check_pair.acceptance, check_vocabulary.vocabulary, check_pair.costs, check_pair.speed_up, check_pair.identity)
+    for check_of in checks:
         yield from check_of(case)
 
 

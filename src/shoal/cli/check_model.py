@@ -39,13 +39,13 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
 
 
 def _tokenizers(model: Shoal, draft: Runner) -> CheckResult:
-    vocabulary = f"{model.target.vocab_size} tokens v {draft.vocab_size} of the drafter"
+    trimmed = "" if draft.known_ids == draft.vocab_size else f", whose head keeps {draft.vocab_size}"
+    figure = f"{model.target.vocab_size} tokens v {draft.known_ids} of the drafter{trimmed}"
+    data: dict[str, Any] = {"target": model.target.vocab_size, "draft": draft.known_ids, "head": draft.vocab_size}
     if model.vocabularies is None:
-        return CheckResult("tokenizer", "ok", f"the same; {vocabulary}")
-    shared = model.vocabularies.shared
-    count = 0 if shared is None else len(shared.target)
-    data = {"shared": count, "target": model.target.vocab_size, "draft": draft.vocab_size}
-    return CheckResult("tokenizer", "ok", f"another one; {vocabulary}, of which they share {count}", data=data)
+        return CheckResult("tokenizer", "ok", f"the same; {figure}", data=data)
+    shared = 0 if model.shared is None else len(model.shared.target)
+    return CheckResult("tokenizer", "ok", f"another one; {figure}; they share {shared}", data=data | {"shared": shared})
 
 
 def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
@@ -62,7 +62,7 @@ def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | N
 
 def _advice(error: Exception) -> str:
     if isinstance(error, PairMismatch):
-        return "take a drafter of the target's own family, with the same tokenizer"
+        return "take a drafter of the target's own family, or one whose tokenizer keeps texts as they are"
     if isinstance(error, RequestError):
         return "check the name or the directory; a gated model needs a login with `hf auth login`"
     return "this model cannot be used; the message names the reason"

@@ -21,7 +21,7 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         RequestError: for a file that cannot be read, a prompt that is empty or no text, or none at all.
     """
     found = [("--prompt", text) for text in prompts]
-    found += [(str(file), _read(file)) for file in files]
+    found += [(str(file), read_text(file)) for file in files]
     if not found:
         if sys.stdin.isatty():
             raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin")
@@ -34,7 +34,8 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return [text for _, text in found]
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A file's text. Raises RequestError: it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -55,7 +56,7 @@ def listed_prompts(files: Sequence[Path]) -> list[str]:
 
 
 def _prompts_of(file: Path) -> list[str]:
-    text = _read(file)
+    text = read_text(file)
     require_text(text, f"the prompt from {file}")
     if file.suffix not in (".jsonl", ".txt"):
         return [text]

@@ -28,6 +28,8 @@ class StringDrafts:
 
     def __init__(self, drafter: ModelDrafter, contexts: Contexts, vocabularies: Vocabularies) -> None:
         self._drafter, self._contexts, self._vocabularies = drafter, contexts, vocabularies
+        kept = vocabularies.kept
+        self._kept = None if kept is None else torch.tensor(kept, device=drafter.runner.device)
 
     def steps(self, lengths: Sequence[int]) -> int:
         """Tokens of the drafter that drafts of these lengths take."""
@@ -53,6 +55,7 @@ class StringDrafts:
         sure: list[Tensor] = []
         while True:
             highest, best = last.float().softmax(-1).max(-1)
+            best = best if self._kept is None else self._kept[best]
             tokens.append(torch.where(highest.isfinite(), best, -1))
             sure.append(highest)
             if len(tokens) == steps:

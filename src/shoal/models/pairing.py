@@ -29,16 +29,16 @@ def compared(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokeniz
             f"{draft.name} cannot draft for {target.name}: target is on {target.device}, drafter on {draft.device}"
         )
     if tokenizer is None or draft_tokenizer is None:
-        if abs(target.vocab_size - draft.vocab_size) > VOCABULARY_PADDING:
+        if abs(target.vocab_size - draft.known_ids) > VOCABULARY_PADDING:
             raise PairMismatch(
-                f"{draft.name} cannot draft for {target.name}: vocabulary of {target.vocab_size} v {draft.vocab_size} and no "
+                f"{draft.name} cannot draft for {target.name}: vocabulary of {target.vocab_size} v {draft.known_ids} and no "
                 "tokenizers to compare: load both models from where their tokenizers lie"
             )
         return None
     if same_tokens(tokenizer, draft_tokenizer):
         return None
     spellings = Spelling.of(tokenizer, target.name), Spelling.of(draft_tokenizer, draft.name)
-    return vocabularies(*spellings, target.vocab_size, draft.vocab_size)
+    return vocabularies(*spellings, target.vocab_size, draft.known_ids)
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:

@@ -37,7 +37,8 @@ class Runner:
     Attributes:
         hf: the Transformers model, never modified. name: as the user wrote it.
         attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
-        context: most tokens a row may hold. vocab_size: width of the logits. device, dtype: of the model when made or forked.
+        context: most tokens a row may hold. vocab_size: width of the logits. known_ids: ids that it can read.
+        device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
         static: passes of fixed shapes, if any. lean: computes ordinary passes in place of the model's modules, if set.
         packs: blocks with many unused columns are fed without them, as one sequence.
@@ -64,6 +65,7 @@ class Runner:
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
+        self.known_ids = self.vocab_size
         self.cache = SlotCache()
         self.passes = 0
         self.seconds = 0.0
@@ -260,7 +262,7 @@ class Runner:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         with self._counted():
             if self.static is not None and want_logits and not self.hidden_layers:
-                known = known_tokens(plan, tokens, self.vocab_size)
+                known = known_tokens(plan, tokens, self.known_ids)
                 return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, tokens, want_logits))
             return self._dynamic(plan, tokens, want_logits)
 
@@ -354,10 +356,10 @@ class Runner:
         if self.lean is not None and not self.lean.decoder.stale:
             logits, hidden = self.lean(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers)
         elif not want_logits and (layers := self._prompt_layers()) is not None:
-            logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.vocab_size)), self.cache, self._method)
+            logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.known_ids)), self.cache, self._method)
             hidden = None
         else:
-            known = plan.pack(known_tokens(plan, tokens, self.vocab_size))
+            known = plan.pack(known_tokens(plan, tokens, self.known_ids))
             logits, hidden = self._bridge.ordinary(
                 known, self.cache, self._method, self.forward_context(), want_logits, self.hidden_layers
             )

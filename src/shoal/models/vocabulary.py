@@ -46,12 +46,13 @@ class Vocabularies:
     """Two vocabularies and what they share.
 
     Attributes:
-        shared: None where there is nothing.
+        shared: None where there is nothing. kept: the drafter's ids of its logits, where it has not all of them.
     """
 
     target: Spelling
     draft: Spelling
     shared: SharedTokens | None
+    kept: tuple[int, ...] | None = None
 
     @cached_property
     def ratio(self) -> float:

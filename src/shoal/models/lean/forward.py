@@ -58,7 +58,7 @@ class LeanPass:
         """A pass over the plan's tokens.
 
         Args:
-            tokens: [rows, q] int64, or more columns; ids beyond the logits stand for the last one.
+            tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last one.
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
             hidden_layers: hidden states wanted (`shoal.models.runner.Runner`). A pass in one call has none.
 
@@ -69,7 +69,7 @@ class LeanPass:
         logits = None if self.whole is None or hidden_layers else self.whole(plan, tokens, cache, want_logits)
         if logits is not None:
             return logits, None
-        decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, self.decoder.head.shape[0]))
+        decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
         do = self._begin(plan, cache, method)
         x = decoder.embedding.index_select(0, tokens.flatten())
         kept = {0: x.clone()} if 0 in hidden_layers else {}  # the next layer may overwrite its input

@@ -17,6 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import shoal
+from shoal.cli.check_case import Case
+from shoal.cli.check_prompts import PromptSet
+from shoal.cli.check_vocabulary import vocabulary
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
 from shoal.drafting.other_vocabulary import SLEM, TLI, Choice, OtherVocabularyDrafter
@@ -28,6 +31,7 @@ from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.fixed import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
+from shoal.models.trimming import proposable
 from shoal.models.vocabulary import Vocabularies, vocabularies
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
@@ -264,19 +268,23 @@ def test_what_every_drafter_must_keep_to() -> None:
 STORY = "the drafter writes the text, naïve café 🙂 reads the text again, 你好世界, the target writes\n"
 
 
+def common_start(draft: str, ids: Sequence[int], own: Sequence[int]) -> int:
+    """The least prompt of a text's tokens that the drafter splits as it does the whole text."""
+
+    def begun(count: int) -> list[int]:
+        text = spelling("byte-level").spelled(ids[:count])
+        return [*spelling(draft).begin, *spelling(draft).ids(text, first=True)]
+
+    return next(count for count in range(1, len(ids)) if own[: len(begun(count))] == begun(count))
+
+
 @pytest.mark.parametrize("draft", ["SentencePiece", "bytes"])
 def test_a_drafter_that_knows_the_text_is_accepted(draft: str) -> None:
     """It says what follows only after the tokens into which its own tokenizer splits the text."""
     ours, theirs = TOKENIZERS["byte-level"](), TOKENIZERS[draft]()
     ids, own = ours.encode(STORY), theirs.encode(STORY)
     target = scripted(says([ids], len(ours)), len(ours))
-
-    def begun(count: int) -> list[int]:
-        """The drafter's tokens of a prompt of so many."""
-        text = spelling("byte-level").spelled(ids[:count])
-        return [*spelling(draft).begin, *spelling(draft).ids(text, first=True)]
-
-    start = next(count for count in range(1, len(ids)) if own[: len(begun(count))] == begun(count))
+    start = common_start(draft, ids, own)
     asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
     for methods, least in (((SLEM,), 0.75), ((TLI,), 0.1)):
         drafter = drafter_of(scripted(says([own], len(theirs)), len(theirs)), len(ours), both("byte-level", draft), *methods)
@@ -490,3 +498,38 @@ def test_a_pair_whose_tokenizers_differ_is_loaded(tmp_path: Path) -> None:
         assert again.stats.row_rounds > 0
         summed = shoal.load(target, f"ngram+{draft}")
         assert summed.generate(TEXTS, lookahead=3, **asked)[0].samples[0].token_ids == plain[0].samples[0].token_ids
+
+
+@pytest.mark.parametrize("method", [TLI, SLEM])
+def test_a_trimmed_head_of_another_vocabulary(llamas: tuple[Runner, Runner], method: str) -> None:
+    """Its columns are no ids: a drafter that knows the text is accepted as far as it may say it."""
+    ours, theirs = byte_level(), sentence_piece()
+    ids, own = ours.encode(STORY), theirs.encode(STORY)
+    kept = tuple(sorted(set(own) - set(own[20::5]) - {own[0]}))
+    following = says([own], len(theirs))
+    draft = scripted(lambda history: following(history)[list(kept)], len(kept))
+    draft.known_ids = len(theirs)
+    found = proposable(both("byte-level", "SentencePiece"), kept, len(ours)).vocabularies
+    assert found is not None
+    drafter = drafter_of(draft, len(ours), found, method)
+    engine = Engine(scripted(says([ids], len(ours)), len(ours)), drafter, Fixed(3), max_batch=1)
+    start = common_start("SentencePiece", ids, own)
+    asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
+    assert finished(engine, [asked]) == [ids]
+    assert engine.stats.accepted > 0.1 * engine.stats.drafted > 0
+
+
+def test_check_says_what_is_lost_and_which_method_drafts(llamas: tuple[Runner, Runner]) -> None:
+    target, draft = llamas
+    pair = shoal.Shoal(
+        target, draft, byte_level(), proposable=proposable(both("byte-level", "SentencePiece"), None, target.vocab_size)
+    )
+    case = Case(pair, [PromptSet.of("", "here", [TEXTS[0]], byte_level())], 2, 24, 3, 1, lambda _: None)
+    (said,) = vocabulary(case)
+    rows = [row for by in case.acceptance for one in by.values() for out in one for row in out.samples]
+    shared = set(both("byte-level", "SentencePiece").shared.target)  # type: ignore[union-attr]
+    tokens = [token for row in rows for token in row.token_ids]
+    assert said.data["share"] == sum(token in shared for token in tokens) / len(tokens)
+    assert 0 < said.data["share"] < 1
+    assert set(said.data["rates"]) == {TLI, SLEM}
+    assert f"drafts by {said.data['method']}" in said.figure

@@ -1,5 +1,5 @@
 """EAGLE-3 heads: what they draft is what the published layout means, in ragged batches; exact by their q; refused where they do not
-fit."""
+fit. That trees drawn from a right q are exact is said by tests/test_tree_drafters.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from torch.nn import functional as F
 import shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
-from shoal.drafting.eagle3 import Eagle3Drafter
+from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
+from shoal.drafting.growth import Node
 from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.specs import named
 from shoal.drafting.trained import Eagle3
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
@@ -164,6 +166,34 @@ def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing
     assert not drafter._prompts._of
 
 
+class TreeRecorder(Eagle3TreeDrafter):
+    """Keeps the q of every node that it asked the heads about."""
+
+    def _q(self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]) -> tuple[Tensor, list[bool]]:
+        for node, one in zip(asked, logits, strict=True):
+            tokens = list(inputs.rows[node.row].tokens)
+            proposals.append((tokens, [*node.path(), 0], [*[one] * node.depth, (one / 2.0).softmax(-1)]))
+        return super()._q(inputs, logits, asked)
+
+
+@torch.inference_mode()
+def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner) -> None:
+    """Of each node what follows the path to it; the whole tree is fed again for each depth, with the states of its parents."""
+    proposals.clear()
+    made = Eagle3(str(place), "rsd-s", width=2, nodes=6).drafter(target)
+    assert isinstance(made, Eagle3TreeDrafter)
+    drafter = TreeRecorder(made._heads, made.hidden_layers, target, shape=made._shape)
+    engine, _ = decoded(target, drafter, Rejection(), 4, 2.0)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert {len(draft) for _, draft, _ in proposals} == {1, 2, 3}
+    worst = 0.0
+    for tokens, path, q in proposals:
+        if len(tokens) > 1:
+            right = by_definition(target, drafter._heads, tokens, path)[-1]
+            worst = max(worst, float((q[-1] - (right / 2.0).softmax(-1)).abs().max()))
+    assert worst < 1e-6
+
+
 @torch.inference_mode()
 def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     real = hidden._hidden
@@ -186,12 +216,12 @@ def test_layers_that_are_read() -> None:
 
 
 @RULES
-@pytest.mark.parametrize("max_batch", [1, 3, 9])
-def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, rule: Rule) -> None:
+@pytest.mark.parametrize(("max_batch", "tree"), [(1, ""), (3, ""), (9, ""), (3, "rsd-s")])
+def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, tree: str, rule: Rule) -> None:
     """Greedy; under the coupled rule at T > 0 as well."""
     for temperature in (0.0, 2.0) if isinstance(rule, Coupled) else (0.0,):
         plain, expected = decoded(target, None, rule, max_batch, temperature)
-        drafter = Eagle3(str(place)).drafter(target)
+        drafter = Eagle3(str(place), tree).drafter(target)
         assert isinstance(drafter, Eagle3Drafter)
         engine, found = decoded(target, drafter, rule, max_batch, temperature)
         assert found == expected
@@ -252,6 +282,19 @@ def test_the_protocol_is_kept() -> None:
     assert check_drafter(lambda: Eagle3Drafter(heads, (0, 1, 2), target), 5) > 20
 
 
+def test_names(place: Path) -> None:
+    assert named(f"eagle3:{place}") == Eagle3(str(place))
+    assert named(f"eagle3:{place},tree=dyspec,nodes=8") == Eagle3(str(place), "dyspec", 0, 8)
+    assert Eagle3(str(place), "rsd-s", 3).name == "eagle3:tree=rsd-s,width=3,nodes=16"
+    for options, message in (
+        ("tree=oak", "tree must be one of rsd-c"),
+        ("nodes=64", "nodes in 0..63"),
+        ("k=3", "no option 'k'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            named(f"eagle3:{place},{options}")
+
+
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -259,11 +302,10 @@ def test_load_takes_the_heads(place: Path, tmp_path: Path) -> None:
     first, _ = save_pair(tmp_path)
     with shoal.load(first, f"eagle3:{place}", dtype="float32") as pair:
         assert pair.drafter_name == "eagle3"
-        for options in ({"seed": 1, "temperature": 1.5}, {"temperature": 0.0}):
-            plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", **options)  # type: ignore[arg-type]
-            found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=3, **options)  # type: ignore[arg-type]
-            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-            assert found.stats.draft_passes > 0 < found.stats.drafted
+        plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", seed=1, temperature=1.5)
+        found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=3, seed=1, temperature=1.5)
+        assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+        assert found.stats.draft_passes > 0 < found.stats.drafted
 
 
 @pytest.mark.parametrize(

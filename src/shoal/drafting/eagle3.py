@@ -19,6 +19,7 @@ from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3 import Eagle3Heads, Eagle3Model, layer_config, published_layers
@@ -88,18 +89,21 @@ class Eagle3Drafter(ModelDrafter):
 
     Args:
         heads: shared by all engines. reads: hidden states of the target. target: for which they draft.
+        drawn: of a drafter of another kind.
     """
 
-    def __init__(self, heads: Eagle3Heads, reads: Sequence[int], target: Runner) -> None:
+    def __init__(self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
         self.model = Eagle3Model(heads, self._states)
         runner: Any = Runner(self.model, "EAGLE-3 heads", "interface", target.context)
         runner.vocab_size = target.vocab_size
-        super().__init__(runner, target.vocab_size, pending=PENDING)
+        super().__init__(runner, target.vocab_size, pending=PENDING, **drawn)
         self.hidden_layers = tuple(reads)
         self._heads = heads
         self._prompts = PromptStates()
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
         """Hidden states of rows from a position on, [positions, features] in pieces; what lies before is in the cache."""
+        self._columns: list[slice] = []
+        """Of each row of the last pass the columns that drafts may follow: its last token, or that and the nodes of a tree."""
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self._prompts.read(chunks, hidden)
@@ -131,18 +135,21 @@ class Eagle3Drafter(ModelDrafter):
 
     def _states(self, plan: Plan) -> Tensor:
         """Of the tokens of a pass, [rows, q, width]: by the target's hidden states before them, or of a drafted token what the
-        layer computed for the token before. Zero where there are none: of a first token, and of padding."""
+        layer computed for its parent in the pass before. Zero where there are none: of a first token, and of padding."""
         heads = self._heads
         states = torch.zeros(plan.rows, plan.q, heads.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         places, found = [], []
+        before, self._columns = self._columns, []
         for b, (row, start, count) in enumerate(zip(self._rows(plan), plan.starts, plan.counts, strict=True)):
-            own = 0 if row is None else min(count, len(row.tokens) - start)
-            if row is not None and own > 0:
+            own = count if row is None else max(0, min(count, len(row.tokens) - start))
+            if row is not None and own:
                 features = self._features(row, start, own)
                 places += [(b, own - len(features) + j) for j in range(len(features))]
                 found.append(features)
-            elif row is not None and self.model.last is not None:
-                states[b, 0] = self.model.last[b]
+            for column in range(own, count):
+                parent = 0 if not own else column - 1 if plan.parents is None else plan.parents[b][column - 1] + 1
+                states[b, column] = self.model.computed[b, before[b]][parent]
+            self._columns.append(slice(0, count) if 0 < own < count else slice(count - 1, count))
         if places:
             rows, columns = zip(*places, strict=True)
             states[list(rows), list(columns)] = heads.fc(torch.cat(found))
@@ -165,3 +172,16 @@ class Eagle3Drafter(ModelDrafter):
             own = torch.cat(pieces)
             parts.append(own[max(start - 1 - first, 0) : start + count - 1 - first])
         return torch.cat(parts) if parts else torch.empty(0, self._heads.fc.in_features, dtype=self.model.dtype)
+
+
+class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):
+    """Trees drawn from the heads' q, see `shoal.drafting.tree_model`.
+
+    Args:
+        shape: of the trees, as a keyword; the others as of `Eagle3Drafter`.
+    """
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        self._fed = {}  # whose states are the layer's own: nothing of a tree stays in the cache
+        return tree

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.drafting.trained import MOST_NODES
 from shoal.errors import RequestError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from shoal.drafting.growth import Shape
     from shoal.drafting.protocol import Drafter
     from shoal.models.runner import Runner
 
+MOST_NODES = 63
+"""Of a draft tree (`shoal.types.trees`)."""
 TREES = ("rsd-c", "rsd-s", "dyspec", "k-seq")
 
 
@@ -50,12 +52,18 @@ class ModelTrees:
         width = "" if self.tree == "dyspec" else f",width={self._width}"
         return f"model:tree={self.tree}{width},nodes={self.nodes}"
 
+    @property
+    def shape(self) -> Shape:
+        """Imports torch."""
+        from shoal.drafting.shapes import shape_of
+
+        return shape_of(self.tree, self._width, self.nodes)
+
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.model import ModelDrafter
-        from shoal.drafting.shapes import shape_of
         from shoal.drafting.tree_model import TreeDrafter
 
         assert isinstance(model, ModelDrafter)
         if model.shared is not None or type(model) is not ModelDrafter:
             raise UnsupportedModel(f"{self.source} has another tokenizer than {target.name}: it can draft chains, not trees")
-        return TreeDrafter(model.runner, target.vocab_size, shape_of(self.tree, self._width, self.nodes))
+        return TreeDrafter(model.runner, target.vocab_size, self.shape)

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.drafting.model_trees import ModelTrees
-from shoal.drafting.trained import HEADS, MOST_NODES
+from shoal.drafting.model_trees import MOST_NODES, ModelTrees
+from shoal.drafting.trained import HEADS
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.drafting.model_trees import MOST_NODES, ModelTrees
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.drafting.protocol import Drafter
     from shoal.models.runner import Runner
-
-MOST_NODES = 63
-"""Of a draft tree (`shoal.types.trees`)."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +49,38 @@ class Eagle3:
     """Heads on three of the target's hidden states, which draft token by token (`shoal.drafting.eagle3`).
 
     Attributes:
-        directory: holds them.
+        directory: holds them. tree: one of `shoal.drafting.model_trees.TREES`; "" = chains, also for a target that takes no trees.
+        width, nodes: of trees, as of those of a model.
 
     Raises:
-        RequestError: nothing there.
+        RequestError: nothing there, or another tree, width or nodes.
     """
 
     directory: str
+    tree: str = ""
+    width: int = 0
+    nodes: int = 16
 
     def __post_init__(self) -> None:
-        _require_heads(self.directory, "eagle3", 0)
+        _require_heads(self.directory, "eagle3", self.nodes)
+        _ = self.name
 
     @property
     def name(self) -> str:
-        return "eagle3"
+        return f"eagle3:{self._trees.name.partition(':')[2]}" if self.tree else "eagle3"
+
+    @property
+    def _trees(self) -> ModelTrees:
+        return ModelTrees("heads", self.tree, self.width, self.nodes)
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.checkpoints import once
-        from shoal.drafting.eagle3 import Eagle3Drafter, load_eagle3
+        from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter, load_eagle3
 
-        return Eagle3Drafter(*once(target, self.directory, load_eagle3), target)
+        heads, reads = once(target, self.directory, load_eagle3)
+        if not self.tree or not target.takes_trees:
+            return Eagle3Drafter(heads, reads, target)
+        return Eagle3TreeDrafter(heads, reads, target, shape=self._trees.shape)
 
 
 HEADS: dict[str, type[Any]] = {"medusa": Medusa, "eagle3": Eagle3}

@@ -31,14 +31,14 @@ class TreeDrafter(ModelDrafter):
     by their q, trees of what is most probable.
 
     Args:
-        runner, vocab_size: as of `ModelDrafter`. shape: of the trees.
+        runner, vocab_size, pending: as of `ModelDrafter`. shape: of the trees.
 
     Raises:
         UnsupportedModel: the draft model takes no trees itself.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, shape: Shape) -> None:
-        super().__init__(runner, vocab_size)
+    def __init__(self, runner: Runner, vocab_size: int, shape: Shape, *, pending: int = 2) -> None:
+        super().__init__(runner, vocab_size, pending=pending)
         if not runner.takes_trees:
             raise UnsupportedModel(
                 f"{runner.name} takes no position for each token, which draft trees need: it can draft chains"

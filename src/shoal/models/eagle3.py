@@ -122,14 +122,14 @@ class Eagle3Model(nn.Module):
         target: whose positions and number format they have.
 
     Attributes:
-        last: what the layer computed for the last token of each row of the last pass, [rows, width].
+        computed: what the layer computed for the tokens of the last pass, [rows, q, width].
     """
 
     def __init__(self, heads: Eagle3Heads, states: States) -> None:
         super().__init__()
         self.heads, self._states = heads, states
         self.config = SimpleNamespace(_attn_implementation="eager", eos_token_id=None, model_type="eagle3")
-        self.last: Tensor | None = None
+        self.computed = torch.empty(0)
         self.eval()
 
     @property
@@ -157,9 +157,7 @@ class Eagle3Model(nn.Module):
             return found
 
         states = self.heads(tokens, plan.pack(self._states(plan)), position_ids, attend)
-        if plan.into is None:
-            ends = torch.tensor([count - 1 for count in plan.counts], device=states.device)
-            self.last = plan.unpack(states)[torch.arange(plan.rows, device=states.device), ends]
+        self.computed = plan.unpack(states)
         return SimpleNamespace(logits=self.heads.said(states[:, -logits_to_keep:]))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mutants import mutant
 from shoal.models.layers import kernels
 from shoal.models.layers.int8 import TOKENS, WeightOnlyInt8
-from shoal.models.layers.operations import COLUMNS, add_norm, heads, silu_mul
+from shoal.models.layers.operations import COLUMNS, add_norm, begin, heads, silu_mul
 from shoal.models.lean.decoder import Norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,6 +76,22 @@ def of_add_norm(case: Case) -> float:
     total = x.double() + other.double()
     kept = x.clone()
     return max(worst, error(add_norm(kept, other, norm), normed(total, norm)), error(kept, total))
+
+
+def of_begin(case: Case) -> float:
+    """Tokens of two rows that are part of longer ones; positions as far on as the longest contexts."""
+    vocabulary, columns, scaling = 50, case.tokens, 1.5
+    table, norm = case.random(vocabulary, case.width, salt=1), case.norm(case.width, 2)
+    generator = torch.Generator().manual_seed(case.seed)
+    tokens = torch.randint(vocabulary, (2, columns + 3), generator=generator)[:, :columns].to(DEVICE)
+    positions = torch.randint(1 << 17, (2, columns), generator=generator).to(DEVICE)
+    frequencies = (0.7 ** torch.arange(case.rotary // 2)).to(DEVICE)
+    x, out, (cos, sin) = begin(tokens, positions, table, (frequencies, scaling), norm)
+    rows = table.double()[tokens.flatten()]
+    angle = (positions.flatten()[:, None].float() * frequencies).double()  # rounded, as in the model's module
+    angle = torch.cat([angle, angle], dim=1)
+    worst = max(error(x, rows), error(out, normed(rows, norm)))
+    return max(worst, error(cos, angle.cos() * scaling), error(sin, angle.sin() * scaling))
 
 
 def of_silu_mul(case: Case) -> float:
@@ -143,6 +159,7 @@ def _int8_product(case: Case) -> float:
 # ── the kernels are the definitions ─────────────────────────────────────────────────────────────────────────────────
 
 OPERATIONS: dict[str, Callable[[Case], float]] = {
+    "begin": of_begin,
     "add_norm": of_add_norm,
     "heads": of_heads,
     "silu_mul": of_silu_mul,
@@ -174,6 +191,17 @@ def test_a_kernel_is_the_definition(name: str, dtype: torch.dtype) -> None:
 # ── negative controls: kernels with one thing wrong, none of which leaves its tensors ───────────────────────────────
 
 MUTANTS = {
+    "begin": {
+        "rows side by side": ("tokens + token // columns * row_stride + token % columns", "tokens + token"),
+        "another token's embedding": ("embedding + chosen * width", "embedding + (chosen + 1) % 50 * width"),
+        "normalised embedding": (
+            "tl.store(x + token * width + column, row,",
+            "tl.store(x + token * width + column, row * 2,",
+        ),
+        "position of token 0": ("tl.load(positions + token)", "tl.load(positions)"),
+        "not scaled": ("tl.sin(angle) * scaling", "tl.sin(angle)"),
+        "one half": ("tl.store(cos + place + HALF, c, mask=there)\n", "tl.store(cos + place + HALF, s, mask=there)\n"),
+    },
     "add_norm": {
         "epsilon outside of the root": (
             "tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)",
@@ -181,14 +209,14 @@ MUTANTS = {
         ),
         "epsilon forgotten": (" / width + eps)", " / width)"),
         "sum instead of mean": ("tl.sum(wide * wide, 0) / width + eps", "tl.sum(wide * wide, 0) + eps"),
-        "mean over the block": ("tl.sum(wide * wide, 0) / width + eps", "tl.sum(wide * wide, 0) / BLOCK + eps"),
+        "mean over more": ("tl.sum(wide * wide, 0) / width + eps", "tl.sum(wide * wide, 0) / (2 * width) + eps"),
         "residual not written": ("        tl.store(x + place, row, mask=inside)\n", ""),
         "residual not added": (
             "(row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)",
             "row",
         ),
         "residual of another row": ("tl.load(other + place", "tl.load(other + column"),
-        "norm written to the residual": ("tl.store(out + place, (norm", "tl.store(x + place, (norm"),
+        "norm written to the residual": ("tl.store(out + place, normed", "tl.store(x + place, normed"),
         "weight forgotten": ("norm.to(row.dtype).to(tl.float32) * scale", "norm.to(row.dtype).to(tl.float32)"),
         "row stride wrong": ("place = token * width + column\n    row", "place = token * (width - 8) + column\n    row"),
     },

@@ -66,7 +66,7 @@ RESERVED = {
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
     "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "openvino", "openvino_genai",
-    "shoal.models.attention.kernels", "shoal.models.layers.kernels", "shoal.serve",
+    "shoal.models.attention.kernels", "shoal.models.layers.kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ahead_of_time import CAPABILITIES, TENSOR_CORES, compiled, needs_compiler
+from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.layers.int8 import INPUTS, OUTPUTS, STAGES
 from shoal.testing import tiny_model
@@ -23,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("cases", ["layers_cases.py", "layer_models_cases.py"])
+@pytest.mark.parametrize("cases", ["layers_cases.py", "layer_models_cases.py", "steps_cases.py"])
 def test_the_cases_in_the_interpreter(cases: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(cases))],
@@ -35,6 +36,11 @@ def test_the_cases_in_the_interpreter(cases: str) -> None:
 # ── for GPUs that are not here ──────────────────────────────────────────────────────────────────────────────────────
 
 KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
+    "begin": (
+        dict.fromkeys(("embedding", "weight", "x", "out"), "*bf16") | dict.fromkeys(("tokens", "positions"), "*i64")
+        | dict.fromkeys(("frequencies", "cos", "sin"), "*fp32") | {"scaling": "fp32", "eps": "fp32"},
+        {"HALF": 64, "ANGLES": 64, "BLOCK": 4096}, 8,
+    ),
     "add_norm": (dict.fromkeys(("x", "other", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 4096}, 8),
     "add_norm, nothing added": (
         dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 16384, "other": None}, 32
@@ -64,6 +70,32 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
 }  # fmt: skip
 """Types, constants and warps, as `operations` launches them for a model of 4096 features."""
+DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
+    "inverse_transform": (
+        {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"}, {"SIZE": 256, "BLOCKS": 1024}, 4
+    ),
+    "bucket_sums": ({"weights": "*fp32", "sums": "*fp64"}, {"DEPTH": 64, "BUCKETS": 64}, 4),
+    "exponential_race": (
+        {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"},
+        {"PARTS": 64, "BUCKETS": 64, "MEMBERS": 4096}, 16,
+    ),
+}  # fmt: skip
+"""The same of `drawing`, for the largest vocabulary."""
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from shoal.models.layers import draw_kernels
+
+    types, constants, warps = DRAWS[name]
+    for capability in CAPABILITIES:
+        binary = compiled(getattr(draw_kernels, name), types, constants, capability, tmp_path, warps=warps, stages=1)
+        assert binary.keeps_to_registers
+        assert binary.programs >= 1
+        assert binary.shared <= 16 * 1024
 
 
 @needs_compiler
@@ -87,6 +119,7 @@ def test_they_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
             stages=STAGES if multiplies else 1,
         )
         assert binary.keeps_to_registers
+        assert "cos.approx" not in binary.ptx  # wrong by whole turns at large positions
         assert binary.registers <= (128 if multiplies else 64)
         assert binary.shared <= (99 * 1024 if multiplies else 1024)
         assert bool(binary.instructions & {"HMMA", *TENSOR_CORES.values()}) is multiplies
@@ -140,3 +173,29 @@ def test_int8_on_cuda_is_ours_where_the_kernel_runs(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(quantize, "_weight_only_int8", lambda hf: "ours")
         assert quantize.quantized(hf, "int8") == (expected, "int8")
         assert quantize.quantized(hf, "fp8") == ("torchao, fp8", "fp8")
+
+
+# ── what a round launches ───────────────────────────────────────────────────────────────────────────────────────────
+
+LAUNCHES: dict[tuple[int, str], tuple[int, int]] = {
+    (0, "rejection"): (0, 59),
+    (4, "rejection"): (13, 97),
+    (4, "coupled"): (13, 52),
+}
+"""By drafts and rule: launches besides layers of each draft, and of the rest of a round."""
+
+
+@needs_triton
+@pytest.mark.parametrize(("k", "rule"), LAUNCHES)
+def test_what_is_launched_besides_layers(k: int, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fused_launches import of_a_round
+
+    def besides(drafts: int) -> int:
+        names = of_a_round(Fixed(drafts), drafts > 0, rule, monkeypatch)
+        assert names["begin"] == drafts + 1
+        assert names["heads"] == drafts + 1  # one layer each
+        return names.total() - 9 * (drafts + 1)
+
+    whole = besides(k)
+    draft = whole - besides(k - 1) if k else 0
+    assert (draft, whole - k * draft) == LAUNCHES[k, rule]

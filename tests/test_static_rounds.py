@@ -265,8 +265,8 @@ def wrong_position(self: Block, plan: Any, capacity: int) -> Any:
     return numbers
 
 
-def wrong_step(found: Any, then: Block, *, same: bool) -> None:
-    fed(found, then, same=same)
+def wrong_step(found: Any, then: Block, **options: Any) -> None:
+    fed(found, then, **options)
     then.tokens.add_(1)
 
 

@@ -1,10 +1,10 @@
 """`python benchmarks/gpu/budget.py`: what a round should take on a GPU, computed from counted budgets. **Computed, not measured.**
 
-Counted: launches and copies of a captured round, by running tiny models of the same layout on a device that pretends to be a GPU
-(tests/pretend.py), with the launches per layer that the tests hold; bytes of weights, and of keys and values. Given: the
-bandwidth and the operations per second that the manufacturer names, and what a launch in a graph, a copy and a wait take. A
-round is then the longer of reading and computing, for each pass, and its launches, copies and waits. Not in it: what distributions
-over the vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
+Counted: launches of a captured round of tiny models of the same layout, whose layers and draws are Triton kernels
+(tests/fused_launches.py); copies and waits, on a device that pretends to be a GPU (tests/pretend.py); bytes of weights, and of
+keys and values. Given: the bandwidth and the operations per second that the manufacturer names, and what a launch in a graph, a
+copy and a wait take. A round is then the longer of reading and computing, for each pass, and its launches, copies and waits. Not
+in it: what distributions over the vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
 
 No GPU is needed, and none is asked for anything.
 """
@@ -21,9 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
+from fused_launches import of_a_round
 from pretend import Pretend, moved
 from shoal.bench.shapes import SHAPES, Shape
 from shoal.config import Limits, Sampling
@@ -66,35 +68,37 @@ class Budget:
 
 
 def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int) -> Budget:
-    """A round in which nothing is built. What a layer launches is taken out, and fused layers are put in its place."""
-
-    def crossings(layers: int, draft_layers: int) -> Counter[str]:
-        device = Pretend()
-        before, EXECUTORS["graphed"] = EXECUTORS["graphed"], device.executor
-        try:
-            with device:
-                runners = [_runner(seed, n) for seed, n in ((0, layers), (1, draft_layers))]
-                made = engine_of(runners[0], runners[1] if drafts else None, lookahead(), rule=Rejection(), max_batch=8)
-                for i in range(3):
-                    made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=60)))
-                while True:
-                    counts, building = device.counts.copy(), made.target.seconds_building
-                    made.step()
-                    if made.stats.rounds > 8 and made.target.seconds_building == building:
-                        return device.counts - counts
-        finally:
-            EXECUTORS["graphed"] = before
-
-    least = crossings(1, 1)
-    per_target = crossings(2, 1)["captured"] - least["captured"]
-    per_drafter = crossings(1, 2)["captured"] - least["captured"] if drafts else 0
-    others = least["captured"] - per_target - per_drafter
+    """A round in which nothing is built."""
+    with pytest.MonkeyPatch.context() as patch:
+        launched = of_a_round(lookahead(), drafts > 0, "rejection", patch)
+    if launched["heads"] != drafts + 1:  # layers: one of the target, and one of the drafter in each step
+        raise RuntimeError(f"{launched['heads']} layers in a round of {drafts} drafts")
+    others, crossed = launched.total() - LAYER * (drafts + 1), crossings(lookahead(), drafts)
     layers = LAYER * (target.layers + drafts * drafter.layers)
-    return Budget(others, others + layers, least["replay"], least["upload"], least["download"])
+    return Budget(others, others + layers, crossed["replay"], crossed["upload"], crossed["download"])
 
 
-def _runner(seed: int, layers: int) -> Runner:
-    made = loading.wrap(moved(tiny_model("llama", seed=seed, layers=layers)), "tiny", "pad", checked=False)
+def crossings(lookahead: Any, drafts: int) -> Counter[str]:
+    """What a round asks of the host."""
+    device = Pretend()
+    before, EXECUTORS["graphed"] = EXECUTORS["graphed"], device.executor
+    try:
+        with device:
+            runners = [_runner(seed) for seed in (0, 1)]
+            made = engine_of(runners[0], runners[1] if drafts else None, lookahead, rule=Rejection(), max_batch=8)
+            for i in range(3):
+                made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=60)))
+            while True:
+                counts, building = device.counts.copy(), made.target.seconds_building
+                made.step()
+                if made.stats.rounds > 8 and made.target.seconds_building == building:
+                    return device.counts - counts
+    finally:
+        EXECUTORS["graphed"] = before
+
+
+def _runner(seed: int) -> Runner:
+    made = loading.wrap(moved(tiny_model("llama", seed=seed, layers=1)), "tiny", "pad", checked=False)
     made.use_static_passes("graphed")
     return made
 

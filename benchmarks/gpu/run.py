@@ -65,7 +65,10 @@ def stages(device: str) -> list[Stage]:
     few = () if gpu else ("-k", "poison or refused")
     contexts = ("--contexts", "short=1024,long=4000") if gpu else ("--contexts", "short=24,long=40", "--repeats", "2")
     tokens, repeats = (128, 2) if gpu else (8, 1)
-    kernels = [str(ROOT / "tests" / name) for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py")]
+    kernels = [
+        str(ROOT / "tests" / name)
+        for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py")
+    ]
     return [
         Stage(
             "kernels", "the kernels against float64", 85, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables

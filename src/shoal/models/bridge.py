@@ -167,7 +167,7 @@ class Bridge:
     def static_logits(self, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong to columns nobody reads."""
         if self.layers is not None:
-            return self.layers(tokens, positions.clamp(max=self.context - 1), cache)
+            return self.layers(tokens, positions, cache)  # angles are computed, not looked up
         options = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
         logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
         return logits

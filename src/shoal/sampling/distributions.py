@@ -100,11 +100,10 @@ def pure_probabilities(
         [rows, vocab] float32, or float64 for float64 logits. And for which rows so many candidates suffice, [rows] bool;
         None = for all. The others have a distribution over candidates that is not the declared one.
     """
-    scores = logits.to(width(logits))
     if greedy:
-        return _one_hot(scores), None
-    heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(scores.dtype)
-    scores = scores / heat[:, None]
+        return _one_hot(logits.to(width(logits))), None
+    heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(width(logits))
+    scores = logits / heat[:, None]  # in the wider of both formats
     if truncation.truncates(cut):
         probs, enough = truncation.listed_softmax(scores, cut, candidates)
     else:

@@ -85,9 +85,14 @@ class Block:
         """The tokens of the rows, [rows, columns] int64, neither more than the bucket's."""
         self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
 
+    @property
+    def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positions, cells and starts, which grow where a block of one column moves on, and the counts they grow by."""
+        return self.positions, self.cells, self.bounds[0], self.bounds[1]
+
     def advance(self) -> None:
         """Moves the real rows of a block of one column on by a token; on the device."""
-        counts = self.bounds[1]
-        self.positions += counts[:, None]
-        self.cells += counts
-        self.bounds[0].add_(counts)  # `+=` on an item would copy the result back once more
+        positions, cells, starts, counts = self.moving
+        positions.add_(counts[:, None])
+        cells.add_(counts)
+        starts.add_(counts)

@@ -18,6 +18,8 @@ from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import bucket_for
 from shoal.models.compiled.passes import Pass, Passes, compare
 from shoal.models.compiled.view import View
+from shoal.models.layers import drawing
+from shoal.models.layers.drawing import on_device
 from shoal.sampling.distributions import pure_probabilities
 from shoal.sampling.truncation import first_candidates
 
@@ -98,7 +100,7 @@ def stepped(
         q, drawn = None, best
     else:
         q, _ = style.probabilities(scores, temperature)  # drafts are drawn from q also where candidates are too few
-        drawn = best if style.greedy else style.draw(q, uniforms)
+        drawn = best if style.greedy else (on_device(style.draw, q) if passes.by_kernels else style.draw)(q, uniforms)
     confidence = None
     if want_confidence:
         confidence = (q if q is not None and style.greedy is False else scores.to(temperature.dtype).softmax(-1)).amax(
@@ -149,13 +151,23 @@ class _Step:
     def __call__(self, view: View) -> Result:
         block = view.block
         found = stepped(self.passes, view, self.style, self.temperature, self.uniforms)
-        feed(found, block if self.then is None else self.then, same=self.then is None)
+        feed(found, block if self.then is None else self.then, same=self.then is None, by_kernel=self.passes.by_kernels)
         return found
 
 
-def feed(found: Result, then: Block, *, same: bool) -> None:
-    """Puts what a step drew into the block of the next one. same: the step was of that block, which moves on by a token."""
+def feed(found: Result, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None) -> None:
+    """Puts what a step drew into the block of the next one.
+
+    Args:
+        same: the step was of that block, which moves on by a token.
+        by_kernel: see `Passes.by_kernels`. kept: takes what was drawn as well, [rows].
+    """
+    if by_kernel:
+        drawing.feed(found.fed, then.tokens, kept, then.moving if same else None)
+        return
     then.tokens.copy_(found.fed[:, None])
+    if kept is not None:
+        kept.copy_(found.fed)
     if same:
         then.advance()
 

@@ -111,6 +111,11 @@ class Passes:
         self.rounds_failure: str | None = None
 
     @property
+    def by_kernels(self) -> bool:
+        """Whether Triton kernels compute the layers, and draw from their logits, instead of operations of torch."""
+        return self._bridge.layers is not None
+
+    @property
     def failures(self) -> list[str]:
         """Why less is captured than was meant to be: whole rounds, or anything at all."""
         rounds = None if self.rounds_failure is None else f"no captured rounds: {self.rounds_failure}"

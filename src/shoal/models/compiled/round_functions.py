@@ -149,8 +149,8 @@ class RoundFunctions:
                     drafter.passes, view, self._style, temperatures, self.uniforms[:, j],
                     want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.looks,
                 )  # fmt: skip
-            feed(found, later.block, same=view is later)
-            self.tokens[:, j + 1].copy_(found.fed)
+            kernel = drafter.passes.by_kernels
+            feed(found, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1])
             if found.confidence is not None:
                 self.confidences[j].copy_(found.confidence)
             self.steps[j] = found

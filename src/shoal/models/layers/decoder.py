@@ -20,7 +20,7 @@ from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
 from shoal.models.layers.int8 import WeightOnlyInt8, int8_matrix_of
-from shoal.models.layers.operations import MOST_WIDTH, add_norm, heads, silu_mul
+from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul
 from shoal.models.layers.prompt import Prompt
 from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
@@ -101,11 +101,11 @@ class FusedLayers:
     ) -> tuple[Tensor, Tensor | None]:
         """The states after the last layer, but for its last sum, [tokens, width], and what is to be added."""
         decoder = self.decoder
-        x = decoder.embedding.index_select(0, tokens.flatten())
-        angles = self._angles(positions.flatten())
+        rotary = decoder.rotary.inv_freq, float(decoder.rotary.attention_scaling)
+        x, h, angles = begin(tokens, positions.contiguous(), decoder.embedding, rotary, decoder.layers[0].attention_norm)
         added: Tensor | None = None
         for index, (layer, gate_up) in enumerate(zip(decoder.layers, self.gate_up, strict=True)):
-            states = layer.states.linear(add_norm(x, added, layer.attention_norm))
+            states = layer.states.linear(h if not index else add_norm(x, added, layer.attention_norm))
             norms = None
             if layer.query_norm is not None and layer.key_norm is not None:
                 norms = layer.query_norm, layer.key_norm
@@ -116,11 +116,6 @@ class FusedLayers:
             h = add_norm(x, layer.out.linear(attended), layer.mlp_norm)
             added = layer.down.linear(silu_mul(gate_up.linear(h)))
         return x, added
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, rotary] float32, by the model's own module."""
-        cos, sin = self.decoder.rotary(torch.empty(0, device=positions.device), positions[None])
-        return cos[0].contiguous(), sin[0].contiguous()
 
     def _attended(self, query: Tensor, index: int, state: PassState) -> Tensor:
         """query [tokens, heads, dim] -> [tokens, heads * dim]."""

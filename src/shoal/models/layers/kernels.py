@@ -16,8 +16,44 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton'
 
 
 @triton.jit
+def normed(row, weight, column, inside, width, eps):
+    """RMS norm (Zhang and Sennrich 2019) of a row that is zero where not `inside`, times weight [width]."""
+    wide = row.to(tl.float32)
+    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    return (norm.to(row.dtype).to(tl.float32) * scale).to(row.dtype)
+
+
+@triton.jit
+def begin(
+    tokens, positions, embedding, frequencies, weight, x, out, cos, sin, columns, row_stride, scaling, width, eps,
+    HALF: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's embedding, its RMS norm, and the cosines and sines of its position (Su et al. 2021); grid (tokens,).
+
+    tokens [rows, columns] int64, `row_stride` apart; positions [rows * columns] int64; embedding [vocabulary, width];
+    frequencies [HALF] float32 -> x, out [tokens, width]; cos, sin [tokens, 2 * HALF] float32, times `scaling`.
+    """
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    chosen = tl.load(tokens + token // columns * row_stride + token % columns)
+    row = tl.load(embedding + chosen * width + column, mask=inside, other=0.0)
+    tl.store(x + token * width + column, row, mask=inside)
+    tl.store(out + token * width + column, normed(row, weight, column, inside, width, eps), mask=inside)
+    feature = tl.arange(0, ANGLES)
+    there = feature < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + feature, mask=there, other=0.0)
+    place = token * 2 * HALF + feature
+    c, s = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+    tl.store(cos + place, c, mask=there)
+    tl.store(cos + place + HALF, c, mask=there)
+    tl.store(sin + place, s, mask=there)
+    tl.store(sin + place + HALF, s, mask=there)
+
+
+@triton.jit
 def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
-    """RMS norm (Zhang and Sennrich 2019) of a row, and the residual sum before it; grid (tokens,).
+    """The RMS norm of a row, and the residual sum before it; grid (tokens,).
 
     x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x * weight [width].
     """
@@ -28,10 +64,7 @@ def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
     if other is not None:
         row = (row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)
         tl.store(x + place, row, mask=inside)
-    wide = row.to(tl.float32)
-    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (norm.to(row.dtype).to(tl.float32) * scale).to(row.dtype), mask=inside)
+    tl.store(out + place, normed(row, weight, column, inside, width, eps), mask=inside)
 
 
 @triton.jit

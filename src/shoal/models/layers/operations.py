@@ -13,6 +13,34 @@ COLUMNS = 1024
 """Features of a program of `silu_mul`."""
 
 
+def begin(
+    tokens: Tensor, positions: Tensor, embedding: Tensor, rotary: tuple[Tensor, float], norm: Norm
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """What a pass begins with: the tokens' embeddings, their norm, and the angles of their positions.
+
+    Args:
+        tokens: [rows, q] int64, rows contiguous. positions: the same, contiguous.
+        embedding: [vocabulary, width], contiguous, at most `MOST_WIDTH` wide.
+        rotary: frequencies [features / 2] float32, and the factor of cosines and sines.
+
+    Returns:
+        Embeddings and their norms [tokens, width]; cosines and sines [tokens, features] float32, as `heads` takes them.
+    """
+    from shoal.models.layers import kernels
+
+    (frequencies, scaling), width, count = rotary, embedding.shape[1], tokens.numel()
+    x, half = embedding.new_empty(count, width), len(frequencies)
+    out = torch.empty_like(x)
+    cos = frequencies.new_empty(count, 2 * half)
+    sin = torch.empty_like(cos)
+    with torch.cuda.device_of(x):
+        kernels.begin[(count,)](
+            tokens, positions, embedding, frequencies, norm.weight, x, out, cos, sin, tokens.shape[1], tokens.stride(0),
+            scaling, width, norm.eps, HALF=half, ANGLES=_power(half), BLOCK=_power(width), num_warps=_warps(width),
+        )  # fmt: skip
+    return x, out, (cos, sin)
+
+
 def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
     """x += other, in place; returns x / rms(x) * weight.
 

@@ -1,0 +1,104 @@
+"""The Triton kernels of `drawing.py`; imported by it alone and only when it runs, because Triton is optional.
+
+All sums are float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum need not be monotone, so a token
+without weight is never taken for what the sums say of it.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
+    """The first index that has weight and whose sum exceeds the threshold. There may be none: the last with weight, or of all."""
+    index = tl.arange(0, COUNT)
+    above = tl.min(tl.where((sums > threshold) & (weights > 0), index, COUNT), 0)
+    last = tl.max(tl.where(weights > 0, index, -1), 0)
+    last = tl.where(last < 0, count - 1, last)
+    return tl.where(above < COUNT, above, last)
+
+
+@triton.jit
+def block_sums(weights, sums, vocabulary, blocks, SIZE: tl.constexpr):
+    """Sums of SIZE weights each, grid (rows, blocks): weights [rows, vocabulary] -> sums [rows, blocks] float64."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * SIZE + tl.arange(0, SIZE)
+    held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
+    tl.store(sums + row * blocks + block, tl.sum(held.to(tl.float64), 0))
+
+
+@triton.jit
+def inverse_transform(
+    weights, sums, uniforms, tokens, vocabulary, blocks, uniform_stride, SIZE: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """A token of each row by inverse transform, grid (rows,): a block by the blocks' sums, then a token inside it.
+
+    weights [rows, vocabulary]; sums [rows, blocks] float64, of SIZE weights each; uniforms [rows] float64 -> tokens [rows] int64.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    held = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
+    ends = tl.cumsum(held, 0)
+    threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
+    chosen = first_above(held, ends, threshold, blocks, BLOCKS)
+    before = tl.sum(tl.where(block == chosen - 1, ends, 0.0), 0)
+    token = chosen * SIZE + tl.arange(0, SIZE)
+    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(tl.float64)
+    within = first_above(inside, tl.cumsum(inside, 0), threshold - before, SIZE, SIZE)
+    tl.store(tokens + row, tl.minimum(chosen * SIZE + within, vocabulary - 1).to(tl.int64))
+
+
+@triton.jit
+def bucket_sums(weights, sums, vocabulary, parts, DEPTH: tl.constexpr, BUCKETS: tl.constexpr):
+    """Sums by bucket, token i being of bucket i modulo BUCKETS, grid (rows, parts): of DEPTH * BUCKETS weights each.
+
+    weights [rows, vocabulary] -> sums [rows, parts, BUCKETS] float64.
+    """
+    row, part, bucket = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BUCKETS)
+    token = (part * DEPTH + tl.arange(0, DEPTH))[:, None] * BUCKETS + bucket[None, :]
+    held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
+    tl.store(sums + (row * parts + part) * BUCKETS + bucket, tl.sum(held.to(tl.float64), 0))
+
+
+@triton.jit
+def exponential_race(
+    weights, sums, uniforms, tokens, vocabulary, parts, uniform_stride,
+    PARTS: tl.constexpr, BUCKETS: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """A token of each row, grid (rows,): an exponential race of buckets by their sums, then inverse transform inside one.
+
+    weights [rows, vocabulary]; sums [rows, parts, BUCKETS] float64; uniforms [rows, 1 + BUCKETS] float64, the first in [0, 1), the
+    others exponential -> tokens [rows] int64.
+    """
+    row, bucket, part = tl.program_id(0).to(tl.int64), tl.arange(0, BUCKETS), tl.arange(0, PARTS)
+    place = (row * parts + part)[:, None] * BUCKETS + bucket[None, :]
+    speed = tl.sum(tl.load(sums + place, mask=(part < parts)[:, None], other=0.0), 0)
+    finish = speed / tl.load(uniforms + row * uniform_stride + 1 + bucket)
+    chosen = tl.min(tl.where(finish == tl.max(finish, 0), bucket, BUCKETS), 0)
+    token = chosen + BUCKETS * tl.arange(0, MEMBERS)
+    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(tl.float64)
+    ends = tl.cumsum(inside, 0)
+    threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
+    within = first_above(inside, ends, threshold, (vocabulary + BUCKETS - 1) // BUCKETS, MEMBERS)
+    tl.store(tokens + row, tl.minimum(chosen + BUCKETS * within, vocabulary - 1).to(tl.int64))
+
+
+@triton.jit
+def feed(drawn, tokens, kept, kept_stride, positions, cells, starts, counts, ADVANCES: tl.constexpr):
+    """Puts what was drawn into the next block of one column, and among the drafts of the round; grid (rows,).
+
+    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. ADVANCES: the block moves on: positions, cells and starts
+    grow by counts, [rows] int64 each.
+    """
+    row = tl.program_id(0)
+    token = tl.load(drawn + row)
+    tl.store(tokens + row, token)
+    if kept is not None:
+        tl.store(kept + row * kept_stride, token)
+    if ADVANCES:
+        count = tl.load(counts + row)
+        tl.store(positions + row, tl.load(positions + row) + count)
+        tl.store(cells + row, tl.load(cells + row) + count)
+        tl.store(starts + row, tl.load(starts + row) + count)

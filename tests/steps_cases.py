@@ -1,0 +1,201 @@
+"""What the kernels of a drafter's step must do, on the device at hand: a CUDA GPU, or the CPU through Triton's interpreter.
+
+Not collected by itself: `test_layers.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mutants import mutant
+from shoal.config import Limits, Sampling
+from shoal.drafting.captured import CapturedRounds
+from shoal.lookahead.controller import Fixed
+from shoal.models import loading
+from shoal.models.compiled.round_functions import Kind
+from shoal.models.layers import draw_kernels
+from shoal.models.layers import drawing as on_gpu
+from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.runner import Runner
+from shoal.sampling import drawing
+from shoal.sampling.acceptance import RULES
+from shoal.sampling.uniforms import BUCKETS
+from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of, runners_of
+from shoal.types.requests import Request
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+Draw = Callable[[Tensor, Tensor], Tensor]
+DRAWS: dict[str, tuple[Draw, Draw]] = {
+    "inverse_transform": (drawing.inverse_transform, on_gpu.inverse_transform),
+    "exponential_race": (drawing.exponential_race, on_gpu.exponential_race),
+}
+
+
+def weights_of(vocabulary: int, rows: int, generator: torch.Generator) -> Tensor:
+    """Peaked, with many zeros; the last row has one token alone, the one before none at all, as padding may."""
+    made = torch.rand(rows, vocabulary, generator=generator) ** 8
+    made = torch.where(torch.rand(rows, vocabulary, generator=generator) < 0.4, 0.0, made)
+    made[:, 0] += 0.01
+    made[-2:] = 0
+    made[-1, vocabulary - 1] = 1e-20
+    return made.to(DEVICE)
+
+
+def uniforms_of(rows: int, generator: torch.Generator) -> Tensor:
+    """As rules make them, [rows, 1 + BUCKETS]; among the first also 0 and the largest below 1. Rows are not side by side."""
+    made = torch.rand(rows, 2, 1 + BUCKETS, generator=generator, dtype=torch.float64)
+    made[..., 1:] = -made[..., 1:].clamp(min=1e-9).log()
+    made[:2, 0, 0] = torch.tensor([0.0, 1 - 2.0**-53])
+    return made.to(DEVICE)[:, 0]
+
+
+def differing(name: str, vocabulary: int, seeds: int = 3) -> int:
+    """Rows in which kernel and definition draw another token; or a token that has no weight."""
+    right, found = DRAWS[name]
+    wrong = 0
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        weights, uniforms = weights_of(vocabulary, 8, generator), uniforms_of(8, generator)
+        ours, theirs = found(weights, uniforms), right(weights, uniforms)
+        assert ours.dtype == theirs.dtype == torch.int64
+        assert bool(((ours >= 0) & (ours < vocabulary)).all())
+        real = torch.arange(8) != 6  # nothing can be drawn there
+        weightless = weights.gather(1, ours[:, None]).squeeze(1).cpu() == 0
+        wrong += int((((ours != theirs).cpu() | weightless) & real).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("vocabulary", [1, 70, 256, 257, 5003])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_kernel_draws_what_the_definition_draws(name: str, vocabulary: int) -> None:
+    assert differing(name, vocabulary) == 0
+
+
+def test_tokens_have_the_weights_that_they_are_drawn_by() -> None:
+    """Evenly spread uniforms: each token is drawn as often as its weight says."""
+    weights = torch.tensor([3.0, 0.0, 1.0, 0.0, 4.0], device=DEVICE).expand(32, 5).contiguous()
+    uniforms = ((torch.arange(32, dtype=torch.float64) + 0.5) / 32)[:, None].to(DEVICE)
+    assert on_gpu.inverse_transform(weights, uniforms).bincount(minlength=5).tolist() == [12, 0, 4, 0, 16]
+
+
+def fed(advances: bool = True) -> list[Any]:
+    """All that the kernel has written."""
+    drawn = torch.tensor([5, 6, 7], device=DEVICE)
+    numbers = torch.arange(1, 13, device=DEVICE).view(4, 3)
+    tokens, kept = torch.zeros(3, 1, dtype=torch.long, device=DEVICE), torch.zeros(3, 4, dtype=torch.long, device=DEVICE)
+    positions, cells, starts, counts = numbers[0].view(3, 1), *numbers[1:]
+    on_gpu.feed(drawn, tokens, kept[:, 2], (positions, cells, starts, counts) if advances else None)
+    return [tokens.flatten().tolist(), kept.tolist(), numbers.tolist()]
+
+
+KEPT = [[0, 0, 5, 0], [0, 0, 6, 0], [0, 0, 7, 0]]
+MOVED = [[11, 13, 15], [14, 16, 18], [17, 19, 21], [10, 11, 12]]
+
+
+def test_the_next_block_is_filled_and_moves_on() -> None:
+    assert fed() == [[5, 6, 7], KEPT, MOVED]
+    assert fed(advances=False) == [[5, 6, 7], KEPT, torch.arange(1, 13).view(4, 3).tolist()]
+
+
+MUTANTS = {
+    "any block": ("block_sums", "token = block * SIZE + tl.arange(0, SIZE)\n    held", "token = tl.arange(0, SIZE)\n    held"),
+    "too many tokens of the last block": (
+        "block_sums", "other=0.0)\n    tl.store(sums + row * blocks", "other=1.0)\n    tl.store(sums + row * blocks"
+    ),
+    "uniform of another row": (
+        "inverse_transform", "threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)\n    chosen",
+        "threshold = tl.load(uniforms + row // 2 * uniform_stride) * tl.max(ends, 0)\n    chosen",
+    ),
+    "what comes before forgotten": ("inverse_transform", "threshold - before", "threshold"),
+    "next block": ("inverse_transform", "tl.minimum(chosen * SIZE", "tl.minimum((chosen + 1) * SIZE"),
+    "another bucket wins": ("exponential_race", "finish == tl.max(finish, 0)", "finish == tl.min(finish, 0)"),
+    "speeds not divided": ("exponential_race", "speed / tl.load(uniforms + row * uniform_stride + 1 + bucket)", "speed"),
+    "neighbours of a bucket": ("exponential_race", "BUCKETS * tl.arange(0, MEMBERS)", "tl.arange(0, MEMBERS)"),
+    "buckets in rows": (
+        "bucket_sums", "[:, None] * BUCKETS + bucket[None, :]\n    held", "[:, None] + bucket[None, :]\n    held"
+    ),
+    "a part twice": ("bucket_sums", "(part * DEPTH + tl.arange(0, DEPTH))", "(tl.arange(0, DEPTH))"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, right, wrong = MUTANTS[name]
+    monkeypatch.setattr(draw_kernels, kernel, getattr(mutant(draw_kernels, right, wrong, tmp_path), kernel))
+    drawn = "inverse_transform" if kernel in ("block_sums", "inverse_transform") else "exponential_race"
+    assert differing(drawn, 4999, seeds=1) > 0
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("tl.store(tokens + row, token)", "tl.store(tokens + row, row)"),
+        ("tl.load(cells + row) + count", "tl.load(cells + row) + 1"),
+        ("row * kept_stride", "row"),
+    ],
+)
+def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_kernels, "feed", mutant(draw_kernels, right, wrong, tmp_path).feed)
+    assert fed() != [[5, 6, 7], KEPT, MOVED]
+
+
+# ── whole rounds ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def runner(seed: int) -> Runner:
+    hf = tiny_model("llama", seed=seed, layers=1).to(DEVICE)
+    made = loading.wrap(hf, "tiny", "pad", checked=False)
+    made.use_static_passes("eager" if INTERPRETED else "graphed")
+    made.fused_layers = fused_layers_of(made.hf)
+    assert made.fused_layers is not None
+    return made
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, used = (runner(0), runner(1)), list[str]()
+
+    def noting(name: str, kernel: Draw) -> Draw:
+        def noted(weights: Tensor, uniforms: Tensor) -> Tensor:
+            used.append(name)
+            return kernel(weights, uniforms)
+
+        return noted
+
+    for name, (definition, kernel) in DRAWS.items():
+        monkeypatch.setitem(on_gpu.KERNELS, definition, noting(name, kernel))
+
+    def result() -> tuple[list[list[int]], int, int]:
+        made = engine_of(*models, Fixed(2), rule=RULES[rule](), max_batch=2)
+        settings = [Sampling(0.9, seed=3)]
+        rows = [row for s in settings for row in made.submit(Request((1, 2, 3), 1, s, Limits(max_new_tokens=4)))]
+        while made.step():
+            pass
+        target = runners_of(made)[0].static
+        assert target is not None
+        assert (target.failure, target.rounds_failure) == (None, None)
+        return (
+            [row.tokens for row in rows],
+            made.stats.accepted,
+            sum(count for key, count in target.ran.items() if isinstance(key, Kind)),
+        )
+
+    found, accepted, rounds = result()
+    assert rounds
+    assert set(used) == {"inverse_transform" if rule != "coupled" else "exponential_race"}
+    monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    assert result()[:2] == (found, accepted)

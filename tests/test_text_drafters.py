@@ -460,6 +460,14 @@ def test_every_drafter_keeps_to_the_protocol(name: str) -> None:
     assert check_drafter(DRAFTERS[name], V, lookahead=1) > 5
 
 
+def test_recycling_learns_as_a_part_of_a_sum() -> None:
+    """Of what the target says, whoever drafted: its probabilities add up to 1."""
+    recycling = RecyclingDrafter("engine", nodes=0)
+    decoded(SumDrafter(recycling, DRAFTERS["model"]()), Coupled(), 3)
+    successors = [known for table in recycling._tables.values() for known in table.table.values()]
+    assert min(abs(1 - sum(chance for _, chance in known)) for known in successors) < 1e-6
+
+
 def test_trees_need_a_target_that_takes_them() -> None:
     target = wrap(tiny_model("mpt").double(), "tiny", "auto")
     with pytest.raises(UnsupportedModel, match="takes no position for each token"):

@@ -21,7 +21,6 @@ from shoal.drafting.text import Guess, TextDrafter
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
 
 READ = 0.3
 """Probability of a token that was read, and of which the target has not been heard."""
@@ -84,9 +83,9 @@ class RecyclingDrafter(TextDrafter):
     def guess(self, row: Row, length: int) -> Guess:
         return probable(row.tokens[-1], partial(_following, self._of(row).table), length, self.max_nodes)
 
-    def propose(self, inputs: DraftInputs) -> DraftTree:
+    def guesses(self, inputs: DraftInputs) -> list[Guess]:
         self._roots = {row: row.tokens[-1] for row in inputs.rows}
-        return super().propose(inputs)
+        return super().guesses(inputs)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """Of rounds with drafts. Logits that are not finite are passed over."""

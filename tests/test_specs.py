@@ -46,6 +46,7 @@ def test_names_and_options() -> None:
         assert named(text) is None
     assert named("suffix:min=2+a/b") == Sum(Suffix(min=2), "a/b")
     assert named("recycling+./dir") == Sum(Recycling(nodes=0), "./dir")
+    assert named("auto") == Suffix()
     for drafting in (kind() for kind in DRAFTINGS.values()):
         assert named(drafting.name) == drafting
 
@@ -84,10 +85,11 @@ def test_what_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[
 
 def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ngram").mkdir()
+    for name in ("ngram", "auto"):
+        (tmp_path / name).mkdir()
     with pytest.raises(RequestError, match=r"'ngram' is a drafter's name and a directory here: write \./ngram"):
         named("ngram")
-    assert named("./ngram") is None
+    assert named("./ngram") is named("auto") is None
     assert named("ngram:min=2") == NGram(2)
 
 

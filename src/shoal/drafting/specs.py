@@ -133,6 +133,9 @@ DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix, "recycling"
 """Drafters by name. Their options are fields: integers or words."""
 
 
+AUTO = "auto"
+"""The drafter for a target that has none: the one without a model that brings most for what it drafts, by
+`benchmarks/drafters.py`."""
 BUNDLED = "bundled"
 """The draft model of the bundled pair, in a sum or drafting trees."""
 
@@ -203,6 +206,8 @@ def named(text: str) -> Drafting | None:
     head, plus, source = text.partition("+")
     if plus and head.partition(":")[0] in DRAFTINGS:
         return _sum(text, head, source)
+    if text == AUTO and not Path(text).exists():
+        return Suffix()
     name, colon, options = text.partition(":")
     if name in HEADS and (colon or not Path(text).exists()):
         return _heads(name, options)

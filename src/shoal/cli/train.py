@@ -50,7 +50,7 @@ def medusa(
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of a head.")] = 2,
     samples: SamplesOption = 2400,
     new_tokens: NewTokensOption = 128,
-    steps: StepsOption = 160,
+    steps: StepsOption = 320,
     device: DeviceOption = "cpu",
 ) -> None:
     """Medusa heads, for `--draft medusa:DIR`.

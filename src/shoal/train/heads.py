@@ -38,7 +38,7 @@ class HeadsTraining:
     samples: int = 2400
     new_tokens: int = 128
     temperature: float = 1.0
-    steps: int = 160
+    steps: int = 320
     length: int = 256
     batch: int = 16
     lr: float = 1.0

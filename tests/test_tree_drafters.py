@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import shoal
+from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import growth
 from shoal.drafting.growth import Growth, Node, Shape
@@ -96,6 +96,8 @@ SMALL: dict[str, Shape] = {
 def test_what_is_committed_has_the_law_of_the_target(name: str) -> None:
     """Enumerated, with the real growth, decisions and residuals; the waiting times of a beam are those of some seeds."""
     for seed, (p, q) in enumerate([PAIRS["random"](3, 5), PAIRS["zeros in q"](3, 8), DIFFERENT]):
+        if name == "k-seq" and p is DIFFERENT[0]:
+            continue  # too many trees
         law, accepted = committed(p, q, as_drafted(SMALL[name], q, seed), name == "k-seq")
         torch.testing.assert_close(law, chain_rule(p, HORIZON), rtol=0, atol=EXACT)
         assert accepted > 0.3
@@ -168,7 +170,7 @@ def test_one_budget_for_all_rows() -> None:
     assert max(tree.depths[0]) == 6 > max(tree.depths[1])
 
 
-def pairs_of_paths(q: Tensor, rows: int = 3000) -> Tensor:
+def pairs_of_paths(q: Tensor, rows: int = 1500) -> Tensor:
     """Counts of the first two paths of two tokens, in the order of arrival."""
     first = torch.zeros(9, 9, dtype=torch.float64)
     made = grown(inputs_of(2, Rejection.draw, rows=rows), RsdS(2, 4), q)
@@ -196,16 +198,10 @@ def test_a_beam_is_a_sample_of_paths_without_replacement(monkeypatch: pytest.Mon
 
 
 def run(
-    target: Runner,
-    made: Any,
-    k: int = 4,
-    rule: Rule | None = None,
-    max_batch: int = 3,
-    n: int = 3,
-    new: int = 14,
-    **sampling: Any,
-) -> tuple[Engine, list[Row]]:
-    engine = Engine(target, made, Fixed(k), max_batch=max_batch, rule=rule or Coupled())
+    target: Runner, made: Any, k: int = 4, rule: Rule | None = None, max_batch: int = 3, n: int = 3, new: int = 14,
+    prefix_sharing: str = "auto", **sampling: Any,
+) -> tuple[Engine, list[Row]]:  # fmt: skip
+    engine = Engine(target, made, Fixed(k), max_batch=max_batch, rule=rule or Coupled(), prefix_sharing=prefix_sharing)
     rows: list[Row] = []
     for length in range(1, 4):
         prompt = tuple(i % V for i in range(length))
@@ -216,14 +212,14 @@ def run(
     return engine, rows
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["rsd-s", "dyspec", "k-seq"])
 def test_drafters_keep_to_the_protocol(name: str) -> None:
     near = scripted(lambda ids: hashed(V)(ids) + 0.5 * hashed(V, 1)(ids), V)
     assert check_drafter(lambda: drafter(SHAPES[name], near), V) > 100
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("max_batch", [1, 3, 9])
+@pytest.mark.parametrize("max_batch", [1, 9])
 def test_tokens_are_those_of_plain_decoding(name: str, max_batch: int) -> None:
     """Greedy by both rules, and sampled by the coupled rule."""
     target = scripted(hashed(V), V)
@@ -237,6 +233,69 @@ def test_tokens_are_those_of_plain_decoding(name: str, max_batch: int) -> None:
         assert engine.stats.accepted > engine.stats.row_rounds / 2
         assert engine.stats.drafted <= SHAPES[name].most * engine.stats.row_rounds
         assert 0 < engine.stats.draft_passes <= 4 * engine.stats.rounds
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "history": {"repetition_penalty": 1.4, "bad_words": ((1, 2), (3,))},
+    "truncation": {"top_k": 3, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("controls", CONTROLS)
+def test_controls_along_branches(name: str, controls: str) -> None:
+    """A drafter that is the target agrees with it everywhere only if it knows what stands above each node."""
+    target = scripted(hashed(V), V)
+    plain = run(target, None, 0, temperature=0.8, **CONTROLS[controls])[1]
+    engine, rows = run(target, drafter(SHAPES[name], target), 3, temperature=0.8, **CONTROLS[controls])
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert engine.stats.accepted >= (2.2 if name in ("rsd-c", "k-seq") else 1.2) * engine.stats.row_rounds
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_and_sampled_rows_in_one_batch(name: str) -> None:
+    """A greedy row's tokens are those of plain decoding, and its trees what is most probable."""
+    target = scripted(hashed(V), V)
+    near = scripted(lambda ids: hashed(V)(ids) + 0.5 * hashed(V, 1)(ids), V)
+    found = []
+    for made in (None, drafter(SHAPES[name], near)):
+        engine = Engine(target, made, Fixed(3), max_batch=4, rule=Rejection())
+        rows = [
+            engine.submit(Request((1, b), 1, Sampling(temperature=0.9 * (b % 2), seed=b), Limits(max_new_tokens=12)))[0]
+            for b in range(4)
+        ]
+        while engine.step():
+            pass
+        found.append([row.tokens for row in rows[::2]])
+    assert found[0] == found[1]
+    assert all(row.accepted >= row.rounds / 2 for row in rows[::2])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_drafter_without_a_distribution_somewhere(name: str) -> None:
+    """The tree ends there, and the row goes on."""
+    real = hashed(V)
+    target = scripted(real, V)
+    broken = scripted(lambda ids: real(ids) * (torch.nan if sum(ids) % 5 == 0 else 1.0), V)
+    plain = run(target, None, 0)[1]
+    engine, rows = run(target, drafter(SHAPES[name], broken), 3)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert engine.stats.accepted > engine.stats.row_rounds / 2
+
+
+def test_passes_of_a_real_model() -> None:
+    """Tiny Llamas with shared prompts, and passes of fixed shape."""
+    for static in (None, "eager"):
+        target = wrap(tiny_model("llama").double(), "tiny")
+        target.use_static_passes(static)
+        vocab = target.vocab_size
+        rows = [
+            run(target, made, 3, new=10, prefix_sharing="shared")
+            for made in (None, TreeDrafter(target.fork(), vocab, RsdC(2, 6)))
+        ]
+        assert [row.tokens for row in rows[0][1]] == [row.tokens for row in rows[1][1]]
+        assert {row.rounds for row in rows[1][1]} == {3}
+        assert rows[1][0].stats.draft_passes < 3 * rows[1][0].stats.rounds
 
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "k-seq"])
@@ -267,15 +326,15 @@ def counted(shape: Shape, rows: int, *, max_batch: int = 100, new: int = 3, **op
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_law_by_counting(name: str) -> None:
-    engine, counts = counted(SMALL[name], 600)
-    assert engine.stats.accepted > 200
+    engine, counts = counted(SMALL[name], 400)
+    assert engine.stats.accepted > 150
     assert chi_square(counts, chain_rule(P, 3)) > 1e-4
 
 
 def test_draws_from_another_q_show(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Rejection.draw
     monkeypatch.setattr(Rejection, "draw", lambda _, q, uniforms: real(q**3, uniforms))
-    assert chi_square(counted(SMALL["rsd-s"], 600)[1], chain_rule(P, 3)) < 1e-6
+    assert chi_square(counted(SMALL["rsd-s"], 300)[1], chain_rule(P, 3)) < 1e-6
 
 
 # ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -306,16 +365,15 @@ def test_names_that_are_refused(text: str, message: str) -> None:
         named(text)
 
 
-def test_trees_of_the_bundled_model() -> None:
-    with shoal.load(draft="bundled:tree=rsd-s,width=2,nodes=6", dtype="float32", max_batch=2) as pair:
+def test_trees_of_a_pair() -> None:
+    models = [wrap(tiny_model("llama").double(), "tiny") for _ in range(2)]
+    with Shoal(*models, max_batch=2, drafting=named("some/dir:tree=rsd-s,width=2,nodes=6")) as pair:
         assert pair.drafter_name == "model:tree=rsd-s,width=2,nodes=6"
-        plain = pair.generate("def add(a, b):", 2, seed=1, max_new_tokens=12, lookahead=0)
+        plain = pair.generate([[1, 2, 3]], 2, seed=1, max_new_tokens=12, lookahead=0)
         for lookahead in (3, "auto"):
-            found = pair.generate("def add(a, b):", 2, seed=1, max_new_tokens=12, lookahead=lookahead)
+            found = pair.generate([[1, 2, 3]], 2, seed=1, max_new_tokens=12, lookahead=lookahead)
             assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
             assert found.stats.draft_passes > 0 or lookahead == "auto"
-        mixed = pair.generate("def add(a, b):", 2, temperature=0.0, max_new_tokens=12, lookahead=3, rule="rejection")
-        assert mixed.stats.accepted > mixed.stats.row_rounds
 
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -252,6 +252,15 @@ def test_controls_along_branches(name: str, controls: str) -> None:
     assert engine.stats.accepted >= (2.2 if name in ("rsd-c", "k-seq") else 1.2) * engine.stats.row_rounds
 
 
+def test_many_nodes_that_were_dropped_again() -> None:
+    """The drafter's cache takes trees of 63 nodes: what a better place has replaced is not fed."""
+    target, flat = scripted(hashed(V), V), scripted(hashed(V, 1, spread=2.5), V)
+    plain = run(target, None, 0, n=1)[1]
+    engine, rows = run(target, drafter(DySpec(63), flat), 10, n=1)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert engine.stats.drafted > 40 * engine.stats.row_rounds
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_and_sampled_rows_in_one_batch(name: str) -> None:
     """A greedy row's tokens are those of plain decoding, and its trees what is most probable."""

@@ -125,6 +125,12 @@ class Growth:
         found = {place.parent: None for place in self._shape.chosen(self.nodes) if place.is_place and place.parent}
         return [node for node in found if node.context < 0]
 
+    def inner(self, asked: Sequence[Node]) -> list[Node]:
+        """The nodes of the trees whose q is known or asked for, parents first; what was dropped is not among them."""
+        wanted = set(asked)
+        nodes = [n for n in self._shape.chosen(self.nodes) if not n.is_place and (n.context >= 0 or n in wanted)]
+        return sorted(nodes, key=lambda n: (n.depth, n.number))
+
     def know(self, nodes: Sequence[Node], q: Tensor) -> None:
         """The distributions after some nodes, [nodes, vocab]."""
         start = 0 if self.q is None else len(self.q)

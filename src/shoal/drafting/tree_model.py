@@ -55,7 +55,7 @@ class TreeDrafter(ModelDrafter):
         fed: list[Node] = []
         depth, lengths = 0, list(inputs.lengths)
         while asked := growth.asked():
-            fed += asked if depth else []
+            fed = growth.inner(asked) if depth else []
             logits = self._after_trees(inputs, held, fed, asked) if depth else self._after_roots(inputs, asked)
             q, sound = self._q(inputs, logits, asked)
             growth.know(asked, q)

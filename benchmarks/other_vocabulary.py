@@ -1,0 +1,99 @@
+"""Tokens per target pass of a drafter with another tokenizer, by TLI and by SLEM: counts alone, no times.
+
+    python benchmarks/other_vocabulary.py WORK
+
+Trains the drafter first, in a few minutes, if there is none in WORK yet: the bundled drafter's shape and a part of its corpus, its
+own tokenizer of 1,536 tokens, split as GPT-2 splits texts. The bundled drafter, beside it, was trained for longer, and distilled
+from the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+import shoal
+from shoal.drafting.other_vocabulary import SLEM, TLI, Choice
+from shoal.models.loading import bundled
+from shoal.problems.generator import generate
+from shoal.train.corpus import CorpusSize, Windows, build_corpus, pack
+from shoal.train.loop import Schedule, Trainer
+from shoal.train.models import build, drafter_config, next_token_loss
+from shoal.train.tokenizer import END, PAD
+
+SEED = 20
+SCALE = 0.3
+"""Of the bundled pair's corpus."""
+VOCABULARY = 1536
+
+
+def own_tokenizer(texts: list[str]) -> Any:
+    """Byte-level BPE of other pieces than the bundled one's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    sample = random.Random(SEED).sample(texts, len(texts) // 3)
+    made.train_from_iterator(
+        sample, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=PAD)
+
+
+def train(work: Path, steps: int) -> None:
+    """Writes WORK/other, with a model and its tokenizer."""
+    size = CorpusSize(**{name: max(1, round(count * SCALE)) for name, count in asdict(CorpusSize()).items()})
+    texts = build_corpus(size, SEED).train
+    tokenizer = own_tokenizer(texts)
+    own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = LlamaConfig(**{**drafter_config().to_dict(), **own})
+    trainer = Trainer(build(config, SEED), next_token_loss, work / "other.pt")
+    trainer.train(Windows(pack(texts, tokenizer.backend_tokenizer), 256, 8, SEED), Schedule(steps))
+    trainer.model.to(torch.bfloat16).save_pretrained(work / "other")
+    tokenizer.save_pretrained(work / "other")
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("-n", type=int, default=8)
+    parser.add_argument("-k", type=int, default=8)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    if not (given.work / "other" / "config.json").exists():
+        train(given.work, given.steps)
+    prompts = [problem.prompt for problem in generate(SEED, given.prompts, "templates")]
+    columns = ("drafter", "rule", "T", "tokens/pass", "drafted/pass", "accepted", "draft passes/pass")
+    table = Table(*(Column(name, no_wrap=True) for name in columns))
+    for name, methods in (("bundled", []), ("other", [TLI]), ("other", [SLEM]), ("other", [TLI, SLEM])):
+        draft = bundled("drafter") if name == "bundled" else given.work / name
+        pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=given.n)
+        for rule, temperature in (("rejection", 0.0), ("rejection", 0.8), ("coupled", 0.8)):
+            if pair.vocabularies is not None and pair.choice is not None:
+                whole = Choice.of(pair.vocabularies, pair.choice.cost)
+                whole.methods = {method: whole.methods[method] for method in methods}
+                pair.choice = whole
+            stats = pair.generate(
+                prompts, given.n, temperature=temperature, seed=0, rule=rule, lookahead=given.k, max_new_tokens=128
+            ).stats
+            each = (f"{value:.2f}" for value in (stats.drafted / stats.row_rounds, stats.acceptance_rate))
+            passes = f"{stats.draft_passes / stats.target_passes:.1f}"
+            said = f"{name}, {methods[0] if len(methods) == 1 else 'as chosen'}" if methods else name
+            table.add_row(said, rule, f"{temperature:g}", f"{stats.acceptance_length:.2f}", *each, passes)
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """What a drafter of another vocabulary reads: the text of each row in its own tokens.
 
-A prompt is split by the drafter's tokenizer. What is committed afterwards is kept as the drafter wrote it where it wrote it itself,
-and read token by token where the drafter has the same tokens. A piece of text that it has no token for is split anew together with
-the word before it; of the cache, what comes before the first token that has changed stays.
+A prompt is split by the drafter's tokenizer. What is committed afterwards is split anew together with the word before it, as the
+drafter would split the whole text: it guesses worse after tokens mapped one by one, or kept as it wrote them in pieces. Of the
+cache, what comes before the first token that has changed stays.
 """
 
 from __future__ import annotations
@@ -83,38 +83,22 @@ class Contexts:
             if token in self._target.pieces:
                 texts.append(token)
                 continue
-            self._append(own, texts, drafted)
-            texts, drafted = [], []
+            self._append(own, texts)
+            texts = []
             if token in self.same:
                 tokens.append(self.same[token])
             own.floor = len(tokens)
-        self._append(own, texts, drafted)
+        self._append(own, texts)
         pairs = zip(before, tokens[start:], strict=False)
         same = next((i for i, (old, now) in enumerate(pairs) if old != now), min(len(before), len(tokens) - start))
         return start + same
 
-    def _append(self, own: Context, texts: Sequence[int], drafted: Sequence[int]) -> None:
+    def _append(self, own: Context, texts: Sequence[int]) -> None:
         """Reads a run of the target's tokens without special ones."""
-        tokens, pieces = own.row.tokens, self._draft.pieces
-        data = self._target.spelled(texts)
-        at = 0
-        for token in drafted:  # what the drafter wrote
-            piece = pieces.get(token)
-            if piece is None or not data.startswith(piece, at):
-                break
-            tokens.append(token)
-            at += len(piece)
-        if at == len(data):
-            return
-        place = first = 0  # the first of the target's tokens that is not covered
-        while place < at:
-            place += len(self._target.pieces[texts[first]])
-            first += 1
-        if place == at and all(token in self.same for token in texts[first:]):
-            tokens += [self.same[token] for token in texts[first:]]
-            return
-        window = self._draft.windows(tokens, own.floor)[0]
-        tokens[window:] = self._draft.ids(self._draft.spelled(tokens[window:]) + data[at:])
+        if texts:
+            tokens = own.row.tokens
+            window = self._draft.windows(tokens, own.floor)[0]
+            tokens[window:] = self._draft.ids(self._draft.spelled(tokens[window:]) + self._target.spelled(texts))
 
     def _prompt(self, request: Request) -> Request:
         """The prompt in the drafter's ids: at least one."""

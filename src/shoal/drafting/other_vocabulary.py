@@ -39,7 +39,7 @@ AGAIN = 16
 """Every so many rounds each method has one again."""
 SPARE = 1.25
 """Tokens of the drafter that there is room for, to those that usual texts take."""
-KEPT = 0.97
+KEPT = 0.99
 """Of the counts, from a trial to the next."""
 
 

@@ -33,10 +33,10 @@ from shoal.types.trees import DraftTree
 TLI, SLEM = "TLI", "SLEM"
 LAG = 16
 """Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of the drafter's."""
-TRIED = 16
-"""Rounds at first in which the methods take turns."""
-AGAIN = 16
-"""Every so many rounds each method has one again."""
+TRIED = 8
+"""Rounds that each method has in its turn, of which the first is not counted: it begins where the other one has failed."""
+AGAIN = 64
+"""Every so many rounds the methods take turns."""
 SPARE = 1.25
 """Tokens of the drafter that there is room for, to those that usual texts take."""
 KEPT = 0.99
@@ -69,8 +69,8 @@ class Tally:
 
 @dataclass
 class Choice:
-    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take turns are compared, as some
-    places in a text are harder to guess than others.
+    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take turns are compared, several of
+    each at a time: some places in a text are harder to guess than others, and where a round begins depends on the one before.
 
     Attributes:
         cost: of a pass of the drafter, that of the target being 1. methods: those that are possible, and their counts.
@@ -80,6 +80,7 @@ class Choice:
     methods: dict[str, Tally]
     rounds: int = 0
     method: str = ""
+    _counted: int = 0
 
     @staticmethod
     def of(vocabularies: Vocabularies, cost: float) -> Choice:
@@ -92,20 +93,17 @@ class Choice:
         """The method that has committed most for its cost."""
         return max(self.methods, key=lambda method: self.methods[method].rate)
 
-    @property
-    def trial(self) -> bool:
-        """Whether the round is one in which the methods take turns."""
-        return self.rounds <= TRIED or self.rounds % AGAIN < len(self.methods)
-
     def next(self) -> str:
         """The method of the coming round."""
+        turn, place = divmod(self.rounds % AGAIN, TRIED)
+        trying = turn < len(self.methods)
+        self.method, self._counted = (list(self.methods)[turn], place) if trying else (self.best, 0)
         self.rounds += 1
-        self.method = list(self.methods)[self.rounds % len(self.methods)] if self.trial else self.best
         return self.method
 
     def learn(self, rows: int, accepted: int, passes: int) -> None:
         """How many tokens were accepted of so many rows' drafts, in the round that `next` was asked for."""
-        if self.trial:
+        if self._counted:
             self.methods[self.method].learn(rows, accepted, rows * (1 + self.cost * passes))
 
 

@@ -95,7 +95,7 @@ class Eagle3Drafter(ModelDrafter):
     def __init__(self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
         self.model = Eagle3Model(heads, self._states)
         runner: Any = Runner(self.model, "EAGLE-3 heads", "interface", target.context)
-        runner.vocab_size = target.vocab_size
+        runner.vocab_size = runner.known_ids = target.vocab_size
         super().__init__(runner, target.vocab_size, pending=PENDING, **drawn)
         self.hidden_layers = tuple(reads)
         self._heads = heads

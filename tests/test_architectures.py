@@ -114,9 +114,9 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
     seen: list[Round] = []
     real = engine.prefill
 
-    def spy(runner: Runner, round_: Round, **options: bool) -> int:
+    def spy(runner: Runner, round_: Round, *rest: Any) -> int:
         seen.append(round_)
-        return real(runner, round_, **options)
+        return real(runner, round_, *rest)
 
     monkeypatch.setattr(engine, "prefill", spy)
     return seen

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 import shoal
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.specs import named
+from shoal.drafting.names import named
 from shoal.problems.generator import generate
 from shoal.sampling.acceptance import Coupled
 from shoal.types.requests import Request

@@ -20,8 +20,8 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.growth import Node
+from shoal.drafting.names import named
 from shoal.drafting.protocol import DraftInputs
-from shoal.drafting.specs import named
 from shoal.drafting.trained import Eagle3
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel

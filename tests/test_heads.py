@@ -18,8 +18,8 @@ from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.medusa import MedusaDrafter, MedusaHeads
+from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
-from shoal.drafting.specs import named
 from shoal.drafting.trained import Medusa
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError

@@ -71,7 +71,7 @@ DEFERRED = (
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "
     "types.stats engine.scheduler engine.admission engine.waiting engine.deadlines engine.prefix_store engine.detokenizer "
-    "engine.samples constraints.json_schemas constraints.disjoint models.sources drafting.specs drafting.trained "
+    "engine.samples constraints.json_schemas constraints.disjoint models.sources drafting.names drafting.specs drafting.trained "
     "drafting.model_trees"
 )
 """Pure Python: tested and reasoned about without a tensor."""

@@ -13,8 +13,9 @@ import shoal
 from serving import served
 from shoal.api import Shoal
 from shoal.cli import run
+from shoal.drafting.names import named
 from shoal.drafting.ngram import NGramDrafter
-from shoal.drafting.specs import DRAFTINGS, NGram, Recycling, Suffix, Sum, named
+from shoal.drafting.specs import DRAFTINGS, NGram, Recycling, Suffix, Sum
 from shoal.drafting.text import TextDrafter
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingConfig

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 import shoal
 from shoal.cli import run
 from shoal.drafting.medusa import MedusaHeads
-from shoal.drafting.specs import named
+from shoal.drafting.names import named
 from shoal.drafting.trained import Medusa
 from shoal.testing import VOCABULARY, save_pair
 from shoal.train import eagle3, own_samples

@@ -15,9 +15,9 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import growth
 from shoal.drafting.growth import Growth, Node, Shape
 from shoal.drafting.model_trees import ModelTrees
+from shoal.drafting.names import named
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import DySpec, RsdC, RsdS, shape_of
-from shoal.drafting.specs import named
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel

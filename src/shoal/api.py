@@ -17,9 +17,10 @@ from torch import nn
 from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.names import drafting_of
 from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting, drafting_of
+from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting
 from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
@@ -68,7 +69,7 @@ def load(
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
             model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR"),
-            see `shoal.drafting.specs`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time.
+            see `shoal.drafting.names`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time.
             None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.

@@ -14,7 +14,8 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits
-from shoal.drafting.specs import BUNDLED, WITH_MODEL, named
+from shoal.drafting.names import named
+from shoal.drafting.specs import BUNDLED, WITH_MODEL
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, require_source
 
@@ -114,7 +115,7 @@ class PairNames:
 
     @property
     def draft_model(self) -> str | None:
-        """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.specs.named`."""
+        """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.names.named`."""
         drafting = None if self.draft is None else named(self.draft)
         return self.draft if drafting is None else drafting.source if isinstance(drafting, WITH_MODEL) else None
 

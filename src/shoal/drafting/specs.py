@@ -1,19 +1,13 @@
-"""Drafters that need no model, by their names: what `draft="ngram:min=2"` and `--draft ngram` mean.
-
-A text is that of a drafter if its first word, up to a colon, is in `DRAFTINGS`, of a sum if a plus and a model's name follow
-(`suffix+DIR`), of trained heads if it is in `HEADS` (`medusa:DIR`), of a model that drafts trees if `:tree=` stands in it; every
-other text names a model. Torch is not imported, so that a command line is refused at once.
+"""What `draft=` can be besides a model: drafters without one, sums and objects, each of which makes the drafters of engines. Their
+names are read by `shoal.drafting.names`. Torch is not imported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.drafting.model_trees import MOST_NODES, ModelTrees
-from shoal.drafting.trained import HEADS
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -183,129 +177,7 @@ class Given:
         return self.made
 
 
-def drafting_of(draft: object) -> Drafting | None:
-    """The drafter that a text names or an object is; None for anything else, such as a model or its name.
-
-    Raises:
-        RequestError: see `named`.
-    """
-    if isinstance(draft, str):
-        return named(draft)
-    return Given(draft) if callable(getattr(draft, "propose", None)) else None  # type: ignore[arg-type]
-
-
-def named(text: str) -> Drafting | None:
-    """The drafter that a text names; None where it is the name of a model.
-
-    Raises:
-        RequestError: an unknown drafter or option, a wrong value, or a directory that has the name of a drafter.
-    """
-    model, tree, options = text.rpartition(":tree=")
-    if tree:
-        return _trees(text, model, f"tree={options}")
-    head, plus, source = text.partition("+")
-    if plus and head.partition(":")[0] in DRAFTINGS:
-        return _sum(text, head, source)
-    if text == AUTO and not Path(text).exists():
-        return Suffix()
-    name, colon, options = text.partition(":")
-    if name in HEADS and (colon or not Path(text).exists()):
-        return _heads(name, options)
-    if name not in DRAFTINGS:
-        _require_model_name(text, name if colon else text)
-        return None
-    if Path(text).exists():
-        raise RequestError(
-            f"{text!r} is a drafter's name and a directory here: write ./{text} for the model in the directory"
-        )
-    kind = DRAFTINGS[name]
-    known = {field.name: field.default for field in fields(kind)}
-    return kind(**_options(name, known, options, f"{name}:{_example(known)}")) if colon else kind()
-
-
-def _heads(name: str, text: str) -> Drafting:
-    """Those of `DIR,key=value`: options stand after the last comma that a slash does not follow."""
-    kind = HEADS[name]
-    known = {field.name: field.default for field in fields(kind)[1:]}
-    directory = text
-    options: list[str] = []
-    while (parts := directory.rpartition(","))[1] and "=" in parts[2] and "/" not in parts[2]:
-        directory, options = parts[0], [parts[2], *options]
-    example = f"{name}:DIR,{_example(known)}"
-    if not directory:
-        raise RequestError(f"{name} needs the directory of its heads, as in {name}:DIR or {example}")
-    return kind(directory, **_options(name, known, ",".join(options), example) if options else {})  # type: ignore[no-any-return]
-
-
-def _sum(text: str, head: str, source: str) -> Sum:
-    first = named(head)
-    assert first is not None
-    if not source or source.partition(":")[0] in {*DRAFTINGS, *HEADS} or "+" in source:
-        raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
-    if getattr(first, "nodes", 0):
-        first = _chains(first, text)
-    _require_one_bundled(source)
-    return Sum(first, source)
-
-
-def _trees(text: str, source: str, options: str) -> ModelTrees:
-    if not source or source.partition("+")[0].partition(":")[0] in {*DRAFTINGS, *HEADS}:
-        raise RequestError(f"trees with tree= are those of a draft model, as in DIR:tree=rsd-s, got {text!r}")
-    _require_one_bundled(source)
-    if source != BUNDLED:
-        _require_model_name(source, source)
-    known = {field.name: field.default for field in fields(ModelTrees)[2:]}
-    return ModelTrees(source, **_options("a draft model", {"tree": "", **known}, options, "DIR:tree=rsd-s,width=2,nodes=16"))
-
-
-def _require_one_bundled(source: str) -> None:
-    """Raises RequestError: the bundled model is meant, or a directory of that name."""
-    if source == BUNDLED and Path(source).exists():
-        raise RequestError(
-            f"{source!r} means the bundled draft model, and is a directory here: write ./{source} for the directory"
-        )
-
-
-def _chains(drafting: Any, text: str) -> Drafting:
-    """The same without trees, which it has by itself. Raises RequestError: they were asked for."""
-    if "nodes=" in text:
-        raise RequestError(f"a sum proposes chains: leave out nodes in {text!r}")
-    chained: Drafting = replace(drafting, nodes=0)
-    return chained
-
-
 def spelled(drafting: Any) -> str:
     """A drafter's name with all its options, as `named` reads it."""
     name = next(name for name, kind in DRAFTINGS.items() if type(drafting) is kind)
     return f"{name}:" + ",".join(f"{field.name}={getattr(drafting, field.name)}" for field in fields(drafting))
-
-
-def _require_model_name(text: str, name: str) -> None:
-    """Raises RequestError for what is no path, and is no model's name or is much like that of a drafter."""
-    if any(character in text for character in "/\\") or Path(text).exists():
-        return
-    close = get_close_matches(name, [*DRAFTINGS, *HEADS], n=1, cutoff=0.75)
-    if ":" in text or close:
-        meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(DRAFTINGS)}"
-        raise RequestError(
-            f"{name!r} is no drafter, and no directory here: {meant} A model is named by its Hub id or directory"
-        )
-
-
-def _options(name: str, known: dict[str, Any], text: str, example: str) -> dict[str, Any]:
-    """The options of a text `key=value,key=value`, of the types of their defaults `known`."""
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key not in known:
-            raise RequestError(f"{name} has no option {key!r}: it has {', '.join(known)}, as in {example}")
-        if not equals or not value or key in found:
-            raise RequestError(f"{name} needs one value for {key}, as in {example}")
-        if isinstance(known[key], int) and not value.isdecimal():
-            raise RequestError(f"{name} needs a whole number for {key}, got {value!r}")
-        found[key] = int(value) if isinstance(known[key], int) else value
-    return found
-
-
-def _example(known: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in known.items())

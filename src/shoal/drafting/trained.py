@@ -1,5 +1,5 @@
 """Drafters that are trained heads on the target's hidden states, by their names: what `draft="medusa:DIR"` means. Torch is not
-imported (`shoal.drafting.specs`)."""
+imported (`shoal.drafting.names`)."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from transformers.generation.utils import GenerationMixin
 
 from shoal.config import Speculation
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.names import drafting_of
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import DRAFTINGS, WITH_MODEL, drafting_of
+from shoal.drafting.specs import DRAFTINGS, WITH_MODEL
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream

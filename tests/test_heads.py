@@ -35,6 +35,7 @@ from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 from test_exact_distribution import ALPHA, P, joint
+from test_text_drafters import decoded as decoded_by
 
 V, HEADS = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -51,23 +52,11 @@ def guessing(width: int, vocab: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.stack([x @ matrix for matrix in matrices])
 
 
-def decoded(
-    drafter: Drafter | None, rule: Rule, max_batch: int, temperature: float, lookahead: Any = 4
-) -> tuple[Engine, list[list[int]]]:
-    """Groups that join one after the other, rows of which are cancelled; the tokens of the others."""
+def decoded(drafter: Drafter | None, rule: Rule, max_batch: int, temperature: float) -> tuple[Engine, list[list[int]]]:
+    """By a target whose hidden states are what it says next, after prompts that end as it would itself."""
     script = hashed(V, spread=3.0)
     target = scripted(script, V, features=ahead(script, HEADS + 1))
-    engine = Engine(target, drafter, Fixed(lookahead if drafter else 0), max_batch=max_batch, rule=rule)
-    rows: list[Row] = []
-    for number in range(3):
-        prompt = tuple((i * i) % V for i in range(1 + 3 * number))
-        limits = Limits(max_new_tokens=12 + 5 * number)
-        rows += engine.submit(Request(prompt, 3, Sampling(temperature=temperature, seed=number), limits))
-        engine.step()
-    engine.cancel(rows[4:5])
-    while engine.step():
-        pass
-    return engine, [row.tokens for row in rows[:4] + rows[5:]]
+    return decoded_by(drafter, rule, max_batch, temperature=temperature, target=target, prompts=(1, 4, 7))
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────

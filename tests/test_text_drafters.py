@@ -476,13 +476,21 @@ def test_trees_need_a_target_that_takes_them() -> None:
 
 
 def decoded(
-    drafter: Drafter | None, rule: Rule, max_batch: int, *, k: int = 4, temperature: float = 0.7
+    drafter: Drafter | None,
+    rule: Rule,
+    max_batch: int,
+    *,
+    k: int = 4,
+    temperature: float = 0.7,
+    target: Runner | None = None,
+    prompts: Sequence[int] = (2, 5, 8, 11),
 ) -> tuple[Engine, list[list[int]]]:
     """Groups that join one after the other, rows of which are cancelled; the tokens of the others."""
-    engine = Engine(scripted(hashed(V, spread=3.0), V), drafter, Fixed(k if drafter else 0), max_batch=max_batch, rule=rule)
+    target = target or scripted(hashed(V, spread=3.0), V)
+    engine = Engine(target, drafter, Fixed(k if drafter else 0), max_batch=max_batch, rule=rule)
     rows: list[Row] = []
-    for number in range(4):
-        prompt = tuple((i * i) % V for i in range(2 + 3 * number))
+    for number, length in enumerate(prompts):
+        prompt = tuple((i * i) % V for i in range(length))
         limits = Limits(max_new_tokens=12 + 5 * number)
         rows += engine.submit(Request(prompt, 3, Sampling(temperature=temperature, seed=number), limits))
         engine.step()

@@ -65,15 +65,16 @@ class Shape(Protocol):
     """Chooses the places of trees.
 
     Attributes:
-        independent: children are drawn from q itself, see `shoal.types.siblings`.
+        nodes: of a row's tree. independent: children are drawn from q itself, see `shoal.types.siblings`.
     """
 
+    nodes: int
     independent: ClassVar[bool] = False
 
     @property
     def most(self) -> int:
-        """Nodes of a row's tree."""
-        ...
+        """The most nodes of a row's tree."""
+        return self.nodes
 
     def length(self, length: int) -> int:
         """The longest path of a row that may draft so many tokens."""

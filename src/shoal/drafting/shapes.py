@@ -26,10 +26,6 @@ class RsdC(Shape):
     width: int
     nodes: int
 
-    @property
-    def most(self) -> int:
-        return self.nodes
-
     def children(self, node: Node) -> int:
         return 1 if node.depth else self.width
 
@@ -47,10 +43,6 @@ class RsdS(Shape):
 
     width: int
     nodes: int
-
-    @property
-    def most(self) -> int:
-        return self.nodes
 
     def children(self, node: Node) -> int:
         return self.width
@@ -73,10 +65,6 @@ class KSeq(Shape):
 
     width: int
     nodes: int
-
-    @property
-    def most(self) -> int:
-        return self.nodes
 
     independent: ClassVar[bool] = True
 

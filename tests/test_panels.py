@@ -131,7 +131,7 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     ("last < a->outputs ? last : a->outputs);", "a->outputs / LANES * LANES);"),
     ("if (a->kind == NAME(ADD)) result += NAME(lanes)(other);", ""),
     ("result += NAME(lanes)(bias);", ""),
-    ("(x - (const T *)a->x) / width + i;", "(x - (const T *)a->x) / width;"),
+    ("a->y_rows[token + i] : token + i)", "a->y_rows[token + i] : token)"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:
     assert sums_are_wrong(wrong_kernels((right, wrong)))

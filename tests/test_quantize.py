@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models.formats import cpu as formats_of_this_cpu
 from shoal.models.loading import wrap
-from shoal.models.quantize import Int8Linear, parse, quantized
+from shoal.models.quantize import Int8Linear, byte_matrix_of, parse, quantized
+from shoal.models.weights import panels
+from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
+from shoal.native import build
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.engines import engine_of
 from shoal.types.requests import Request, Row
+from wrong_kernels import wrong_kernels
 
 NEW = 20
 LINEARS = 2 * 7 + 1
@@ -100,15 +105,15 @@ def test_a_layer_is_close_to_the_one_it_replaces(dtype: torch.dtype, bias: bool)
     assert float((found - exact).float().abs().max()) > 0  # it did round
 
 
-BYTES = torch.int8 in formats_of_this_cpu().packs
-"""Whether oneDNN multiplies bytes here by instructions that keep the sums exact."""
-PACKINGS = [False, pytest.param(True, marks=pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX"))]
+ONEDNN = pytest.mark.skipif(torch.int8 not in formats_of_this_cpu().packs, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
+OWN = pytest.mark.skipif(bool(build.missing()), reason="needs a C compiler")
+PACKINGS = [pytest.param(Int8Matrix, marks=ONEDNN), pytest.param(Int8PanelMatrix, marks=OWN)]
 
 
-@pytest.mark.parametrize("pack", PACKINGS)
-def test_rows_do_not_influence_each_other(pack: bool) -> None:
+@pytest.mark.parametrize("packing", [None, *PACKINGS])
+def test_rows_do_not_influence_each_other(packing: type[Int8Matrix] | None) -> None:
     torch.manual_seed(0)
-    layer = Int8Linear(nn.Linear(64, 48), pack)
+    layer = Int8Linear(nn.Linear(64, 48), packing)
     x = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]  # one scale for all would leave nothing of the small rows
     together = layer(x)
     for row in range(40):
@@ -116,26 +121,82 @@ def test_rows_do_not_influence_each_other(pack: bool) -> None:
     assert torch.equal(layer(torch.zeros(2, 64)), layer.bias.expand(2, -1))
 
 
-@pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_packed_bytes_give_the_same_bits(dtype: torch.dtype) -> None:
+def same_bits(packing: type[Int8Matrix], dtype: torch.dtype) -> bool:
+    """Whether packed layers compute what the definition says: in rows, by PyTorch. Some inputs are ties, infinite, or NaN."""
+    torch.manual_seed(0)
     for width, out, bias in ((96, 40, True), (1024, 257, False), (33, 5, True)):
         linear = nn.Linear(width, out, bias=bias).to(dtype)
-        plain, packed = Int8Linear(linear), Int8Linear(linear, pack=True)
+        plain, packed = Int8Linear(linear), Int8Linear(linear, packing)
         assert torch.equal(packed.weight, plain.weight)
-        for tokens in (0, 1, 8, 40):
-            x = (100 * torch.randn(tokens, width)).to(dtype)
-            assert torch.equal(packed(x), plain(x))
+        for tokens in (0, 1, 3, 8, 40):
+            x = 100 * torch.randn(tokens, width) * torch.logspace(-2, 2, tokens)[:, None]
+            if tokens == 8:
+                x[2], x[3, 4], x[4, 5], x[5] = torch.arange(width) % 20 - 10.5, torch.inf, torch.nan, 0.0
+                x[2, 7] = -127.0  # the byte of 1.0 is 1
+            if not torch.equal(packed(x.to(dtype)).nan_to_num(7.5), plain(x.to(dtype)).nan_to_num(7.5)):
+                return False
+    return True
 
 
-@pytest.mark.skipif(not BYTES, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packing", PACKINGS)
 @torch.no_grad()
-def test_a_matrix_of_bytes_computes_as_its_layer() -> None:
-    layer = Int8Linear(nn.Linear(64, 48), pack=True)
+def test_packed_bytes_give_the_same_bits(packing: type[Int8Matrix], dtype: torch.dtype) -> None:
+    assert same_bits(packing, dtype)
+
+
+NO_INSTRUCTIONS = ("#if defined(__AVX512VNNI__)", "#if 0"), ("#elif defined(__AVXVNNI__)", "#elif 0")
+WRONG_BYTES = {
+    "zeros": ("__builtin_convertvector(sum - shift, vec)", "__builtin_convertvector(sum, vec)"),
+    "another token's scale": ("a->token_scales[token + i], left", "a->token_scales[token], left"),
+    "another panel's scales": ("a->scales + at, a->token_scales", "a->scales + first, a->token_scales"),
+    "scales of few outputs": ("memcpy(scale, scales, lanes", "memcpy(scale, scales, lanes / 2"),
+    "rounded towards zero": ("(NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f", "NAME(lanes)(part) / scale"),
+    "ties away from zero": (
+        "(NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f",
+        "NAME(lanes)(part) / scale + (vec)(((ivec)NAME(lanes)(part) & (int32_t)0x80000000) | 0x3f000000)",
+    ),
+    "largest, not largest in size": ("(vec)((ivec)v & 0x7fffffff)", "v"),
+    "NaN is nothing": ("strange += v - v;", ""),
+    "bytes of the first tokens": ("a->bytes + token * width", "a->bytes"),
+}  # fmt: skip
+
+
+@OWN
+@torch.no_grad()
+def test_bytes_are_multiplied_without_instructions_for_them() -> None:
+    made = wrong_kernels(*NO_INSTRUCTIONS)
+    with patch.object(panels, "library", lambda: made):
+        assert same_bits(Int8PanelMatrix, torch.float32)
+
+
+@OWN
+@pytest.mark.parametrize("name", WRONG_BYTES)
+@torch.no_grad()
+def test_wrong_kernels_of_bytes_are_caught(name: str) -> None:
+    made = wrong_kernels(WRONG_BYTES[name])
+    with patch.object(panels, "library", lambda: made):
+        assert not same_bits(Int8PanelMatrix, torch.float32)
+
+
+@OWN
+@torch.no_grad()
+def test_bytes_and_activations_of_other_formats() -> None:
+    layer, x = nn.Linear(96, 40), 10 * torch.randn(3, 96)
+    for dtype in (torch.float16, torch.float64):
+        other = copy.deepcopy(layer).to(dtype)
+        plain, packed = Int8Linear(other)(x.to(dtype)), Int8Linear(other, Int8PanelMatrix)(x.to(dtype))
+        assert packed.dtype == dtype
+        torch.testing.assert_close(packed, plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@torch.no_grad()
+def test_a_matrix_of_bytes_computes_as_its_layer(packing: type[Int8Matrix]) -> None:
+    layer = Int8Linear(nn.Linear(64, 48), packing)
     matrix, x, other = layer.weight.matrix, torch.randn(3, 64), torch.randn(3, 48)  # type: ignore[attr-defined]
     y = layer(x)
-    assert torch.equal(matrix.linear(x, "silu"), nn.functional.silu(y))
+    torch.testing.assert_close(matrix.linear(x, "silu"), nn.functional.silu(y))
     assert torch.equal(matrix.linear_add(x, other), y + other)
     assert torch.equal(matrix.linear_mul(x, other), y * other)
     twin = copy.deepcopy(layer)
@@ -147,6 +208,26 @@ def test_a_matrix_of_bytes_computes_as_its_layer() -> None:
     layer.scales.mul_(2)
     torch.testing.assert_close(other_twin(x) - layer.bias, 4 * (y - layer.bias))
     torch.testing.assert_close(layer(x) - layer.bias, 2 * (y - layer.bias))
+
+
+@pytest.mark.parametrize("packing", [None, *PACKINGS])
+@torch.no_grad()
+def test_layers_of_bytes_with_one_input_get_one_matrix(packing: type[Int8Matrix] | None) -> None:
+    """Nothing is stored twice, and what they compute stays the same. The owner's biases stay where they are."""
+    plain = [nn.Linear(64, out) for out in (32, 16, 5)]
+    made, x = [Int8Linear(layer, packing) for layer in plain], torch.randn(3, 64)
+    before, kept = [layer(x) for layer in made], [layer.bias.data_ptr() for layer in plain]
+    matrix = byte_matrix_of(made)
+    assert packing is None or byte_matrix_of(made) is matrix
+    assert torch.equal(matrix.linear(x), torch.cat(before, dim=1))
+    assert all(map(torch.equal, before, [layer(x) for layer in made]))
+    assert [layer.bias.data_ptr() for layer in plain] == kept
+    made[1].weight.data.zero_()  # type: ignore[operator]
+    made[2].scales.mul_(2)
+    assert torch.equal(matrix.linear(x)[:, 32:48], made[1].bias.expand(3, -1))
+    torch.testing.assert_close(matrix.linear(x)[:, 48:] - made[2].bias, 2 * (before[2] - made[2].bias))
+    with pytest.raises(ValueError, match="same input"):
+        byte_matrix_of([Int8Linear(nn.Linear(64, 8), packing), Int8Linear(nn.Linear(64, 8, bias=False), packing)])
 
 
 # ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────

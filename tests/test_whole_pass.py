@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.models import formats, weights
+from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
 from shoal.models.lean import whole
@@ -28,6 +28,7 @@ from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.prompts import SHORT, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
+from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native import build
@@ -48,12 +49,15 @@ def _panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "a narrow window", ("qwen2-sliding", {"sliding_window": 3}))  # shorter than trees are deep
 
 
-def packed(name: str, dtype: torch.dtype = torch.float32, form: str = PACKED) -> Runner:
+def packed(name: str, dtype: torch.dtype = torch.float32, form: str = PACKED, bytes_: bool = False) -> Runner:
+    """bytes_: with weights of bytes, and activations rounded to bytes for each product."""
     hf = copy.deepcopy(original(name))
     for seed, weight in enumerate(hf.parameters()):
         if weight.dim() == 1:  # unlike norms, and biases, which Transformers makes all ones and zeros
             weight.data += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     hf = hf.to(dtype)
+    if bytes_:
+        hf = quantize._int8_copy(hf, Int8PanelMatrix)
     weights.lay_out(hf, lambda keys: dict.fromkeys(keys, form))
     runner = wrap(hf, name, checked=False)
     choose_passes(runner, "on", owned=True)
@@ -112,6 +116,18 @@ def test_the_bits_are_those_of_the_operations(name: str, dtype: torch.dtype) -> 
     with counted() as calls:
         assert not differing(runner, by_operations(runner))
     assert sum(calls) == CALLS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["tied", "qwen3", "qwen2 with windows"])
+def test_the_bits_with_weights_of_bytes_are_those_of_the_operations(name: str, dtype: torch.dtype) -> None:
+    """And those of a token alone: activations are rounded by a scale of their own, whatever the other tokens are."""
+    runner = packed(name, dtype, bytes_=True)
+    with counted() as calls:
+        assert not differing(runner, by_operations(runner))
+    assert sum(calls) == CALLS
+    with threads(2):
+        assert not differing(runner, by_operations(runner))
 
 
 def test_short_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
@@ -271,6 +287,12 @@ MUTANTS = {
     "no last norm": ("NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);", "normed = at.x;"),
     "logits of packed columns in a row": ("row * a->columns + column;\n            at.cells", "token;\n            at.cells"),
 }  # fmt: skip
+WRONG_BYTES = {
+    "bytes over what is gated": ("at.bytes = (uint8_t *)(at.gated + a->tokens * model->layers->gate.outputs)",
+                                 "at.bytes = (uint8_t *)at.gated"),
+    "scales over states": ("at.x = (T *)(at.token_scales + a->tokens)", "at.x = (T *)at.token_scales"),
+    "nobody waits for bytes": ("if (a->scales) {\n#pragma omp for schedule(static)", "if (a->scales) {\n#pragma omp for nowait"),
+}  # fmt: skip
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 
 
@@ -288,6 +310,14 @@ def with_kernels(runner: Runner, made: ctypes.CDLL) -> Runner:
 def test_a_wrong_kernel_is_caught(name: str) -> None:
     runner = packed(WEAK.get(name, "llama"))
     wrong = with_kernels(runner, wrong_kernels(MUTANTS[name], LATE))
+    with threads(2):
+        assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
+
+
+@pytest.mark.parametrize("name", WRONG_BYTES)
+def test_a_wrong_kernel_of_bytes_is_caught(name: str) -> None:
+    runner = packed("llama", bytes_=True)
+    wrong = with_kernels(runner, wrong_kernels(WRONG_BYTES[name], LATE))
     with threads(2):
         assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
 

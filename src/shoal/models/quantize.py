@@ -9,23 +9,26 @@ each other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import RequestError
-from shoal.models import formats
 from shoal.models.attention.fused import available
-from shoal.models.layers.int8 import WeightOnlyInt8
+from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.weights import LINEARS
-from shoal.models.weights.int8 import Int8Matrix, plain_sums, product
+from shoal.models.weights.fusing import joined, starts
+from shoal.models.weights.int8 import Int8Matrix, plain_sums, rounded_product
 from shoal.models.weights.matrix import PACKED
+from shoal.models.weights.packing import byte_packing
 from shoal.models.weights.parameter import PackedWeight
 
 FORMATS = ("off", "int8", "fp8")
 ROLES = ("target", "draft")
+OF_CUDA = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of weights alone, by the product kernel of ours."""
 
 
 class Int8Linear(nn.Module):
@@ -35,7 +38,7 @@ class Int8Linear(nn.Module):
         weight: [out, in] int8, packed where oneDNN multiplies bytes fastest. scales: [out] float32. bias: [out] or None.
     """
 
-    def __init__(self, layer: nn.Linear, pack: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, packing: type[Int8Matrix] | None = None) -> None:
         super().__init__()
         wide = layer.weight.detach().float()
         scales = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
@@ -43,8 +46,8 @@ class Int8Linear(nn.Module):
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = layer.bias
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        if pack:
-            weight = PackedWeight.rows(Int8Matrix(weight, self.scales, self.bias, PACKED))
+        if packing is not None:
+            weight = PackedWeight.rows(packing(weight, self.scales, self.bias, PACKED))
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,9 +56,50 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if type(weight) is PackedWeight:
             y = weight.matrix.linear(rows)
+            if y.shape[1] > self.out_features:
+                y = y.narrow(1, weight.start or 0, self.out_features).contiguous()
         else:
-            y = product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(x.dtype)
+            y = rounded_product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+@torch.no_grad()
+def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
+    """As `shoal.models.weights.matrix_of`: from then on weights, scales and biases of the layers are rows of common ones. A bias
+    that another model has as well stays that model's.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs.
+    """
+    if len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError("layers of one matrix need the same input, and all a bias or none")
+    held: list[Any] = [layer.weight for layer in layers]
+    matrix: Int8Matrix | None = getattr(held[0], "matrix", None)
+    outputs = sum(layer.out_features for layer in layers)
+    if (
+        matrix is not None
+        and matrix.shape[0] == outputs
+        and all(
+            type(weight) is PackedWeight and weight.matrix is matrix and weight.start == start
+            for weight, start in zip(held, starts(layers), strict=True)
+        )
+    ):
+        return matrix
+    scales = joined([layer.scales.detach() for layer in layers])
+    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
+    if matrix is None:
+        weight = joined([weight.detach() for weight in held])
+        matrix = Int8Matrix(weight, scales, bias)
+    else:
+        weight = torch.cat([weight.detach().clone() for weight in held])
+        matrix = type(matrix)(weight, scales, bias, PACKED)
+    for layer, start in zip(layers, starts(layers), strict=True):
+        rows = slice(start, start + layer.out_features)
+        layer.weight.data = weight[rows] if matrix.form != PACKED else PackedWeight.rows(matrix, rows.start, rows.stop)
+        layer.scales.data = scales[rows]
+        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return matrix
 
 
 def parse(text: str | Mapping[str, str]) -> dict[str, str]:
@@ -89,9 +133,11 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
     if hf.device.type == "cpu":
         if form != "int8":
             raise RequestError(f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a CPU take int8")
-        return _int8_copy(hf, pack and torch.int8 in formats.cpu().packs), "int8"
-    if form == "int8" and available(torch.empty(0, device=hf.device, dtype=hf.dtype)):
-        return _weight_only_int8(hf), form
+        return _int8_copy(hf, byte_packing() if pack else None), "int8"
+    if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
+        raise RequestError(f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8")
+    if available(torch.empty(0, device=hf.device, dtype=hf.dtype)):
+        return _weight_only(hf, OF_CUDA[form]), form
     return _with_torchao(hf, form), form
 
 
@@ -106,13 +152,13 @@ def cannot_save(*_: Any, **__: Any) -> None:
     raise RequestError("a model that shoal quantised cannot be saved: load it with quantize='off' and save that")
 
 
-def _int8_copy(hf: Any, pack: bool) -> Any:
-    return _with_layers(hf, lambda layer: Int8Linear(layer, pack))
+def _int8_copy(hf: Any, packing: type[Int8Matrix] | None) -> Any:
+    return _with_layers(hf, lambda layer: Int8Linear(layer, packing))
 
 
-def _weight_only_int8(hf: Any) -> Any:
+def _weight_only(hf: Any, form: torch.dtype) -> Any:
     """On CUDA: the product kernel of ours, whose time is that of reading the weights."""
-    return _with_layers(hf, WeightOnlyInt8)
+    return _with_layers(hf, lambda layer: WeightOnly8Bit(layer, form))
 
 
 def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
@@ -127,9 +173,7 @@ def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
 
 
 def _with_torchao(hf: Any, form: str) -> Any:
-    """On CUDA: torchao's kernels. fp8 weights and activations; weight-only int8 where Triton is missing."""
-    if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
-        raise RequestError(f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8")
+    """On CUDA without Triton: torchao's kernels. fp8 weights and activations; weight-only int8."""
     try:
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,
@@ -138,7 +182,7 @@ def _with_torchao(hf: Any, form: str) -> Any:
             quantize_,
         )
     except ImportError as error:
-        raise RequestError("quantize on CUDA needs torchao: pip install '.[quantize]'") from error
+        raise RequestError("quantize on CUDA needs Triton, or torchao: pip install '.[quantize]'") from error
     config = Int8WeightOnlyConfig() if form == "int8" else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
     ours = _copy(hf)
     quantize_(ours, config)

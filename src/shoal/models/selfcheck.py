@@ -17,8 +17,17 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.bridge import TOLERANCE
+from shoal.models.quantize import Int8Linear
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
+
+
+def tolerance(runner: Runner) -> float:
+    """How far logits may be from those of a plain forward, in their standard deviations: as the dtype allows. Layers that round
+    their activations to bytes are as coarse as bfloat16, and another order of sums before them may turn a rounding.
+    """
+    rounds = any(isinstance(module, Int8Linear) for module in runner.hf.modules())
+    return max(TOLERANCE[runner.dtype], TOLERANCE[torch.bfloat16] if rounds else 0.0)
 
 
 @torch.inference_mode()
@@ -33,26 +42,26 @@ def self_check(runner: Runner) -> float:
         The largest difference in standard deviations of the logits; kept in `self_check_error`.
 
     Raises:
-        UnsupportedModel: if it exceeds `TOLERANCE` of the model's dtype.
+        UnsupportedModel: if it exceeds `tolerance`.
     """
     ids, plain = _reference(runner)
     with runner.noting_windows() as windows:
         error = _guarded(_error, runner, ids, plain) if runner.packs else math.inf
-        if not error <= TOLERANCE[runner.dtype]:
+        if not error <= tolerance(runner):
             runner.packs, runner.cache = False, type(runner.cache)()
             error = _error(runner, ids, plain)
     if runner.shares:
-        runner.shares = _guarded(_sharing_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
+        runner.shares = _guarded(_sharing_error, runner, ids, plain) <= tolerance(runner)
     if runner.takes_trees:
-        runner.takes_trees = _guarded(_tree_error, runner, ids, plain) <= TOLERANCE[runner.dtype]
+        runner.takes_trees = _guarded(_tree_error, runner, ids, plain) <= tolerance(runner)
     declared = _declared_window(runner.hf.config.get_text_config())
     if runner.attention_path == "interface" and declared is not None and declared not in windows:
         runner.context = min(runner.context, declared)
     runner.self_check_error = error
-    if not error <= TOLERANCE[runner.dtype]:
+    if not error <= tolerance(runner):
         raise UnsupportedModel(
             f"{runner.name}: ragged decoding differs from a plain forward by {error:.3g} standard deviations of the logits, "
-            f"more than {runner.dtype} allows ({TOLERANCE[runner.dtype]:.3g}); this architecture cannot be used"
+            f"more than {runner.dtype} allows ({tolerance(runner):.3g}); this architecture cannot be used"
         )
     return error
 

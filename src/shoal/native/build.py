@@ -31,7 +31,7 @@ FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errn
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, and their names for it; sums and softmax are float32 always."""
-SOURCES = ("kernels.c", "typed.h", "attend.h", "decode.h", "drawing.h", "drafting.h", "kernels.h")
+SOURCES = ("kernels.c", "bytes.h", "typed.h", "attend.h", "decode.h", "drawing.h", "drafting.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
 

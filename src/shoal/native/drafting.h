@@ -10,6 +10,7 @@ int64_t NAME(draft)(DraftStep *step) {
     int64_t strange = draw(draws), rows = pass->rows;
     if (strange) return strange;
     for (int64_t row = 0; row < rows; row++) {
+        if (step->positions) step->positions[row] = step->positions[row * pass->columns + step->bounds[rows + row] - 1] + 1;
         step->bounds[row] += step->bounds[rows + row];
         step->bounds[rows + row] = 1;
     }

@@ -10,7 +10,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
 
@@ -172,6 +172,8 @@ INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint
         }
     }
 }
+
+#include "bytes.h"
 
 #define SUFFIX float32
 #define GROUP 1 /* inputs of a step */

@@ -35,9 +35,13 @@ typedef struct {
 
 /* A product by packed weights: y = x W^T + b, then by `kind` an activation, a sum or a product. */
 typedef struct {
-    int64_t tokens, width, outputs, kind, threads; /* width: features of x, even for bfloat16 */
-    const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2] */
+    int64_t tokens, width, outputs, kind, threads; /* width: features of x; even for bfloat16, divisible by 4 for bytes */
+    const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2]; bytes: [panels, width / 4, 16, 4] */
     const void *bias;                 /* [outputs], or NULL */
+    const float *scales;              /* [outputs]: the weights are signed bytes times these; NULL: of the type of x */
+    const int32_t *zeros;             /* [outputs]: 128 times the sum of an output's bytes */
+    float *token_scales;              /* [tokens], room for the scales of x, */
+    uint8_t *bytes;                   /* [tokens, width], and for its bytes, shifted by 128 */
     const void *x;                    /* [tokens, width] */
     const void *other;                /* [tokens, outputs]: what is added or multiplied; NULL: nothing */
     void *y;                          /* [tokens, outputs] */
@@ -45,7 +49,12 @@ typedef struct {
 } Product;
 
 /* One weight matrix, packed as `Product` takes it; an RMS norm. */
-typedef struct { int64_t width, outputs; const void *weight, *bias; } Weights;
+typedef struct {
+    int64_t width, outputs;
+    const void *weight, *bias;
+    const float *scales;
+    const int32_t *zeros;
+} Weights;
 typedef struct { const void *weight; double eps; } Norm;
 
 /* What a pass reads of one layer. */
@@ -78,8 +87,8 @@ typedef struct {
     int64_t id_row;                   /* ids from one row to the next */
     const int64_t *ids;               /* [rows, columns or more] */
     const int32_t *bounds;            /* [5, rows]: as in Attention, and slots */
-    const int64_t *tree_positions;    /* [rows, columns], or NULL: all rows are chains */
-    const int64_t *const *words;      /* [layers]: each [rows, columns] */
+    const int64_t *tree_positions;    /* [rows, columns]; NULL: a column is at its row's start and its own number */
+    const int64_t *const *words;      /* [layers]: each [rows, columns]; NULL: all rows are chains */
     const float *cos, *sin;           /* [positions, rotary] */
     void *workspace;                  /* see decode.h */
     void *logits;                     /* [rows, columns, outputs of the head]; NULL: not wanted */
@@ -128,4 +137,5 @@ typedef struct {
     Pass pass;                        /* with last_only */
     Draws draws;                      /* one column */
     int32_t *bounds;                  /* of the pass */
+    int64_t *positions;               /* of the pass, or NULL: rows are where their bounds say */
 } DraftStep;

@@ -42,14 +42,20 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
-        *((name, _POINTER) for name in ("weight", "bias", "x", "other", "y", "y_rows")),
+        *(
+            (name, _POINTER)
+            for name in ("weight", "bias", "scales", "zeros", "token_scales", "bytes", "x", "other", "y", "y_rows")
+        ),
     ]
 
 
 class Weights(ctypes.Structure):
     """One weight matrix, packed."""
 
-    _fields_ = [*((name, _INTEGER) for name in ("width", "outputs")), *((name, _POINTER) for name in ("weight", "bias"))]
+    _fields_ = [
+        *((name, _INTEGER) for name in ("width", "outputs")),
+        *((name, _POINTER) for name in ("weight", "bias", "scales", "zeros")),
+    ]
 
 
 class Norm(ctypes.Structure):
@@ -128,4 +134,4 @@ class Verdicts(ctypes.Structure):
 class DraftStep(ctypes.Structure):
     """A drafter's step: a pass, a draw from its last logits, and what the next step feeds."""
 
-    _fields_ = [("pass_", Pass), ("draws", Draws), ("bounds", _POINTER)]
+    _fields_ = [("pass_", Pass), ("draws", Draws), ("bounds", _POINTER), ("positions", _POINTER)]

@@ -43,19 +43,27 @@ void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens
 /* What a product does with its result. */
 enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 
-/* m tokens by some panels of weights, and what the product does with the result; `outputs`: of these panels. */
-INLINE void NAME(tile)(int m, int panels, const Product *a, const T *x, int64_t first, int64_t outputs) {
+/* The products of m tokens from `token` on by some panels of weights from output `first` on. */
+INLINE void NAME(products)(int m, int panels, vec result[TOKENS][PANELS], const Product *a, int64_t token, int64_t first) {
     int64_t width = a->width, panel = width * LANES;
-    const T *w = (const T *)a->weight + first * width;
-    vec sum[TOKENS][PANELS] = {{{0}}};
+    const T *w = (const T *)a->weight + first * width, *x = (const T *)a->x + token * width;
+    vec sum[TOKENS][PANELS] = {{{0}}}; /* in registers: nothing else has its address */
     for (int64_t k = 0; k < width; k += GROUP) NAME(step)(m, panels, sum, w + k * LANES, panel, x + k, width);
     for (int i = 0; i < m; i++)
+        for (int p = 0; p < panels; p++) result[i][p] = sum[i][p];
+}
+
+/* m tokens by some panels of weights, and what the product does with the result; `outputs`: of these panels. */
+INLINE void NAME(tile)(int m, int panels, const Product *a, int64_t token, int64_t first, int64_t outputs) {
+    vec results[TOKENS][PANELS];
+    if (a->scales) products_of_bytes(m, panels, results, a, token, first);
+    else NAME(products)(m, panels, results, a, token, first);
+    for (int i = 0; i < m; i++)
         for (int p = 0; p < panels; p++) {
-            int64_t token = (x - (const T *)a->x) / width + i;
-            int64_t place = (a->y_rows ? a->y_rows[token] : token) * a->outputs + first + p * LANES;
+            int64_t place = (a->y_rows ? a->y_rows[token + i] : token + i) * a->outputs + first + p * LANES;
             int64_t lanes = outputs - p * LANES < LANES ? outputs - p * LANES : LANES;
             T bias[LANES] = {0}, other[LANES] = {0}, y[LANES];
-            vec result = sum[i][p];
+            vec result = results[i][p];
             if (a->bias) {
                 memcpy(bias, (const T *)a->bias + first + p * LANES, lanes * sizeof(T));
                 result += NAME(lanes)(bias);
@@ -70,27 +78,55 @@ INLINE void NAME(tile)(int m, int panels, const Product *a, const T *x, int64_t 
 }
 
 /* m tokens by the outputs from `first` to `last`, as many panels at once as there are sums for. */
-INLINE void NAME(tiles)(int m, const Product *a, const T *x, int64_t first, int64_t last) {
+INLINE void NAME(tiles)(int m, const Product *a, int64_t token, int64_t first, int64_t last) {
     const int most = PANELS_OF(m);
-    for (; first + most * LANES <= last; first += most * LANES) NAME(tile)(m, most, a, x, first, most * LANES);
-    if (most > 2 && first + 2 * LANES <= last) NAME(tile)(m, 2, a, x, first, 2 * LANES), first += 2 * LANES;
-    for (; first < last; first += LANES) NAME(tile)(m, 1, a, x, first, last - first);
+    for (; first + most * LANES <= last; first += most * LANES) NAME(tile)(m, most, a, token, first, most * LANES);
+    if (most > 2 && first + 2 * LANES <= last) NAME(tile)(m, 2, a, token, first, 2 * LANES), first += 2 * LANES;
+    for (; first < last; first += LANES) NAME(tile)(m, 1, a, token, first, last - first);
 }
 
 /* The compiler needs to know how many tokens there are: fewer than TOKENS cost less. */
-static void NAME(few_tokens)(int64_t tokens, const Product *a, const T *x, int64_t first, int64_t last) {
+static void NAME(few_tokens)(int64_t tokens, const Product *a, int64_t token, int64_t first, int64_t last) {
     switch (tokens) {
-    case 1: NAME(tiles)(1, a, x, first, last); break;
-    case 2: NAME(tiles)(2, a, x, first, last); break;
-    case 3: NAME(tiles)(3, a, x, first, last); break;
-    case 4: NAME(tiles)(4, a, x, first, last); break;
+    case 1: NAME(tiles)(1, a, token, first, last); break;
+    case 2: NAME(tiles)(2, a, token, first, last); break;
+    case 3: NAME(tiles)(3, a, token, first, last); break;
+    case 4: NAME(tiles)(4, a, token, first, last); break;
 #if TOKENS > 4
-    case 5: NAME(tiles)(5, a, x, first, last); break;
-    case 6: NAME(tiles)(6, a, x, first, last); break;
-    case 7: NAME(tiles)(7, a, x, first, last); break;
-    case 8: NAME(tiles)(8, a, x, first, last); break;
+    case 5: NAME(tiles)(5, a, token, first, last); break;
+    case 6: NAME(tiles)(6, a, token, first, last); break;
+    case 7: NAME(tiles)(7, a, token, first, last); break;
+    case 8: NAME(tiles)(8, a, token, first, last); break;
 #endif
     }
+}
+
+/* Rounds a token to bytes. Returns its scale: the largest feature has the byte 127; NaN where one is infinite or NaN. */
+static NOINLINE float NAME(round_token)(uint8_t *to, const T *x, int64_t n) {
+    vec most = {}, strange = {};
+    float largest = 0, scale = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        T part[LANES] = {0};
+        memcpy(part, x + i, (n - i < LANES ? n - i : LANES) * sizeof(T));
+        vec v = NAME(lanes)(part), size = (vec)((ivec)v & 0x7fffffff);
+        most = choose(size > most, size, most);
+        strange += v - v; /* 0, or NaN */
+    }
+    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    scale = (largest > 1e-12f ? largest : 1e-12f) / 127 + sum_of(strange);
+    if (scale != scale) {
+        memset(to, ZERO, n);
+        return scale;
+    }
+    for (int64_t i = 0; i < n; i += LANES) {
+        int64_t lanes = n - i < LANES ? n - i : LANES;
+        T part[LANES] = {0};
+        memcpy(part, x + i, lanes * sizeof(T));
+        vec rounded = (NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f; /* to nearest, ties to even */
+        bvec bytes = __builtin_convertvector(__builtin_convertvector(rounded, ivec) + ZERO, bvec);
+        memcpy(to + i, &bytes, lanes);
+    }
+    return scale;
 }
 
 /* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens.
@@ -98,11 +134,15 @@ static void NAME(few_tokens)(int64_t tokens, const Product *a, const T *x, int64
 static void NAME(share_of_product)(const Product *a) {
     int64_t panels = (a->outputs + LANES - 1) / LANES, panel = panels * own_thread() / all_threads();
     int64_t end = panels * (own_thread() + 1) / all_threads();
+    if (a->scales) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < a->tokens; t++)
+            a->token_scales[t] = NAME(round_token)(a->bytes + t * a->width, (const T *)a->x + t * a->width, a->width);
+    }
     for (; panel < end; panel += PANELS) {
         int64_t last = (panel + PANELS < end ? panel + PANELS : end) * LANES;
         for (int64_t t = 0; t < a->tokens; t += TOKENS)
-            NAME(few_tokens)(a->tokens - t < TOKENS ? a->tokens - t : TOKENS, a, (const T *)a->x + t * a->width, panel * LANES,
-                             last < a->outputs ? last : a->outputs);
+            NAME(few_tokens)(a->tokens - t < TOKENS ? a->tokens - t : TOKENS, a, t, panel * LANES, last < a->outputs ? last : a->outputs);
     }
 #pragma omp barrier
 }

@@ -44,7 +44,7 @@ class LeanSteps:
         block, drawn_from = block_of(logits[..., :vocab_size], settings_of(samplings), uniforms, race)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q))
         draws = Draws(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
-        self._step = DraftStep(work.pass_, draws, work.bounds.buffer_info()[0])
+        self._step = DraftStep(work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions)
         self._held = work.held, work.bounds, drawn_from  # the step has their addresses
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0

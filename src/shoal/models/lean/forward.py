@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,7 +27,14 @@ class Operations(Protocol):
         """
 
 
-Begin = Callable[[Plan, SlotCache, Method], Operations]
+class Begin(Protocol):
+    """Makes the operations of one pass of a decoder."""
+
+    def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> Operations: ...
+
+    def of(self, decoder: Decoder) -> Begin:
+        """The same for another decoder with the same rotary positions."""
+        ...
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -45,6 +52,10 @@ class LeanPass:
     def __init__(self, decoder: Decoder, begin: Begin, whole: WholePass | None = None) -> None:
         self.decoder = decoder
         self._begin, self.whole = begin, whole
+
+    def of(self, decoder: Decoder) -> LeanPass:
+        """The passes of another decoder, of the same layers or some of them."""
+        return LeanPass(decoder, self._begin.of(decoder), None if self.whole is None else self.whole.of(decoder))
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 
 import numpy as np
@@ -28,6 +29,12 @@ class NativeKernels:
         names = (f"{name}_{SUFFIXES[decoder.dtype]}" for name in ("rms_norm", "heads", "attend"))
         self.rms_norm, self.heads, self.attend = (getattr(made, name) for name in names)
 
+    def of(self, decoder: Decoder) -> NativeKernels:
+        """The same for some of the same layers."""
+        other = copy.copy(self)
+        other.decoder = decoder
+        return other
+
     def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> NativePass:
         return NativePass(self, plan, cache, method)
 
@@ -39,10 +46,10 @@ class NativePass:
         decoder = kernels.decoder
         self._kernels, self._plan, self._cache, self._method = kernels, plan, cache, method
         self._threads = torch.get_num_threads()
-        if not len(cache):
+        if len(cache) < len(decoder.layers):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
         self._stores = cache.addresses(plan.into)
-        self._cos, self._sin = kernels.angles.reach(max(plan.starts) + plan.q)
+        self._cos, self._sin = kernels.angles.reach(plan.reach)
         self._positions = plan.pack(plan.positions).reshape(-1)
         tokens, width = self._positions.numel(), decoder.heads * decoder.dim
         self._normed = torch.empty(tokens, decoder.width, dtype=decoder.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,12 @@ class PlainKernels:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.angles = decoder, Angles(decoder.rotary)
 
+    def of(self, decoder: Decoder) -> PlainKernels:
+        """The same for some of the same layers."""
+        other = copy.copy(self)
+        other.decoder = decoder
+        return other
+
     def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> PlainPass:
         return PlainPass(self, plan, cache, method)
 
@@ -28,7 +36,7 @@ class PlainPass:
 
     def __init__(self, kernels: PlainKernels, plan: Plan, cache: SlotCache, method: Method) -> None:
         self.decoder, self.plan, self.cache, self.method = kernels.decoder, plan, cache, method
-        tables = kernels.angles.reach(max(plan.starts) + plan.q)
+        tables = kernels.angles.reach(plan.reach)
         positions = plan.pack(plan.positions).flatten()
         self._cos, self._sin = (table.index_select(0, positions)[:, None] for table in tables)
         self._masks = Masks(plan)

@@ -16,6 +16,7 @@ from shoal.models.lean import decoder as decoders
 from shoal.models.lean.angles import Angles
 from shoal.models.lean.decoder import Decoder, DecoderLayer
 from shoal.models.weights import Matrix
+from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Layer, Model, Norm, Pass, Weights
@@ -42,9 +43,14 @@ class WholePass:
         structs = _Structs(decoder.dtype)
         self._model, self._held = structs.model(decoder, angles), structs.held
         self._model_at = ctypes.pointer(self._model)
-        gated = max(layer.gate.shape[0] for layer in decoder.layers)
-        features = 2 * decoder.width + 2 * (decoder.heads + decoder.kv_heads) * decoder.dim + gated
-        self._token_bytes = features * decoder.dtype.itemsize
+        gated, attended = decoder.layers[0].gate.shape[0], decoder.heads * decoder.dim
+        features = 2 * decoder.width + 2 * (attended + decoder.kv_heads * decoder.dim) + gated
+        rounded = max(decoder.width, attended, gated) if isinstance(decoder.head, Int8PanelMatrix) else 0
+        self._token_bytes = features * decoder.dtype.itemsize + rounded + 4  # of a scale
+
+    def of(self, decoder: Decoder) -> WholePass:
+        """The passes of some of the same layers."""
+        return WholePass(decoder, self.angles)
 
     def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool) -> Tensor | None:
         if not takes(plan):
@@ -62,12 +68,12 @@ class WholePass:
             logits: receives those of all columns. ahead: positions of later passes that the same struct will compute.
         """
         decoder = self.decoder
-        if not len(cache):
+        if len(cache) < len(decoder.layers):
             cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
         bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *(plan.slots or [0])])
         ids, stores = tokens.contiguous(), cache.addresses(plan.into)
-        trees = None if plan.parents is None else _Trees(plan, decoder)
-        cos, sin = self.angles.reach(max(plan.starts) + plan.q + ahead)
+        trees = _Trees(plan, decoder) if plan.parents is not None or plan.gaps is not None else None
+        cos, sin = self.angles.reach(plan.reach + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
         workspace = torch.empty((2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
         pass_ = Pass(
@@ -93,17 +99,20 @@ def require_done(failure: int) -> None:
 
 
 class _Trees:
-    """What the columns of draft trees see.
+    """Positions of columns that do not follow from where their rows start, and what the columns of draft trees see.
 
     Attributes:
-        addresses: of the columns' positions, and of the addresses of each layer's words.
+        positions: [rows, q] int64. addresses: of these, and of the addresses of each layer's words (None for chains).
     """
 
     def __init__(self, plan: Plan, decoder: Decoder) -> None:
-        masks, self._positions = Masks(plan), plan.positions
+        masks, self.positions = Masks(plan), plan.positions.contiguous()
+        if plan.parents is None:
+            self.addresses: tuple[int, int | None] = self.positions.data_ptr(), None
+            return
         self._held = [masks.tree(layer.window) for layer in decoder.layers]
         self._words = array("q", [tree[1].data_ptr() for tree in self._held if tree is not None])
-        self.addresses = self._positions.data_ptr(), self._words.buffer_info()[0]
+        self.addresses = self.positions.data_ptr(), self._words.buffer_info()[0]
 
 
 class _Unfit(Exception):
@@ -122,7 +131,7 @@ class _Structs:
         self._dtype = dtype
 
     def model(self, decoder: Decoder, angles: Angles) -> Model:
-        if decoder.activation != "silu":
+        if decoder.activation != "silu" or len({layer.gate.shape for layer in decoder.layers}) > 1:
             raise _Unfit
         layers = (Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
         return Model(
@@ -138,16 +147,18 @@ class _Structs:
         )  # fmt: skip
 
     def _weights(self, matrix: Matrix) -> Weights:
-        if not isinstance(matrix, PanelMatrix) or not matrix.whole:
+        if not isinstance(matrix, PanelMatrix | Int8PanelMatrix) or not matrix.whole:
             raise _Unfit
         bias = None if matrix.bias is None else self._address(matrix.bias)
-        return Weights(matrix.shape[1], matrix.shape[0], self._address(matrix.panels), bias)
+        rounded = (matrix.scales, matrix.zeros) if isinstance(matrix, Int8PanelMatrix) else ()
+        weight, *more = (self._address(tensor, tensor.dtype) for tensor in (matrix.panels, *rounded))
+        return Weights(matrix.shape[1], matrix.shape[0], weight, bias, *more)
 
     def _norm(self, norm: decoders.Norm | None) -> Norm:
         return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)
 
-    def _address(self, tensor: Tensor) -> int:
-        if not tensor.is_contiguous() or tensor.dtype != self._dtype:
+    def _address(self, tensor: Tensor, dtype: torch.dtype | None = None) -> int:
+        if not tensor.is_contiguous() or tensor.dtype != (dtype or self._dtype):
             raise _Unfit
         self.held.append(tensor.detach())
         return tensor.data_ptr()

@@ -1,18 +1,22 @@
 """A weight matrix of int8 whose products round their activations to 8 bits, too.
 
 Every output has a scale, and every token, so that rows do not influence each other. Sums are integers and exact: a CPU whose oneDNN
-multiplies bytes by packed weights and one that does not get the same bits.
+multiplies bytes by packed weights and one that does not get the same bits, and so do the kernels in C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, PACKED, Matrix, Products
+from shoal.models.weights.panels import PANEL, Panels, products
+from shoal.native.build import SUFFIXES
 
 ZERO = 128
 """What stands for zero in the unsigned bytes that x86 multiplies by signed ones."""
@@ -22,7 +26,7 @@ Sums = Callable[[Tensor], Tensor]
 """q [tokens, in] int8 -> q Wᵀ * scales, [tokens, out] float32; q may be overwritten."""
 
 
-def product(x: Tensor, sums: Sums, bias: Tensor | None) -> Tensor:
+def rounded_product(x: Tensor, sums: Sums, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b in float32, x [tokens, in] rounded to int8 with one scale per token."""
     rows = x.float()
     scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
@@ -56,14 +60,14 @@ class Int8Matrix(Matrix):
         sums, bias = self._sums(), self.bias
 
         def linear(x: Tensor, activation: str = "none") -> Tensor:
-            y = product(x, sums, bias)
+            y = rounded_product(x, sums, bias)
             return (y if activation == "none" else ACTIVATIONS[activation](y)).to(x.dtype)
 
         def linear_add(x: Tensor, other: Tensor) -> Tensor:
-            return product(x, sums, bias).add_(other).to(x.dtype)
+            return rounded_product(x, sums, bias).add_(other).to(x.dtype)
 
         def linear_mul(x: Tensor, other: Tensor) -> Tensor:
-            return product(x, sums, bias).mul_(other).to(x.dtype)
+            return rounded_product(x, sums, bias).mul_(other).to(x.dtype)
 
         return linear, linear_add, linear_mul
 
@@ -81,4 +85,56 @@ class Int8Matrix(Matrix):
         return sums
 
     def __reduce__(self) -> Any:
-        return Int8Matrix, (self.dense(), self.scales, self.bias, self.form)
+        return type(self), (self.dense(), self.scales, self.bias, self.form)
+
+
+GROUP = 4
+"""Bytes that one instruction multiplies for each output."""
+
+
+class Int8PanelMatrix(Int8Matrix):
+    """The same by the product kernel in C. Packed weights are [panels, inputs / 4, 16, 4], zeros fill up both.
+
+    Attributes:
+        zeros: [out] int32, 128 times the sum of each output's bytes: activations are shifted by so much.
+    """
+
+    zeros: Tensor
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % PANEL))
+        made = padded.view(len(padded) // PANEL, PANEL, -1, GROUP).transpose(1, 2)
+        zeros = ZERO * weight.sum(dim=1, dtype=torch.int32)
+        if hasattr(self, "_weight"):  # kernels know the addresses
+            self.zeros.copy_(zeros)
+            return self._weight.copy_(made)
+        self.zeros = zeros
+        return made.contiguous()
+
+    @property
+    def panels(self) -> Tensor:
+        """The packed weights, whose address does not change."""
+        return self._weight
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are panels, and inputs need no padding."""
+        return self.form == PACKED and self.shape[1] % GROUP == 0
+
+    def _unpacked(self) -> Tensor:
+        out, width = self.shape
+        return self._weight.transpose(1, 2).reshape(len(self._weight) * PANEL, -1)[:out, :width].contiguous()
+
+    def _products(self) -> Products:
+        if self.form != PACKED:
+            return super()._products()
+        panels = Panels(self._weight, self.bias, self.shape, self._weight.shape[1] * GROUP, self.scales, self.zeros)
+
+        def product(x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
+            bias = panels.bias
+            if x.dtype in SUFFIXES and (bias is None or bias.dtype == x.dtype):
+                return panels.product(x, kind, other)
+            wide = replace(panels, bias=None if bias is None else bias.float())
+            return wide.product(x.float(), kind, None if other is None else other.float()).to(x.dtype)
+
+        return products(product)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from shoal.models import formats
+from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, missing
+from shoal.native.processor import cpu_flags
 
-TILES = "AMX-BF16"
+TILES, BYTE_TILES = "AMX-BF16", "amx_int8"
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
@@ -28,3 +30,10 @@ def packing(dtype: torch.dtype) -> type[Matrix] | None:
 def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matrix:
     """Weights [out, in] in the packing of their dtype; see `Matrix`."""
     return (packing(weight.dtype) or Matrix)(weight, bias, PACKED, table=table)
+
+
+def byte_packing() -> type[Int8Matrix] | None:
+    """The same for weights of bytes, whose sums must be exact."""
+    if torch.int8 not in formats.cpu().packs:
+        return None
+    return Int8Matrix if missing() or BYTE_TILES in cpu_flags() else Int8PanelMatrix

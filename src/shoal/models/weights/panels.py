@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,37 +69,51 @@ def _again(weight: Tensor, bias: Tensor | None, form: str, table: bool) -> Panel
 
 
 def _products(weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Products:
-    (outputs, inputs), dtype = shape, weight.dtype
-    width = weight.shape[1] * GROUP[dtype]
-    kernel: Any = getattr(library(), f"product_{SUFFIXES[dtype]}")
-    if bias is not None:
-        bias = bias.contiguous()
+    return products(Panels(weight, bias, shape, weight.shape[1] * GROUP[weight.dtype]).product)
 
-    def product(x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
+
+@dataclass(frozen=True)
+class Panels:
+    """What the kernel multiplies by.
+
+    Attributes:
+        weight: the panels. shape: (out, in). width: inputs with their padding.
+        scales, zeros: of bytes, see `kernels.h`; else None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+    width: int
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+    def product(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
+        """x [..., in], float32 or bfloat16 -> [..., out] in the same dtype."""
+        outputs, inputs = self.shape
         rows = x.reshape(-1, inputs)
-        rows = F.pad(rows, (0, width - inputs)) if width > inputs else rows.contiguous()
+        rows = F.pad(rows, (0, self.width - inputs)) if self.width > inputs else rows.contiguous()
         y = rows.new_empty(len(rows), outputs)
         if other is not None:
             other = other.contiguous()
-        bias_at, other_at = (None if tensor is None else tensor.data_ptr() for tensor in (bias, other))
-        threads = torch.get_num_threads()
-        kernel(
-            ctypes.byref(
-                Product(
-                    len(rows),
-                    width,
-                    outputs,
-                    kind,
-                    threads,
-                    weight.data_ptr(),
-                    bias_at,
-                    rows.data_ptr(),
-                    other_at,
-                    y.data_ptr(),
-                )
-            )
-        )
+        token_scales = q = None
+        if self.scales is not None:
+            token_scales, q = rows.new_empty(len(rows), dtype=torch.float32), rows.new_empty(rows.shape, dtype=torch.uint8)
+        read = (self.weight, self.bias, self.scales, self.zeros, token_scales, q, rows, other, y)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
+        kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
+        kernel(ctypes.byref(Product(len(rows), self.width, outputs, kind, torch.get_num_threads(), *addresses)))
         return y.view(*x.shape[:-1], outputs)
+
+
+class _Product(Protocol):
+    """See `Panels.product`."""
+
+    def __call__(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor: ...
+
+
+def products(product: _Product) -> Products:
+    """The products of a matrix by the kernel."""
 
     def linear(x: Tensor, activation: str = "none") -> Tensor:
         if activation in ("silu", "swish"):

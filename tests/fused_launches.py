@@ -35,7 +35,7 @@ VOCABULARY = 8192
 CONSTANTS = ("arange", "scalar_tensor")
 """Made once for a graph, or passed to a kernel by value."""
 LAUNCHED = {
-    attention_kernels: ("attend", "combine"), kernels: ("begin", "add_norm", "heads", "silu_mul", "int8_product"),
+    attention_kernels: ("attend", "combine"), kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product"),
     draw_kernels: ("block_sums", "inverse_transform", "bucket_sums", "exponential_race", "feed"),
 }  # fmt: skip
 

@@ -22,12 +22,12 @@ from shoal.models.compiled.buckets import Bucket
 from shoal.models.layers import decoder as layer_decoder
 from shoal.models.layers import kernels
 from shoal.models.layers.decoder import fused_layers_of
-from shoal.models.layers.int8 import MOST_TOKENS, TOKENS, WeightOnlyInt8, WeightOnlyMatrix, int8_matrix_of, product
+from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
 from shoal.models.layers.operations import silu_mul
 from shoal.models.layers.prompt import Prompt
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompts import feed_prompts
-from shoal.models.quantize import _weight_only_int8
+from shoal.models.quantize import _weight_only
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import _reference, _sharing_error, static_error
 from shoal.testing import tiny_model
@@ -42,7 +42,7 @@ def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
     return made
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_fused_layers_are_the_model(architecture: str) -> None:
     """By the check of every load: ragged blocks, a rollback, a draft tree. The parameters keep their values, in one matrix."""
     several: dict[str, int] = {"layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -67,7 +67,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         for module in (kernels, attention_kernels):
-            for name in ("add_norm", "heads", "silu_mul", "int8_product", "attend", "combine"):
+            for name in ("add_norm", "heads", "silu_mul", "eight_bit_product", "attend", "combine"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, _Noted(name, self.names))
 
@@ -129,7 +129,7 @@ def launches_per_layer(
     found = []
     for layers in (2, 3):
         hf = tiny_model("llama", layers=layers).to(DEVICE, dtype)
-        made = loading.wrap(_weight_only_int8(hf) if quantised else hf, "tiny", "fused", checked=False)
+        made = loading.wrap(_weight_only(hf, torch.int8) if quantised else hf, "tiny", "fused", checked=False)
         made.use_static_passes("eager")
         if fused:
             made.fused_layers = fused_layers_of(made.hf)
@@ -151,7 +151,7 @@ def test_a_layer_is_nine_launches(dtype: torch.dtype, monkeypatch: pytest.Monkey
 
 def test_a_layer_of_bytes_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches_per_layer(torch.bfloat16, True, monkeypatch, quantised=True)
-    assert found == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "int8_product": 4}
+    assert found == {"add_norm": 2, "heads": 1, "attend": 1, "silu_mul": 1, "eight_bit_product": 4}
 
 
 @pytest.mark.parametrize(("counts", "more"), [([8, 8], {}), ([8, 3], {"index_select": 2})], ids=["alike", "packed"])
@@ -189,8 +189,7 @@ def several(made: Runner) -> None:
     feed_prompts(made, [(3, tokens[0, 9:14].tolist())])
 
 
-@pytest.mark.parametrize("attention", ["pad", "fused"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(("architecture", "attention"), [("mistral", "pad"), ("llama", "fused"), ("qwen3", "fused")])
 def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, attention: str) -> None:
     made = runner(architecture, attention, layers=2)  # of the last layer of prompts only keys and values are computed
     made.fused_layers = fused_layers_of(made.hf)
@@ -203,7 +202,7 @@ def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, 
 
 WRONG_PROMPTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "results": ("packed", lambda real: lambda self, attended: real(self, attended).roll(1, 0)),
-    "cells": ("cells", lambda real: property(lambda self: real.fget(self) + 1)),
+    "cells": ("cells", lambda real: property(lambda self: real.fget(self).roll(1, 0))),
     "queries": ("unpacked", lambda real: lambda self, query: real(self, query.flip(0))),
     "keys": ("rows", lambda real: lambda self, layer: tuple(part.roll(1, 2) for part in real(self, layer))),
 }
@@ -300,10 +299,10 @@ def test_products_of_many_tokens_are_those_of_few() -> None:
         torch.testing.assert_close(product(x[:tokens].clone(), weight, scales, None), many[:tokens], rtol=1e-4, atol=1e-3)
 
 
-def quantised(architecture: str, **options: Any) -> tuple[Any, Runner]:
+def quantised(architecture: str, form: torch.dtype = torch.int8, **options: Any) -> tuple[Any, Runner]:
     """A model, and a runner of its copy with weights of one byte."""
     hf = tiny_model(architecture, **{"layers": 1, "vocab_size": 64} | options).to(DEVICE)
-    made = loading.wrap(_weight_only_int8(hf), "tiny", "pad", checked=False)
+    made = loading.wrap(_weight_only(hf, form), "tiny", "pad", checked=False)
     made.use_static_passes("eager")
     return hf, made
 
@@ -312,16 +311,18 @@ def unpacked(hf: Any, ours: Any) -> Any:
     """The model with the weights that the copy has, as floating numbers."""
     wide = copy.deepcopy(hf)
     for name, layer in ours.named_modules():
-        if isinstance(layer, WeightOnlyInt8):
+        if isinstance(layer, WeightOnly8Bit):
             weight = layer.weight.detach().float() * layer.scales.detach()[:, None]
             wide.get_submodule(name).weight = nn.Parameter(weight.to(hf.dtype))  # also where it was tied
     return wide
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "form", "most"), [("llama", torch.float8_e4m3fn, 0.2), ("qwen2", torch.int8, 0.05)], ids=str
+)
+def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str, form: torch.dtype, most: float) -> None:
     """With tied embeddings, and with a bias (Qwen2); in rounds and for prompts. The owner's model stays as it was."""
-    hf, made = quantised(architecture, tie_word_embeddings=architecture == "llama")
+    hf, made = quantised(architecture, form, tie_word_embeddings=architecture == "llama")
     before = {name: (value.data_ptr(), value.clone()) for name, value in hf.named_parameters()}
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
@@ -332,7 +333,7 @@ def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str) -> None
     ids = torch.arange(8, device=DEVICE)[None]
     with torch.inference_mode():
         exact, found = hf(ids).logits, own(ids)
-    assert 0 < float((exact - found).std()) < 0.05 * float(exact.std())
+    assert 0 < float((exact - found).std()) < most * float(exact.std())
     assert type(hf.model.layers[0].mlp.up_proj) is nn.Linear
     for name, value in hf.named_parameters():
         assert (value.data_ptr(), True) == (before[name][0], torch.equal(value, before[name][1]))
@@ -357,12 +358,12 @@ def test_wrong_bytes_are_noticed_at_load(
     """In common tensors of their own, so that the modules still have the right ones."""
 
     def wrong(layers: Any) -> Any:
-        right = int8_matrix_of(layers)
+        right = matrix_of_8_bit(layers)
         made = WeightOnlyMatrix(right.dense().clone(), right.scales.clone(), right.bias)
         WRONG_BYTES[name](made)
         return made
 
-    monkeypatch.setattr(layer_decoder, "int8_matrix_of", wrong)
+    monkeypatch.setattr(layer_decoder, "matrix_of_8_bit", wrong)
     _, made = quantised("llama")
     use_fused_layers(made)
     assert made.fused_layers is None
@@ -371,7 +372,7 @@ def test_wrong_bytes_are_noticed_at_load(
 
 def test_replaced_bytes_end_static_passes() -> None:
     _, made = quantised("llama")
-    use_fused_layers(made)
+    made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     layer = made.hf.model.layers[0].mlp.down_proj
     with torch.no_grad():

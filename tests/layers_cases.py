@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mutants import mutant
 from shoal.models.layers import kernels
-from shoal.models.layers.int8 import TOKENS, WeightOnlyInt8
+from shoal.models.layers.eight_bit import TOKENS, WeightOnly8Bit
 from shoal.models.layers.operations import COLUMNS, add_norm, begin, heads, silu_mul
 from shoal.models.lean.decoder import Norm
 
@@ -138,18 +138,20 @@ def _rotated(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([turned * angle.cos()[:, None] + torch.cat([-b, a], dim=-1) * angle.sin()[:, None], rest], dim=-1)
 
 
-def of_int8_product(case: Case) -> float:
-    """With a bias where heads are normalised, without it elsewhere; also of more tokens than a program has."""
-    return max(_int8_product(case), _int8_product(replace(case, tokens=TOKENS + case.tokens)))
+def of_eight_bit_product(case: Case) -> float:
+    """With a bias where heads are normalised, without it elsewhere; also of more tokens than a program has, and in fp8."""
+    worst = max(_eight_bit_product(case), _eight_bit_product(replace(case, tokens=TOKENS + case.tokens)))
+    return worst if worst > 1 else max(worst, _eight_bit_product(case, torch.float8_e4m3fn))
 
 
-def _int8_product(case: Case) -> float:
+def _eight_bit_product(case: Case, form: torch.dtype = torch.int8) -> float:
     outputs = 40
     x, wide = case.random(case.tokens, case.width, salt=1), case.random(outputs, case.width, salt=2)
     layer = nn.Linear(case.width, outputs, bias=case.normed, device=DEVICE, dtype=case.dtype)
     with torch.no_grad():
         layer.weight.copy_(wide * torch.arange(1, outputs + 1, device=DEVICE, dtype=case.dtype)[:, None] / outputs)
-    made = WeightOnlyInt8(layer)
+    made = WeightOnly8Bit(layer, form)
+    assert made.weight.dtype == form
     exact = x.double() @ (made.weight.detach().double() * made.scales.detach().double()[:, None]).t()
     with torch.no_grad():
         found = made(x[None])[0]
@@ -163,7 +165,7 @@ OPERATIONS: dict[str, Callable[[Case], float]] = {
     "add_norm": of_add_norm,
     "heads": of_heads,
     "silu_mul": of_silu_mul,
-    "int8_product": of_int8_product,
+    "eight_bit_product": of_eight_bit_product,
 }
 
 
@@ -255,7 +257,7 @@ MUTANTS = {
         "row stride of one half": ("both + token * 2 * width + width + column", "both + token * width + width + column"),
         "not multiplied": ("active.to(tl.float32) * up.to(tl.float32)", "active.to(tl.float32)"),
     },
-    "int8_product": {
+    "eight_bit_product": {
         "scale of another output": ("tl.load(scales + output", "tl.load(scales + output // 2"),
         "scale forgotten": ("total *= tl.load(scales + output, mask=there, other=0.0)[None, :]", "total *= 1.0"),
         "bias forgotten": ("total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]", "total += 0.0"),

@@ -19,6 +19,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
+from shoal.models.compiled import round_functions
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.layers import draw_kernels
 from shoal.models.layers import drawing as on_gpu
@@ -199,3 +200,17 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
     assert set(used) == {"inverse_transform" if rule != "coupled" else "exponential_race"}
     monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
     assert result()[:2] == (found, accepted)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
+def test_a_wrong_draw_of_the_verdict_is_found_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round is compared with the rule as it is defined, not with the same kernels again."""
+
+    def next_token(draw: Draw, _: Tensor) -> Draw:
+        return lambda weights, uniforms: (draw(weights, uniforms) + 1) % weights.shape[1]
+
+    monkeypatch.setattr(round_functions, "on_device", next_token)
+    made = engine_of(runner(0), None, Fixed(0), max_batch=2)
+    made.submit(Request((1, 2, 3), 1, Sampling(0.9, seed=3), Limits(max_new_tokens=4)))
+    with pytest.warns(RuntimeWarning, match="does not decide what its rule decides"):
+        made.step()

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ahead_of_time import CAPABILITIES, TENSOR_CORES, compiled, needs_compiler
+from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
-from shoal.models.layers.int8 import INPUTS, OUTPUTS, STAGES
+from shoal.models.layers.eight_bit import INPUTS, OUTPUTS, STAGES
 from shoal.testing import tiny_model
 
 needs_triton = pytest.mark.skipif(
@@ -55,16 +56,24 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         | {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"},
         {"HEADS": 32, "KV_HEADS": 8, "DIM": 80, "ROTARY": 40, "BLOCK": 128}, 1,
     ),
-    "int8_product": (
+    "eight_bit_product": (
         dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
         {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
     ),
-    "int8_product, 32 tokens": (
+    "eight_bit_product, 32 tokens": (
         dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
         {"BLOCK_T": 32, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
     ),
-    "int8_product, 64 tokens": (
+    "eight_bit_product, 64 tokens": (
         dict.fromkeys(("x", "out"), "*fp16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
+    ),
+    "eight_bit_product, fp8": (
+        dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*fp8e4nv", "scales": "*fp32"},
+        {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
+    ),
+    "eight_bit_product, fp8, 64 tokens": (
+        dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*fp8e4nv", "scales": "*fp32"},
         {"BLOCK_T": 64, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
     ),
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
@@ -107,8 +116,8 @@ def test_they_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     from shoal.models.layers import kernels
 
     types, constants, warps = KERNELS[name]
-    for capability in CAPABILITIES:
-        multiplies = name.startswith("int8")
+    for capability in CAPABILITIES[1:] if "fp8" in name else CAPABILITIES:  # fp8 from 8.9 on
+        multiplies = name.startswith("eight_bit")
         binary = compiled(
             getattr(kernels, name.split(",")[0]),
             types,
@@ -162,25 +171,30 @@ def test_without_a_device_for_the_kernels_the_modules_stay(monkeypatch: pytest.M
     assert weight.data_ptr() == address
 
 
-def test_int8_on_cuda_is_ours_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA model is only pretended here; without Triton, and for fp8, it is torchao's."""
+def test_weights_of_8_bits_on_cuda_are_ours_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA model is only pretended here; without Triton they are torchao's."""
     hf = tiny_model("llama")
     monkeypatch.setattr(type(hf), "device", property(lambda self: torch.device("cuda")))
     monkeypatch.setattr(quantize, "_with_torchao", lambda hf, form: f"torchao, {form}")
     monkeypatch.setattr(torch, "empty", lambda *_, dtype, **__: torch.zeros(0, dtype=dtype))
-    for there, expected in ((True, "ours"), (False, "torchao, int8")):
+    monkeypatch.setattr(quantize, "_weight_only", lambda hf, form: form)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    for there in (True, False):
         monkeypatch.setattr(quantize, "available", lambda query, there=there: there)
-        monkeypatch.setattr(quantize, "_weight_only_int8", lambda hf: "ours")
-        assert quantize.quantized(hf, "int8") == (expected, "int8")
-        assert quantize.quantized(hf, "fp8") == ("torchao, fp8", "fp8")
+        for form, ours in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+            assert quantize.quantized(hf, form) == (ours if there else f"torchao, {form}", form)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        with pytest.raises(RequestError, match="NVIDIA A100 has no fp8; take int8"):
+            quantize.quantized(hf, "fp8")
 
 
 # ── what a round launches ───────────────────────────────────────────────────────────────────────────────────────────
 
 LAUNCHES: dict[tuple[int, str], tuple[int, int]] = {
-    (0, "rejection"): (0, 59),
-    (4, "rejection"): (13, 97),
-    (4, "coupled"): (13, 52),
+    (0, "rejection"): (0, 27),
+    (4, "rejection"): (13, 65),
+    (4, "coupled"): (13, 36),
 }
 """By drafts and rule: launches besides layers of each draft, and of the rest of a round."""
 

@@ -21,7 +21,7 @@ from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from test_static import FakeGraphs, K, hf, runner
+from test_static import FakeGraphs, K, hf, ids, pair, runner
 from test_static_auto import Confident
 
 TOKENS = 40
@@ -87,6 +87,18 @@ def test_no_round_waits_for_what_was_built_before(lookahead: str, temperature: f
     assert found == expected
     assert built == 0 < built_in_rounds
     assert not made.build_ahead()
+
+
+def test_a_pair_that_was_prepared_captures_nothing_in_its_calls() -> None:
+    """In Python: nothing is captured at load, as the caller alone knows sizes and settings."""
+    made, options = pair("graphed", draft_seed=1), {"temperature": 0.8, "seed": 1, "lookahead": K, "max_new_tokens": 12}
+    assert made.target.seconds_building == 0
+    assert made.prepare(6, 24, **options) > 2  # type: ignore[arg-type]
+    prompts, building = [[1, 2, 3], [4, 5]], made.target.seconds_building
+    found = made.generate(prompts, 3, **options)  # type: ignore[arg-type]
+    assert made.target.seconds_building == building
+    assert ids(found) == ids(pair("graphed", draft_seed=1).generate(prompts, 3, **options))  # type: ignore[arg-type]
+    assert pair(None).prepare(6, 24) == 0
 
 
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)

@@ -4,36 +4,32 @@ Transformers shards the weights by the model's own plan (`tp_plan="auto"`; Shoey
 some heads of each layer, and a `SlotCache` of these heads. Everything else is rank 0's alone: drafting, drawing, clocks, seeds,
 text. Before it changes a cache of the target or makes a pass, it tells the others to do the same. So there is nothing that ranks
 could decide differently, prices and deadlines included.
+
+Static passes are built by all ranks, or by none: where one of them fails to, ordinary passes do the work on all. A static pass
+begins with a collective by which all ranks get the block of rank 0, tokens that were drafted within the round included. So NCCL's
+are part of the graph, and a message names nothing but the graph.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import threading
-import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.errors import ModelError, RequestError
+from shoal.errors import RequestError
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import Parents
+from shoal.models.compiled import Passes
+from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.executors import Run
+from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
+from shoal.models.sharded import BUILD, PASS, RESIZE, RUN, STATIC, Served, SharedPasses, arguments_of
 from shoal.types.prefix import Prefix
-
-TIMEOUT = timedelta(days=365)
-"""How long a rank waits for the next broadcast: rank 0 may wait for its user."""
-STOP, PASS = "stop", "pass"
-"""What rank 0 says beside the names of `SlotCache`'s methods."""
 
 
 def require_ranks(name: str, config: Any) -> None:
@@ -58,98 +54,21 @@ def lead(runner: Runner) -> Runner:
     """
     ranks = Ranks()
     if dist.get_rank() > 0:
-        ranks.serve(runner)
+        Served(runner, ranks).serve()
     atexit.register(ranks.stop)
     return _Leading(runner, ranks)
 
 
-def capture_obstacle(backend: str) -> str:
-    """Why the passes of a model that several processes share are not captured, by the name of what joins their sums."""
-    if "nccl" not in backend:
-        return f"{backend} joins the sums of several processes on the host, which no graph can hold"
-    return f"{backend}: a pass of several processes begins with a broadcast from the host, which no graph can hold"
-
-
-class Ranks:
-    """The processes of one model, and how rank 0 speaks to them: on the CPU, beside the collectives of the model itself."""
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self._lock = threading.RLock()
-        self._keys = count()
-        self._dropped: deque[int] = deque()
-        self._out_of_step = False
-
-    # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def new_key(self, cache: SlotCache) -> int:
-        """What to call a cache of rank 0; the others drop theirs once it is gone."""
-        key = next(self._keys)
-        weakref.finalize(cache, self._dropped.append, key).atexit = False
-        return key
-
-    @contextmanager
-    def broadcast(self, what: str, key: int, *arguments: Any) -> Iterator[None]:
-        """What the block does, the other ranks do as well.
-
-        Raises:
-            ModelError: after a block that failed: nobody knows how far the others came.
-        """
-        with self._lock:
-            if self._out_of_step:
-                raise ModelError("an earlier pass failed, and the other processes may wait in it: start them all again")
-            self._say(what, key, *arguments)
-            self._out_of_step = True
-            yield
-            self._out_of_step = False
-
-    def stop(self) -> None:
-        """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
-        if not self._out_of_step:
-            self._say(STOP, -1)
-            self._leave()
-
-    def _leave(self) -> None:
-        """Ends the threads of the group while Python is still there: one that lets go of a tensor later aborts the process."""
-        dist.destroy_process_group()
-        del self._group  # the last reference: its threads are joined here
-
-    def _say(self, what: str, key: int, *arguments: Any) -> None:
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        dist.broadcast_object_list([(what, key, arguments, dropped)], src=0, group=self._group, device=torch.device("cpu"))
-
-    # ── the others ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @torch.inference_mode()
-    def serve(self, runner: Runner) -> NoReturn:
-        """Does what rank 0 says, with the caches of this rank's heads.
-
-        Raises:
-            SystemExit: when it says stop.
-        """
-        caches: dict[int, SlotCache] = {}
-        while True:
-            what, key, arguments, dropped = self._hear()
-            for old in dropped:
-                caches.pop(old, None)
-            if what == STOP:
-                self._leave()
-                raise SystemExit(0)
-            cache = caches.setdefault(key, SlotCache())
-            if what == PASS:
-                _repeat(runner, cache, *arguments)
-            else:
-                getattr(cache, what)(*arguments)
-
-    def _hear(self) -> Any:
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, src=0, group=self._group, device=torch.device("cpu"))
-        return said[0]
+def capture_obstacle(backend: str) -> str | None:
+    """Why the passes of a model that several processes share are not captured, by the name of what joins their sums; None where
+    they can be."""
+    return (
+        None if "nccl" in backend else f"{backend} joins the sums of several processes on the host, which no graph can hold"
+    )
 
 
 class _Leading(Runner):
-    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows what a token takes.
-    It has no static passes: a captured graph cannot contain the broadcast."""
+    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows what a token takes."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
@@ -158,17 +77,29 @@ class _Leading(Runner):
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own."""
         other = super().fork()
-        other.cache = _LedCache(self._ranks)
+        other.cache = _LedCache(self._ranks) if self.static is None else other.cache
         return other
 
+    @property
+    def can_be_cut(self) -> bool:
+        """No: the other ranks compute whole passes."""
+        return False
+
     def use_static_passes(self, executor: str | None) -> None:
-        """Never; the load report says why."""
-        if executor is not None:
-            self.notes["passes"] = f"modules ({capture_obstacle(dist.get_backend())})"
+        """Of all ranks; none where these cannot be captured, and the load report says why."""
+        reason = capture_obstacle(dist.get_backend()) if executor == "graphed" else None
+        if reason is not None:
+            self.static, self.notes["passes"] = None, f"modules ({reason})"
+            return
+        with self._ranks.broadcast(STATIC, -1, executor):
+            super().use_static_passes(executor)
+
+    def _static_passes(self, executor: str) -> Passes:
+        return _LedPasses(self._bridge, self.name, executor, self.attention, self._ranks)
 
     def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
         assert isinstance(self.cache, _LedCache)
-        with self._ranks.broadcast(PASS, self.cache.key, *_arguments(plan), tokens.cpu(), want_logits):
+        with self._ranks.broadcast(PASS, self.cache.number, *arguments_of(plan), tokens.cpu(), want_logits):
             return super()._dynamic(plan, tokens, want_logits)
 
 
@@ -177,43 +108,61 @@ class _LedCache(SlotCache):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
-        self._ranks, self.key = ranks, ranks.new_key(self)
+        self._ranks, self.number = ranks, ranks.number()
+        ranks.drop_with(self, self.number)
 
-    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        with self._ranks.broadcast("reserve", self.key, slots, capacity, cells):
-            super().reserve(slots, capacity, cells)
-
-    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        with self._ranks.broadcast("trim", self.key, slots, capacity, cells):
-            super().trim(slots, capacity, cells)
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        """The others do not follow the lengths of rows, which say what is kept."""
+        if (slots, capacity, cells) != (self.slots, self.capacity, self.cells):
+            with self._ranks.broadcast(RESIZE, self.number, slots, capacity, cells, self.lengths):
+                super()._resize(slots, capacity, cells)
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
-        with self._ranks.broadcast("enter", self.key, slot, prefix):
+        with self._ranks.broadcast("enter", self.number, slot, prefix):
             super().enter(slot, prefix)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        with self._ranks.broadcast("copy", self.key, source, target, length):
+        with self._ranks.broadcast("copy", self.number, source, target, length):
             super().copy(source, target, length)
 
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
-        with self._ranks.broadcast("gather", self.key, slot, start, cells):
+        with self._ranks.broadcast("gather", self.number, slot, start, cells):
             super().gather(slot, start, cells)
 
     def zero_tail(self, slot: int, length: int) -> None:
-        with self._ranks.broadcast("zero_tail", self.key, slot, length):
+        with self._ranks.broadcast("zero_tail", self.number, slot, length):
             super().zero_tail(slot, length)
 
 
-def _arguments(plan: Plan) -> tuple[Any, ...]:
-    """What makes a plan, as `_repeat` takes it."""
-    return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
+class _LedPasses(SharedPasses):
+    """On rank 0: what is built here is built on all ranks, and runs on all of them."""
 
+    def __init__(self, bridge: Any, name: str, executor: str, attention: str, ranks: Ranks) -> None:
+        super().__init__(bridge, name, executor, attention)
+        self._ranks = ranks
 
-def _repeat(
-    runner: Runner, cache: SlotCache, slots: list[int], starts: list[int], counts: list[int], packed: bool,
-    prefixes: list[Prefix | None], into: Prefix | None, parents: Parents | None, tokens: Tensor, want_logits: bool,
-) -> None:  # fmt: skip
-    """The pass that rank 0 makes, on this rank's heads."""
-    runner.cache = cache
-    plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into, parents=parents)
-    runner._dynamic(plan, tokens.to(runner.device), want_logits)
+    def new_cache(self) -> SlotCache:
+        return _LedCache(self._ranks)
+
+    def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
+        """Raises RuntimeError: another rank could not build its part."""
+        assert isinstance(cache, _LedCache)
+        ranks, number = self._ranks, self._ranks.number()
+        built, error = run, None
+        with ranks.broadcast(BUILD, cache.number, number, bucket):
+            try:
+                built = super().executable(bucket, cache, run)
+            except Exception as failed:
+                error = failed
+            reason = ranks.first_failure(error)
+        if error is not None:
+            raise error
+        if reason is not None:
+            raise RuntimeError(reason)
+
+        def replay() -> Any:
+            with ranks.broadcast(RUN, number):
+                return built()
+
+        ranks.drop_with(replay, number)
+        return replay

@@ -32,11 +32,15 @@ class Block:
         self.bucket, self._scratch = bucket, scratch
         self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
-        self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
         self._chain = chain_words(bucket.q)
-        self._numbers = torch.zeros(self.size(bucket), dtype=torch.long, device=device) if numbers is None else numbers
+        self._whole: Tensor | None = None
         if numbers is None:
+            self._whole = torch.zeros(self.size(bucket) + block, dtype=torch.long, device=device)
+            self._numbers = self._whole[: self.size(bucket)]
             self._numbers.copy_(torch.from_numpy(self.empty()))  # building a pass writes to the scratch cell only
+            self.tokens = self._whole[self.size(bucket) :].view(rows, bucket.q)
+        else:
+            self._numbers, self.tokens = numbers, torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
         positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
         self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
         self.words = words.view(rows, bucket.q) if bucket.q > 1 else None
@@ -50,6 +54,12 @@ class Block:
         """The numbers of a block without rows: all columns are unused. [`size`] int64 on the host."""
         block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
         return np.repeat([0, 1, self._scratch, 0], [block, block, block, 4 * rows])
+
+    @property
+    def inputs(self) -> Tensor:
+        """All that a pass reads of the block, its numbers and then its tokens, [numbers] int64: the buffer of both where the block
+        has one of its own, else a copy."""
+        return torch.cat([self._numbers, self.tokens.flatten()]) if self._whole is None else self._whole
 
     @property
     def firsts(self) -> Tensor:

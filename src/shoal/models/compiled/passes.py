@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import InternalError, OutOfStep
 from shoal.models.attention.methods import METHODS, resolved
 from shoal.models.bridge import TOLERANCE, Bridge
 from shoal.models.cache import Plan, SlotCache
@@ -123,10 +124,14 @@ class Passes:
 
     def cache_for(self, owner: Any) -> SlotCache:
         """A cache for as long as `owner` lives; then the next owner gets it, with the passes built over its tensors."""
-        cache = self._idle.pop() if self._idle else SlotCache()
+        cache = self._idle.pop() if self._idle else self.new_cache()
         cache.clear()
         weakref.finalize(owner, self._idle.append, cache)
         return cache
+
+    def new_cache(self) -> SlotCache:
+        """One that nobody has used."""
+        return SlotCache()
 
     def release(self) -> None:
         """Lets go of the caches that no runner uses, and of the passes over them."""
@@ -178,10 +183,14 @@ class Passes:
 
     def forward(self, view: View) -> Tensor:
         """The model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
+        self.share(view.block)
         view.masks.clear()
         logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)
         view.masks.clear()
         return logits
+
+    def share(self, block: Block) -> None:
+        """Where several processes compute the model, gives the block to all of them, on the device (`shoal.models.sharded`)."""
 
     # ── building and running ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,13 +198,15 @@ class Passes:
         """The pass of that key over a cache; if need be, its function is made and built."""
         built = self.generation(cache)
         if key not in built.passes:
-            built.passes[key] = self._build(bucket, cache, built, make())
+            built.passes[key] = self.build(bucket, cache, make())
             self.built[key] += 1
         return built.passes[key]
 
     def generation(self, cache: SlotCache) -> _Built:
         """What is built over a cache as it is now."""
         stores = cache.stores()
+        if not stores:
+            raise InternalError("static passes over a cache that no pass has given layers")
         built = self._of.get(cache)
         if built is None or any(a is not b for a, b in zip(built.stores[0], stores[0], strict=True)):  # new, or grown
             self.forget(cache)
@@ -210,7 +221,8 @@ class Passes:
         """Where `forward` may be called for a view."""
         return self._bridge.static(view)
 
-    def _build(self, bucket: Bucket, cache: SlotCache, built: _Built, function: Function) -> Pass:
+    def build(self, bucket: Bucket, cache: SlotCache, function: Function) -> Pass:
+        """A pass over a bucket of a cache, whose function is built; nobody keeps it."""
         block = Block(bucket, scratch=(cache.slots - 1) * cache.capacity, device=self.hf.device)
         view = self.view(block, cache)
 
@@ -219,8 +231,12 @@ class Passes:
                 return function(view)
 
         with self.building(f"a pass of {bucket}"):
-            executable = built.execute(run)
+            executable = self.executable(bucket, cache, run)
         return Pass(function, block, view, executable)
+
+    def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
+        """A function that calls `forward` once, for a block of that bucket of the cache, as the generation's executor builds it."""
+        return self.generation(cache).execute(run)
 
     @contextmanager
     def building(self, what: str) -> Iterator[None]:
@@ -237,9 +253,15 @@ class Passes:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Swallows whatever fails within, and leaves everything to the dynamic path from then on."""
+        """Swallows whatever fails within, and leaves everything to the dynamic path from then on, if that can go on.
+
+        Raises:
+            OutOfStep.
+        """
         try:
             yield
+        except OutOfStep:
+            raise
         except Exception as error:
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             self.failure = f"{type(error).__name__}: {reason:.300}"

@@ -16,6 +16,7 @@ from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
+from shoal.models.layers.drawing import on_device
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
@@ -165,13 +166,14 @@ class RoundFunctions:
         with target.passes.within(view):
             logits = target.passes.forward(view)
         drawn = [found.tokens for found in self._of_steps(drafts)]
-        return packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *self._decide(logits)), logits
+        found = self._decide(logits, by_kernels=target.passes.by_kernels)
+        return packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *found), logits
 
     def decided(self, logits: Tensor) -> Verdict:
-        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab]; a function of tensors."""
-        return self._decide(logits)[0]
+        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab], as the rule is defined; a function of tensors."""
+        return self._decide(logits, by_kernels=False)[0]
 
-    def _decide(self, logits: Tensor) -> tuple[Verdict, Tensor | None]:
+    def _decide(self, logits: Tensor, *, by_kernels: bool) -> tuple[Verdict, Tensor | None]:
         """The verdict, and of which rows it is by the declared distributions [rows], None = of all: candidates must suffice as far
         as drafts are accepted, and where the token after them is drawn."""
         kind, k = self.kind, logits.shape[1] - 1
@@ -184,8 +186,9 @@ class RoundFunctions:
         temperatures = self.temperatures.repeat_interleave(k + 1)
         p, enough = self._style.probabilities(logits.flatten(0, 1), temperatures)
         q = [found.q for found in self._of_steps(k) if found.q is not None]
+        sampler = on_device(kind.style.draw, p) if by_kernels else None
         p, uniforms = p.unflatten(0, (kind.rows, k + 1)), self.uniforms[:, : k + 1]
-        verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms)
+        verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms, sampler)
         if enough is None:
             return verdict, None
         # What a position behind the first rejection says is not read.

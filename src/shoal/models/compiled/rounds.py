@@ -10,7 +10,6 @@ confidences of those that were run come back in a download of their own, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,7 +48,7 @@ class CapturedRound:
         self.built: dict[Part, Run] = {}
         self._checked: set[Part] = set()
         self._new: set[Part] = set()  # parts that were run in this round, and are not checked
-        self._passes, self._execute = target.passes, target.passes.generation(target.cache).execute
+        self._passes, self._cache = target.passes, target.cache
         self._score_bytes: int = target.passes.hf.dtype.itemsize
         self.logits: Tensor | None = None
         self.drafting, self._ran, self._waiting = 0.0, 0, False
@@ -110,14 +109,19 @@ class CapturedRound:
         """The function, built aside if it must be: what a round under way has in the buffers is there afterwards."""
         part, functions = Part(name, number), self.functions
         if part not in self.built:
-            function: Callable[[int], Any] = functions.verified if name == "verify" else functions.drafted
             with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
                 kept = [tensor.clone() for tensor in functions.state]
                 functions.fill_padding(number if name == "verify" else 0)
-                self.built[part] = self._execute(partial(function, number))
+                self.built[part] = self._built(name, number)
                 for tensor, own in zip(functions.state, kept, strict=True):
                     tensor.copy_(own)
         return self.built[part]
+
+    def _built(self, name: str, number: int) -> Run:
+        passes, cache, functions = self._passes, self._cache, self.functions
+        if name == "verify":
+            return passes.executable(functions.target_view(number).block.bucket, cache, partial(functions.verified, number))
+        return passes.generation(cache).execute(partial(functions.drafted, number))
 
     def _run(self, name: str, number: int) -> Any:
         part = Part(name, number)

@@ -3,5 +3,5 @@
 kernels     the Triton kernels
 operations  what launches them
 decoder     the pass
-int8        linear layers with weights of one byte
+eight_bit   linear layers with weights of one byte
 """

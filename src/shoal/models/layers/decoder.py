@@ -19,7 +19,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
-from shoal.models.layers.int8 import WeightOnlyInt8, int8_matrix_of
+from shoal.models.layers.eight_bit import WeightOnly8Bit, matrix_of_8_bit
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul
 from shoal.models.layers.prompt import Prompt
 from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
@@ -147,6 +147,6 @@ def fused_layers_of(hf: Any) -> FusedLayers | None:
 
 def _known_linears(hf: Any) -> tuple[Sequence[type], MatrixOf]:
     """Classes of a model's linear layers that can be computed with, all of them alike, and what makes a matrix of several."""
-    if type(getattr(hf, "lm_head", None)) is WeightOnlyInt8:
-        return (WeightOnlyInt8,), int8_matrix_of
+    if type(getattr(hf, "lm_head", None)) is WeightOnly8Bit:
+        return (WeightOnly8Bit,), matrix_of_8_bit
     return LINEARS, matrix_of

@@ -129,15 +129,15 @@ def silu_mul(both, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def int8_product(
+def eight_bit_product(
     x, weight, scales, bias, out, tokens, inputs, outputs,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x Wᵀ * scales + bias for few tokens, grid (blocks of tokens, blocks of outputs): the weights are read as bytes, and once, as
     the programs of the same outputs run at about the same time.
 
-    x [tokens, inputs], weight [outputs, inputs] int8, scales [outputs] float32, out [tokens, outputs]. A byte is exact in all
-    formats of x, sums are float32.
+    x [tokens, inputs], weight [outputs, inputs] int8 or float8_e4m3, scales [outputs] float32, out [tokens, outputs]. A byte is
+    exact in all formats of x, sums are float32.
     """
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -148,7 +148,7 @@ def int8_product(
         feature = start + tl.arange(0, BLOCK_K)
         inside = feature < inputs
         left = tl.load(x + token[:, None] * inputs + feature[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        right = tl.load(weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0)
+        right = tl.load(weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0.0)
         if INTERPRETED:  # its dot is wrong in bfloat16
             total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
         else:

@@ -1,0 +1,121 @@
+"""Weights of 8 bits on CUDA, int8 or fp8: linear layers whose weights are read as bytes where few tokens are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.models.weights.fusing import joined, starts
+from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
+
+MOST_TOKENS = 256
+"""Beyond that a product computes more than it reads: weights are unpacked for it, as for prompts."""
+TOKENS = 64
+"""Most tokens of a program; of several such programs all but the first find the weights in the cache of the GPU."""
+OUTPUTS, INPUTS, STAGES = 32, 128, 4
+"""Of a program of the kernel: outputs, and inputs per step; steps in flight."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Number formats of weights, and what the largest weight of an output becomes in them."""
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ * scales + bias, [tokens, out] in the dtype of x.
+
+    Args:
+        x: [tokens, in], contiguous. weight: [out, in] of a format in `LARGEST`, contiguous. scales: [out] float32. bias: [out] or
+            None.
+    """
+    tokens, outputs = len(x), len(weight)
+    if tokens > MOST_TOKENS:
+        return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
+    from shoal.models.layers import kernels
+
+    out = x.new_empty(tokens, outputs)
+    block = token_block(tokens)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernels.eight_bit_product[(-(-tokens // block), -(-outputs // OUTPUTS))](
+            x, weight, scales, bias, out, tokens, x.shape[1], outputs, BLOCK_T=block, BLOCK_N=OUTPUTS, BLOCK_K=INPUTS,
+            num_warps=4, num_stages=STAGES,
+        )  # fmt: skip
+    return out
+
+
+def token_block(tokens: int) -> int:
+    """Tokens of a program: all of them up to `TOKENS`, in a power of two that tensor cores take."""
+    return min(TOKENS, max(16, 1 << (tokens - 1).bit_length()))
+
+
+class WeightOnly8Bit(nn.Module):
+    """y = x Wᵀ + b with weights of 8 bits and a scale per output; activations keep their dtype.
+
+    Args:
+        form: a format in `LARGEST`.
+
+    Attributes:
+        weight: [out, in] of that format. scales: [out] float32. bias: [out] or None.
+    """
+
+    def __init__(self, layer: nn.Linear, form: torch.dtype = torch.int8) -> None:
+        super().__init__()
+        wide = layer.weight.detach().float()
+        scales = wide.abs().amax(dim=1).clamp(min=1e-12) / LARGEST[form]
+        scaled = (wide / scales[:, None]).clamp(-LARGEST[form], LARGEST[form])  # what overflows fp8 would be NaN
+        self.weight = nn.Parameter((scaled if form.is_floating_point else scaled.round()).to(form), requires_grad=False)
+        self.scales, self.bias = nn.Parameter(scales, requires_grad=False), layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of `x`."""
+        y = product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class WeightOnlyMatrix(Matrix):
+    """W of 8 bits, [out, in], of one or several `WeightOnly8Bit`, one below the other, with a scale per output; see `product`.
+
+    Attributes:
+        scales: [out] float32.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.scales = scales
+        super().__init__(weight, bias)
+
+    def _products(self) -> Products:
+        weight, scales, bias = self._weight, self.scales, self.bias
+
+        def linear(x: Tensor, activation: str = "none") -> Tensor:
+            y = product(x, weight, scales, bias)
+            return y if activation == "none" else ACTIVATIONS[activation](y)
+
+        def linear_add(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).add_(other)
+
+        def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).mul_(other)
+
+        return linear, linear_add, linear_mul
+
+
+@torch.no_grad()
+def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
+    """As `shoal.models.weights.matrix_of`: weights, scales and biases of the layers become rows of common tensors. A bias that
+    another model has as well stays that model's.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs or formats.
+    """
+    if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError("layers of one matrix need the same input, the same format, and all a bias or none")
+    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(layers[0].weight.dtype)
+    scales = joined([layer.scales.detach() for layer in layers])
+    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
+    for layer, start in zip(layers, starts(layers), strict=True):
+        rows = slice(start, start + layer.out_features)
+        layer.weight.data, layer.scales.data = weight[rows], scales[rows]
+        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return WeightOnlyMatrix(weight, scales, bias)

@@ -1,0 +1,118 @@
+"""How the processes of one model speak to each other: rank 0 says what is next, on the CPU, beside the collectives of the model.
+
+What rank 0 says is enough for the others; they answer in one case only: whether something that each rank has to build was built.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import OutOfStep
+
+TIMEOUT = timedelta(days=365)
+"""How long a rank waits for the next message: rank 0 may wait for its user."""
+AGREEMENT = timedelta(minutes=10)
+"""How long a rank that has built something, or failed to, waits for the others to say the same."""
+STOP = "stop"
+AGAIN = "start them all again"
+
+
+class Ranks:
+    """The processes of one model. All ranks make this at the same point."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
+        self._lock = threading.RLock()
+        self._numbers = count()
+        self._dropped: deque[int] = deque()
+        self._out_of_step = False
+
+    # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def number(self) -> int:
+        """For something that all ranks have."""
+        return next(self._numbers)
+
+    def drop_with(self, owner: Any, number: int) -> None:
+        """The other ranks let go of what has that number once rank 0's owner is gone."""
+        weakref.finalize(owner, self._dropped.append, number).atexit = False
+
+    @contextmanager
+    def broadcast(self, what: str, number: int, *arguments: Any) -> Iterator[None]:
+        """What the block does, the other ranks do as well.
+
+        Raises:
+            OutOfStep: one of them has ended, or an earlier block failed: nobody knows how far the others came.
+        """
+        with self._lock:
+            if self._out_of_step:
+                raise OutOfStep(f"an earlier pass failed, and the other processes of the model may wait in it: {AGAIN}")
+            self._out_of_step = True
+            try:
+                self._say(what, number, *arguments)
+                yield
+            except Exception as error:
+                if is_loss(error):
+                    raise OutOfStep(
+                        f"a process of the model has failed or ended, its own message says why: {AGAIN}"
+                    ) from error
+                raise
+            self._out_of_step = False
+
+    def stop(self) -> None:
+        """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
+        if not self._out_of_step:
+            self._say(STOP, -1)
+            self.leave()
+
+    def _say(self, what: str, number: int, *arguments: Any) -> None:
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        dist.broadcast_object_list(
+            [(what, number, arguments, dropped)], src=0, group=self._group, device=torch.device("cpu")
+        )
+
+    # ── all ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def first_failure(self, error: Exception | None) -> str | None:
+        """What the first rank says whose error is not None; None if all of them succeeded. All ranks call this at the same point.
+
+        Raises:
+            OutOfStep: not all ranks got here. One that waits in a collective for a rank that failed before it does not.
+        """
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        answers: list[str | None] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(answers, reason, group=self._answers)
+        except RuntimeError as lost:
+            raise OutOfStep(f"not all processes of the model could say whether they go on ({reason}): {AGAIN}") from lost
+        return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None), None)
+
+    def leave(self) -> None:
+        """Ends the threads of the groups while Python is still there: one that lets go of a tensor later aborts the process."""
+        dist.destroy_process_group()
+        del self._group, self._answers  # the last references: their threads are joined here
+
+    # ── the others ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hear(self) -> tuple[str, int, tuple[Any, ...], list[int]]:
+        """What rank 0 says: what is to be done, with what, how, and the numbers of what is gone."""
+        said: list[Any] = [None]
+        dist.broadcast_object_list(said, src=0, group=self._group, device=torch.device("cpu"))
+        heard: tuple[str, int, tuple[Any, ...], list[int]] = said[0]
+        return heard
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because of another process."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

@@ -1,0 +1,126 @@
+"""The ranks of a sharded model that do not lead do what rank 0 says, with their own heads (`shoal.models.tensor_parallel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import OutOfStep
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.tree import Parents
+from shoal.models.compiled import Passes
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.executors import Run
+from shoal.models.ranks import AGAIN, STOP, Ranks
+from shoal.models.runner import Runner
+from shoal.types.prefix import Prefix
+
+PASS, STATIC, BUILD, RUN, RESIZE = "pass", "static", "build", "run", "resize"
+"""What rank 0 says beside the names of `SlotCache`'s methods: an ordinary pass; static passes from now on, or no more; a static
+pass is built; it is run; a cache changes its size."""
+
+
+class SharedPasses(Passes):
+    """Static passes of a model that several processes share, on any rank."""
+
+    def share(self, block: Block) -> None:
+        """All ranks compute the block of rank 0. Part of what is captured; collectives of gloo are not, and run on the host."""
+        dist.broadcast(block.inputs, src=0)
+
+
+class Served:
+    """What another rank has: its part of the model, of the caches and of what is built over them, by rank 0's numbers."""
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner, self._ranks = runner, ranks
+        self._caches: dict[int, SlotCache] = {}
+        self._built: dict[int, tuple[int, Run]] = {}  # with the numbers of their caches
+        self._static: SharedPasses | None = None
+
+    @torch.inference_mode()
+    def serve(self) -> NoReturn:
+        """Does what rank 0 says.
+
+        Raises:
+            SystemExit: when it says stop, or something fails.
+        """
+        try:
+            while self._do(*self._ranks.hear()):
+                pass
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise SystemExit(f"rank {dist.get_rank()} of {self._runner.name} cannot go on ({reason}): {AGAIN}") from error
+        raise SystemExit(0)
+
+    def _do(self, what: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]) -> bool:
+        """Whether there is more to come."""
+        self._drop(dropped)
+        if what == STOP:
+            self._ranks.leave()
+            return False
+        if what == STATIC:
+            self._use_static_passes(*arguments)
+        elif what == RUN:
+            self._built[number][1]()
+        else:
+            cache = self._caches.setdefault(number, SlotCache())
+            if what == BUILD:
+                self._build(number, cache, *arguments)
+            elif what == RESIZE:
+                self._resize(number, cache, *arguments)
+            elif what == PASS:
+                repeat(self._runner, cache, *arguments)
+            else:
+                getattr(cache, what)(*arguments)
+        return True
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        if numbers and self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)  # nobody here waits for what is launched
+        for number in numbers:
+            self._caches.pop(number, None)
+            self._built.pop(number, None)
+
+    def _use_static_passes(self, executor: str | None) -> None:
+        runner = self._runner
+        self._drop(list(self._built))
+        self._static = None if executor is None else SharedPasses(runner._bridge, runner.name, executor, runner.attention)
+
+    def _build(self, owner: int, cache: SlotCache, number: int, bucket: Bucket) -> None:
+        error, passes = None, self._static
+        assert passes is not None
+        try:
+            self._built[number] = owner, passes.build(bucket, cache, passes.forward).run
+        except OutOfStep:
+            raise
+        except Exception as failed:
+            error = failed
+        if self._ranks.first_failure(error) is not None:
+            self._drop([number])
+
+    def _resize(self, number: int, cache: SlotCache, slots: int, capacity: int, cells: int, lengths: list[int]) -> None:
+        self._drop([built for built, (owner, _) in self._built.items() if owner == number])
+        if self._static is not None:
+            self._static.forget(cache)
+        cache.lengths = lengths
+        cache._resize(slots, capacity, cells)
+
+
+def arguments_of(plan: Plan) -> tuple[Any, ...]:
+    """What makes a plan, as `repeat` takes it."""
+    return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
+
+
+def repeat(
+    runner: Runner, cache: SlotCache, slots: list[int], starts: list[int], counts: list[int], packed: bool,
+    prefixes: list[Prefix | None], into: Prefix | None, parents: Parents | None, tokens: Tensor, want_logits: bool,
+) -> None:  # fmt: skip
+    """The pass that rank 0 makes, on this rank's heads."""
+    runner.cache = cache
+    plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into, parents=parents)
+    runner._dynamic(plan, tokens.to(runner.device), want_logits)

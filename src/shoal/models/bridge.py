@@ -11,6 +11,7 @@ context variable, or by a global, which tracers can follow. Hence one static pas
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,12 @@ class Bridge:
         self.lock = threading.RLock()
         self.layers: Layers | None = None
 
+    def of(self, hf: Any) -> Bridge:
+        """The same for another model with this one's config, which one pass at a time may switch."""
+        other = copy.copy(self)
+        other.hf, other.layers = hf, None
+        return other
+
     def ordinary(
         self,
         tokens: Tensor,
@@ -131,7 +138,7 @@ class Bridge:
         if self.takes_positions:
             # Unused columns near the end of the context would index past a learned position table.
             positions = plan.pack(plan.positions)
-            beyond = max(plan.starts) + plan.q > self.context
+            beyond = plan.reach > self.context
             options["position_ids"] = positions.clamp(max=self.context - 1) if beyond else positions
         if self.attention_path == "mask":
             options["attention_mask"] = masks.explicit_bias(self.hf.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from shoal.errors import RequestError
-from shoal.models.bridge import TOLERANCE
 from shoal.models.compiled import executor_for
 from shoal.models.layers.decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of
@@ -13,8 +12,9 @@ from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
 from shoal.models.lean.whole import whole_pass
+from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import largest_error, static_error
+from shoal.models.selfcheck import largest_error, static_error, tolerance
 from shoal.native.build import SUFFIXES, missing
 
 log = logging.getLogger("shoal")
@@ -60,7 +60,7 @@ def use_fused_layers(runner: Runner) -> None:
     if runner.fused_layers is None:
         return
     error = static_error(runner)
-    if not error <= TOLERANCE[runner.dtype]:
+    if not error <= tolerance(runner):
         runner.fused_layers = None
         log.warning(
             "%s: its modules compute passes: fused layers differ by %.3g deviations of the logits", runner.name, error
@@ -73,7 +73,9 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
     Args:
         native: by the kernels in C, else by PyTorch.
     """
-    decoder = decoder_of(runner.hf) if runner.dtype in SUFFIXES and runner.can_be_lean else None
+    decoder = None
+    if runner.dtype in SUFFIXES and runner.can_be_lean:
+        decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
     if decoder is None or decoder.dim > MOST_DIM:
         return
     if native:
@@ -82,6 +84,6 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
     else:
         runner.lean = LeanPass(decoder, PlainKernels(decoder))
     error = largest_error(runner)
-    if not error <= TOLERANCE[runner.dtype]:
+    if not error <= tolerance(runner):
         runner.lean = None
         log.warning("%s: its modules compute passes: lean ones differ by %.3g deviations of the logits", runner.name, error)

@@ -139,6 +139,11 @@ class Runner:
         return self.packs and self.static is None
 
     @property
+    def can_be_cut(self) -> bool:
+        """Whether the model's first layers can be computed alone."""
+        return True
+
+    @property
     def can_be_lean(self) -> bool:
         """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
         return self.packs and self.forward_context is nullcontext
@@ -151,9 +156,12 @@ class Runner:
             return
         reason = compiled.obstacle(self.hf) if executor == "graphed" else None
         if reason is None:
-            self.static = compiled.Passes(self._bridge, self.name, executor, self.attention)
+            self.static = self._static_passes(executor)
         else:
             self.notes["passes"] = f"modules ({reason})"
+
+    def _static_passes(self, executor: str) -> compiled.Passes:
+        return compiled.Passes(self._bridge, self.name, executor, self.attention)
 
     @property
     def fused_layers(self) -> Layers | None:
@@ -187,6 +195,16 @@ class Runner:
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
+        other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
+        other.hidden_layers, other.hidden = (), None
+        return other
+
+    def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
+        """Another model over this one's cache, whose layers are this one's first; with counters of its own, and ordinary passes.
+        No two passes over a cache may run at a time."""
+        other = copy.copy(self)
+        other.hf, other.lean, other.static = hf, lean, None
+        other._bridge = self._bridge.of(hf)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
         other.hidden_layers, other.hidden = (), None
         return other
@@ -334,11 +352,13 @@ class Runner:
         self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
     ) -> Plan:
         """A pass that appends counts[b] tokens to each row."""
-        starts, prefixes = [self.cache.lengths[slot] for slot in slots], [self.cache.prefixes[slot] for slot in slots]
+        cache = self.cache
+        starts, gaps = ([of[slot] for slot in slots] for of in (cache.lengths, cache.gaps))
+        prefixes = [cache.prefixes[slot] for slot in slots]
         share = PACK_FROM if self.lean is None else 0.0
         return Plan(
             slots, starts, counts, self.device, packed=packed, pack_from=share, prefixes=prefixes, kv_block=self._kv_block,
-            parents=parents,
+            parents=parents, gaps=gaps,
         )  # fmt: skip
 
     def ordinary(self, plan: Plan, tokens: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has unus
 them out: the model sees one sequence of sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass
 what they write lies beyond the row's length, is never attended to and is overwritten by the row's next tokens.
 
+A row may have a *gap*: tokens that its slot leaves out, somewhere before those that are fed (`SlotCache.take`). The tokens fed are
+then further on in the text than in the slot.
+
 A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's shared store. Its slot then only
 holds the tail, the tokens from position `offset` on.
 
@@ -37,10 +40,11 @@ class Plan:
         into: set when the one row of the pass is a prompt on its way into the shared store; it has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
         parents: the tree that each row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = all are chains.
+        gaps: tokens that each row's slot leaves out; None = none.
 
     Attributes:
         slots: cache slot of each row. first_slot: set when slots are consecutive, so that caches may return views.
-        starts: tokens each row has already. counts: tokens fed per row. lengths: starts + counts. q: max(counts).
+        starts: tokens each row has already, but for its gap. counts: tokens fed per row. lengths: starts + counts. q: max(counts).
         offsets: length of each row's prefix, 0 without; the position of the first token in its slot.
         tails: lengths - offsets: keys in the slot that the row's last query sees. kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
@@ -54,11 +58,12 @@ class Plan:
     def __init__(
         self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device, *, packed: bool = False,
         pack_from: float = PACK_FROM, prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None,
-        kv_block: int = 1, parents: Parents | None = None,
+        kv_block: int = 1, parents: Parents | None = None, gaps: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
         self.into, self.device = into, device
+        self.gaps = list(gaps) if gaps is not None and any(gaps) else None
         self.q = max(self.counts)
         self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]
         self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
@@ -84,7 +89,13 @@ class Plan:
 
     @cached_property
     def positions(self) -> Tensor:
-        return torch.from_numpy(self._column(self.starts) + self._columns).to(self.device)
+        columns = self._column(self.starts) + self._columns
+        return torch.from_numpy(columns if self.gaps is None else columns + self._column(self.gaps)).to(self.device)
+
+    @property
+    def reach(self) -> int:
+        """The furthest position of a column, padding included, and one."""
+        return max(self.starts if self.gaps is None else map(sum, zip(self.starts, self.gaps, strict=True))) + self.q
 
     @cached_property
     def _columns(self) -> Array:
@@ -163,8 +174,9 @@ class Plan:
 
     @cached_property
     def places(self) -> Tensor:
-        """positions - offsets, [rows, q] int64: without trees the index of each query's own key in its slot."""
-        return self.positions - torch.tensor(self.offsets, device=self.device)[:, None] if self.shares else self.positions
+        """positions - offsets - gaps, [rows, q] int64: without trees the index of each query's own key in its slot."""
+        before = self.offsets if self.gaps is None else list(map(sum, zip(self.offsets, self.gaps, strict=True)))
+        return self.positions - torch.tensor(before, device=self.device)[:, None] if any(before) else self.positions
 
     @cached_property
     def firsts(self) -> Tensor:

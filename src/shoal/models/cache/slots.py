@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
 from shoal.models.cache.layer import Layer, allocated
+from shoal.models.cache.moves import Moves
 from shoal.models.cache.plan import Plan
 from shoal.types.prefix import Prefix
 
@@ -32,6 +34,7 @@ class SlotCache(Cache):
         slots, capacity, cells: rows, tokens per row and tokens in the shared store that there is room for.
         lengths: valid tokens per row, those in the shared store included; everything beyond is garbage that the masks hide.
         prefixes: where the row in each slot has its first tokens, if not there.
+        gaps: tokens of each row that are left out, so that its `lengths` are less than its positions.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,7 @@ class SlotCache(Cache):
         self.slots = self.capacity = self.cells = 0
         self.lengths: list[int] = []
         self.prefixes: list[Prefix | None] = []
+        self.gaps: list[int] = []
         self.plan: Plan | None = None
         self._written: Tensor | None = None
         self._addresses: array[int] | None = None
@@ -68,11 +72,13 @@ class SlotCache(Cache):
             raise
         self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
         self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
+        self.gaps = self.gaps[:slots] + [0] * (slots - self.slots)
         self.slots, self.capacity, self.cells = slots, capacity, cells
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
         """A new row takes the slot, with the tokens of its prefix or none."""
         self.prefixes[slot], self.lengths[slot] = prefix, 0 if prefix is None else prefix.length
+        self.gaps[slot] = 0
 
     def clear(self) -> None:
         """No slot has a row."""
@@ -162,6 +168,36 @@ class SlotCache(Cache):
                 for tensor in layer.tensors():
                     tensor[target, :tail] = tensor[source, :tail]
         self.prefixes[target], self.lengths[target] = self.prefixes[source], length
+        self.gaps[target] = self.gaps[source]
+
+    @torch.inference_mode()
+    def take(self, source: SlotCache, slots: Sequence[int | None], first: int, recent: int, layers: int) -> None:
+        """Makes slots 0, 1, ... hold some tokens of these slots of another cache: the `first` ones and the `recent` ones, or all
+        of a row that has no more. Keys are copied as they are, at the positions that they have there.
+
+        Args:
+            slots: None leaves a slot empty. layers: so many first ones of the other cache.
+        """
+        for layer in source._layers[len(self._layers) : layers]:
+            self._add_layer(layer.keys.transpose(1, 2), layer.values.transpose(1, 2))
+        own, shared = Moves(), Moves()
+        for slot, taken in enumerate(slots):
+            self.enter(slot)
+            if taken is None:
+                continue
+            length, prefix, offset = source.lengths[taken], source.prefixes[taken], source._offset(taken)
+            self.gaps[slot] = max(0, length - first - recent)
+            self.lengths[slot] = length - self.gaps[slot]
+            positions = np.arange(self.lengths[slot])
+            positions[first:] += self.gaps[slot]
+            cells = slot * self.capacity + np.arange(self.lengths[slot])
+            stored = positions < offset
+            own.add(taken * source.capacity + positions[~stored] - offset, cells[~stored])
+            if prefix is not None:
+                shared.add(prefix.base + positions[stored], cells[stored])
+        for mine, theirs in zip(self._layers, source._layers, strict=False):
+            own.carry_out(theirs.tensors(), mine.tensors())
+            shared.carry_out((theirs.shared_keys, theirs.shared_values), mine.tensors())
 
     @torch.inference_mode()
     def zero_tail(self, slot: int, length: int) -> None:

@@ -1,0 +1,107 @@
+"""A target drafts for itself with a part of its keys and values: the first tokens of a row and the most recent ones (StreamingLLM,
+Xiao et al., ICLR 2024, arXiv 2309.17453), while the verification sees all. For long contexts, where most of a pass is attention.
+
+Before each proposal the part is copied from the target's cache, so that nothing has to be followed: what was committed, moved or
+rolled back there is what is copied. Tokens keep the positions that they have in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.slots import DraftSlots
+from shoal.errors import InternalError
+from shoal.models.cache import SlotCache
+from shoal.models.early_exit import first_layers, layer_count
+from shoal.models.runner import Runner
+from shoal.types.requests import Row
+from shoal.types.trees import DraftTree
+
+ROOM = 64
+"""Tokens of a draft that memory is counted with."""
+
+
+class ReducedCacheDrafter(Drafter):
+    """Samples tokens from the target, or from an exit of it, over a part of its cache.
+
+    Args:
+        window: most recent committed tokens that are seen, beside the last one. sinks: first tokens of a row that are seen.
+        exit: layers that draft; None = all.
+    """
+
+    name = "self"
+
+    def __init__(self, window: int, sinks: int, exit: int | None = None) -> None:
+        self._window, self._sinks, self._exit = window, sinks, exit
+        self._drafter: _WithPart | None = None
+
+    def attach(self, target: Runner) -> None:
+        layers = layer_count(target) if self._exit is None else self._exit
+        runner = target.over_same_cache(target.hf, target.lean) if self._exit is None else first_layers(target, layers)
+        runner.cache = SlotCache()
+        slots = _PartSlots(runner, target, self._window, self._sinks, layers)
+        self._drafter, self.memory = _WithPart(runner, target.vocab_size, slots), slots
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        if self._drafter is None:
+            raise InternalError("a drafter that reads its target's cache was not attached to an engine")
+        return self._drafter.propose(inputs)
+
+    def take_counters(self) -> DraftCounters:
+        return DraftCounters() if self._drafter is None else self._drafter.take_counters()
+
+
+class _WithPart(ModelDrafter):
+    """A draft model that is fed the last token of each row, and has seen a part of those before."""
+
+    def __init__(self, runner: Runner, vocab_size: int, slots: _PartSlots) -> None:
+        super().__init__(runner, vocab_size)
+        self._slots: _PartSlots = slots
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        self._slots.fill(inputs.rows, inputs.lengths)
+        return super().propose(inputs)
+
+    def lacking(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        return [self._held(row) for row in rows], [
+            [row.tokens[-1] if length else 0] for row, length in zip(rows, lengths, strict=True)
+        ]
+
+
+class _PartSlots(DraftSlots):
+    """Slots in the order of the rows of a round, filled anew in each.
+
+    Args:
+        source: whose cache is read. layers: of it that are copied.
+    """
+
+    def __init__(self, runner: Runner, source: Runner, window: int, sinks: int, layers: int) -> None:
+        super().__init__(runner)
+        self._source, self._window, self._sinks, self._layers = source, window, sinks, layers
+
+    def fill(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Copies what each row that is drafted for is to see."""
+        self._places = {row: slot for slot, row in enumerate(rows)}
+        self._runner.reserve(len(rows), self._window + self._sinks + max(lengths))
+        slots = [row.slot if length else None for row, length in zip(rows, lengths, strict=True)]
+        self._cache.take(self._source.cache, slots, self._sinks, self._window, self._layers)
+
+    # ── memory: no row takes more than the part ─────────────────────────────────────────────────────────────────────
+
+    def _size(self, slots: int, capacity: int) -> tuple[int, int]:
+        return slots, self._window + self._sinks + ROOM if capacity else 0
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._runner.cache_bytes(*self._size(slots, capacity))
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._runner.grown_bytes(*self._size(slots, capacity))
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        self._runner.reserve(*self._size(slots, capacity))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Nothing is kept between rounds."""
+        self._runner.trim(*self._size(slots, capacity))

@@ -1,0 +1,132 @@
+"""The first layers of a model as a model of their own: early exit (Elhoushi et al., LayerSkip, ACL 2024, arXiv 2404.16710).
+
+Nothing is copied. The modules that lead to the layers are, as shells; what they hold is the model's. The runner of such a model
+feeds the cache that it was made from: what it writes are the keys and values of the model's first layers, at the places where the
+model itself would write them.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.models.cache import SlotCache
+from shoal.models.lean.forward import LeanPass
+from shoal.models.runner import Runner
+
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+"""What Transformers calls the norm between the last layer and the head."""
+
+_models: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Of each model, the name of its list of layers."""
+
+
+def require_exit(runner: Runner, layers: int) -> None:
+    """Raises RequestError: the model does not have more layers than that. UnsupportedModel: see `first_layers`."""
+    every = layer_count(runner)
+    if not 1 <= layers < every:
+        raise RequestError(f"{runner.name} has {every} layers: exit must be in 1..{every - 1}, got {layers}")
+    _model_of(runner, layers)
+
+
+def layer_count(runner: Runner) -> int:
+    """How many layers the model has. Raises UnsupportedModel: see `first_layers`."""
+    return len(runner.hf.get_submodule(_place_of(runner)))
+
+
+def first_layers(runner: Runner, layers: int) -> Runner:
+    """The model's first layers, its last norm and its head, as a runner over the same cache. Its passes are lean where those of the
+    model are, and never of fixed shape.
+
+    Raises:
+        UnsupportedModel: the model's layers are not one list that its passes go through, or other processes have parts of it.
+    """
+    lean = None if runner.lean is None else _lean(runner.lean, layers)
+    return runner.over_same_cache(_model_of(runner, layers), lean)
+
+
+def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
+    """What makes logits [..., vocab] of the states after a layer, [..., width]: the last norm and the head, without what a few
+    models do to their logits afterwards. Raises UnsupportedModel: its last norm is not known by name."""
+    owner = runner.hf.get_submodule(_place_of(runner).rpartition(".")[0])
+    head = runner.hf.get_output_embeddings()
+    norm = next((getattr(owner, name) for name in NORMS if isinstance(getattr(owner, name, None), nn.Module)), None)
+    if norm is None:
+        raise UnsupportedModel(f"the exits of {runner.name} cannot be compared: name one, as in self:exit=2")
+    return lambda states: head(norm(states))  # type: ignore[no-any-return]
+
+
+def _model_of(runner: Runner, layers: int) -> Any:
+    """The Transformers model, made and tried once. Its config is the model's own, which tells layers how to attend."""
+    known = _models.setdefault(runner.hf, {})
+    if layers not in known:
+        known[layers] = _cut(runner, layers)
+        made = _layers_passed(runner, known[layers])
+        if made != layers:
+            del known[layers]
+            raise UnsupportedModel(
+                f"{runner.name} ({_kind(runner)}) cannot leave after {layers} layers: its pass made {made}"
+            )
+    return known[layers]
+
+
+def _cut(runner: Runner, layers: int) -> Any:
+    *path, last = _place_of(runner).split(".")
+    top = module = _shell(runner.hf)
+    for name in path:
+        module._modules[name] = module = _shell(module._modules[name])
+    module._modules[last] = nn.ModuleList(list(module._modules[last])[:layers])
+    return top
+
+
+def _shell(module: Any) -> Any:
+    """Another module of the same class with the same contents."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    return other
+
+
+def _place_of(runner: Runner) -> str:
+    """The name of the model's list of layers."""
+    if runner.hf not in _places:
+        config = runner.hf.config
+        count = getattr(
+            config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None
+        )
+        lists = {name: len(module) for name, module in runner.hf.named_modules() if isinstance(module, nn.ModuleList)}
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        found = [name for name in outer if lists[name] == count]
+        if len(found) != 1 or not runner.can_be_cut:
+            why = "its layers are no list of modules" if runner.can_be_cut else "several processes share it"
+            raise UnsupportedModel(f"{runner.name} ({_kind(runner)}) cannot draft for itself: {why}")
+        _places[runner.hf] = found[0]
+    return _places[runner.hf]
+
+
+def _kind(runner: Runner) -> str:
+    return str(getattr(runner.hf.config, "model_type", type(runner.hf).__name__))
+
+
+@torch.inference_mode()
+def _layers_passed(runner: Runner, hf: Any) -> int:
+    """Of how many layers a pass of the model writes keys; 0 where it fails."""
+    tried = runner.over_same_cache(hf, None)
+    tried.cache = SlotCache()
+    tried.reserve(1, 1)
+    try:
+        tried.feed([0], torch.zeros(1, 1, dtype=torch.long, device=tried.device), [1])
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):
+        return 0
+    return len(tried.cache)
+
+
+def _lean(lean: LeanPass, layers: int) -> LeanPass:
+    return lean.of(replace(lean.decoder, layers=lean.decoder.layers[:layers]))

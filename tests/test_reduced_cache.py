@@ -1,0 +1,204 @@
+"""A target that drafts with a part of its cache: drafts are what it says of the first and the most recent tokens at their true
+positions, in ragged batches; the output is that of the whole cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.config import Limits, Sampling
+from shoal.drafting.names import named
+from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.reduced_cache import ROOM, ReducedCacheDrafter
+from shoal.drafting.self_drafting import SelfDrafting
+from shoal.engine.engine import Engine
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.lookahead.controller import by_name
+from shoal.models.cache import SlotCache
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection
+from shoal.testing import save_pair, tiny_model
+from shoal.testing.drafters import check_drafter
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request
+from shoal.types.trees import DraftTree
+from test_exact_distribution import joint
+from test_self_drafting import ALPHA, PASSES, V, model_of, run, runner_of
+
+
+@pytest.fixture(scope="module", params=PASSES)
+def target(request: pytest.FixtureRequest) -> Runner:
+    return runner_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Runner:
+    return runner_of(PASSES[-1])
+
+
+class Recorder(ReducedCacheDrafter):
+    """Keeps of each draft the row's tokens, the draft, and the q of each of its tokens."""
+
+    def __init__(self, window: int, sinks: int, exit: int | None = None) -> None:
+        super().__init__(window, sinks, exit)
+        self.proposals: list[tuple[list[int], list[int], list[Tensor]]] = []
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        for b, (row, draft) in enumerate(zip(inputs.rows, tree.drafts, strict=True)):
+            if draft and tree.q is not None:
+                self.proposals.append((list(row.tokens), list(draft), [q[b] for q, _ in zip(tree.q, draft, strict=False)]))
+        return tree
+
+
+@torch.inference_mode()
+def by_definition(target: Runner, tokens: Sequence[int], draft: Sequence[int], window: int, sinks: int) -> Tensor:
+    """Logits [drafts, vocab]: committed tokens but the last see all before them, the others the first ones, the most recent
+    committed ones, and each other."""
+    fed, known = [*tokens, *draft[:-1]], len(tokens) - 1
+    seen = torch.ones(len(fed), len(fed), dtype=torch.bool).tril()
+    seen[known:, sinks : max(sinks, known - window)] = False
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    return target.hf(torch.tensor([fed]), attention_mask=mask, use_cache=False).logits[0, known:]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sharing", ["copied", "shared"])
+def test_drafts_are_those_of_the_part(target: Runner, sharing: str) -> None:
+    """In ragged batches with joins, cancellations and moves, over prompts of their own and shared ones."""
+    drafter = Recorder(3, 2)
+    engine, _ = run(target, drafter, Rejection(), 2.0, 4, sharing=sharing)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert len(drafter.proposals) > 20
+    assert max(len(tokens) for tokens, _, _ in drafter.proposals) > 15
+    others = 0.0
+    for tokens, draft, q in drafter.proposals:
+        right, other = ((by_definition(target, tokens, draft, window, 2) / 2.0).softmax(-1) for window in (3, 4))
+        assert float((torch.stack(q) - right).abs().max()) < 1e-4
+        others = max(others, float((right - other).abs().max()))
+    assert others > 0.01
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 9])
+def test_tokens_are_those_of_plain_decoding(quick: Runner, max_batch: int) -> None:
+    target = quick
+    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 1.5)):
+        _, expected = run(target, None, rule, temperature, max_batch)
+        for window, sinks, exit in ((3, 2, None), (1, 0, None), (4, 1, 2)):
+            engine, found = run(target, ReducedCacheDrafter(window, sinks, exit), rule, temperature, max_batch)
+            assert found == expected
+            assert engine.stats.drafted > engine.stats.accepted > 0
+
+
+def test_all_is_accepted_where_the_part_is_the_whole(quick: Runner) -> None:
+    target = quick
+    for rule, temperature in ((Rejection(), 0.0), (Rejection(), 1.5), (Coupled(), 1.5)):
+        for window, sinks in ((64, 0), (12, 12)):
+            engine, _ = run(target, ReducedCacheDrafter(window, sinks), rule, temperature)
+            assert engine.stats.accepted == engine.stats.drafted > 0
+
+
+def test_a_window_off_by_one_costs_drafts_alone(quick: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sabotage: the most recent token that was computed is not seen. Tokens stay what they are, and fewer are accepted."""
+    target = quick
+    engine, expected = run(target, ReducedCacheDrafter(30, 4), Coupled(), 1.0)
+    take = SlotCache.take
+
+    def shifted(self: SlotCache, *arguments: object) -> None:
+        take(self, *arguments)  # type: ignore[arg-type]
+        for slot, length in enumerate(self.lengths):
+            if length:
+                self.gaps[slot] += 1
+                self.lengths[slot] -= 1
+
+    monkeypatch.setattr(SlotCache, "take", shifted)
+    other, found = run(target, ReducedCacheDrafter(30, 4), Coupled(), 1.0)
+    assert found == expected
+    assert engine.stats.accepted == engine.stats.drafted
+    assert other.stats.accepted < 0.9 * other.stats.drafted
+
+
+@torch.inference_mode()
+def test_tokens_have_the_law_of_the_target() -> None:
+    """Three tokens by rejection sampling against the target's own logits."""
+    hf = model_of(4)
+    target, prompt = wrap(hf, "tiny", checked=False), (1, 2, 3, 0, 2, 1)
+    law = torch.ones(1)
+    for length in range(2):
+        fed = torch.cartesian_prod(*[torch.arange(4)] * length).view(-1, length) if length else torch.empty(1, 0).long()
+        known = torch.cat([torch.tensor([prompt]).expand(len(fed), -1), fed], dim=1)
+        law = (law[:, None] * hf(known).logits[:, -1].double().div(2).softmax(-1)).flatten()
+    engine = Engine(target, ReducedCacheDrafter(1, 1), by_name(1), max_batch=200, rule=Rejection())
+    rows = engine.submit(Request(prompt, 4000, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
+    while engine.step():
+        pass
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert chi_square(joint(rows, 4), law.view(4, 4)) > ALPHA
+
+
+def test_the_protocol_is_kept(quick: Runner) -> None:
+    assert check_drafter(lambda: ReducedCacheDrafter(4, 1), V, target=quick) > 100
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "mistral-sliding", "deepseek-v3"])
+def test_other_architectures(architecture: str) -> None:
+    """Learned positions, windows of their own, values narrower than keys: with the whole as the part all is accepted."""
+    target = wrap(tiny_model(architecture, vocab_size=V), architecture)
+    _, expected = run(target, None, Coupled(), 1.5)
+    for window in (3, 64):
+        engine, found = run(target, ReducedCacheDrafter(window, 1), Coupled(), 1.5)
+        assert found == expected
+        assert (engine.stats.accepted == engine.stats.drafted > 0) == (window == 64)
+
+
+def test_memory_is_that_of_the_part(quick: Runner) -> None:
+    """However long the rows are; and no prompt is computed."""
+    drafter = ReducedCacheDrafter(8, 2)
+    engine = Engine(quick, drafter, by_name(3), max_batch=2)
+    rows = engine.submit(Request(tuple(i % V for i in range(90)), 2, Sampling(seed=1), Limits(max_new_tokens=20)))
+    engine.step()
+    assert drafter.memory is not None
+    held = drafter.memory.allocated_bytes
+    assert held <= 4 * (8 + 2 + ROOM) * engine.target.token_bytes < engine.target.cache_bytes(4, 110)
+    while engine.step():
+        pass
+    assert drafter.memory.allocated_bytes == held
+    assert all(len(row.tokens) == 110 for row in rows)
+    assert engine.stats.prefill_tokens == 89
+
+
+def test_names_and_what_is_refused(quick: Runner) -> None:
+    target = quick
+    assert named("self:window=256") == SelfDrafting(window=256)
+    assert SelfDrafting(window=256).name == "self:window=256,sinks=4"
+    assert SelfDrafting(6, 256, 0).name == "self:exit=6,window=256,sinks=0"
+    for text, message in (
+        ("self:window=0", "a window of at least 1 token"),
+        ("self:sinks=4", "leave out sinks"),
+        ("self:exit=2,sinks=4", "leave out sinks"),
+        ("self:window=x", "self needs a whole number for window"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            named(text)
+    with pytest.raises(RequestError, match=r"exit must be in 1\.\.2, got 3"):
+        SelfDrafting(3, 8).drafter(target)
+    positionless = target.fork()
+    positionless.takes_trees = False
+    with pytest.raises(UnsupportedModel, match="takes no position for each token"):
+        SelfDrafting(window=8).drafter(positionless)
+
+
+def test_load_and_generate(tmp_path: Path) -> None:
+    place, _ = save_pair(tmp_path)
+    with shoal.load(place, "self:window=4,sinks=1", dtype="float32") as pair:
+        assert pair.drafter_name == "self:window=4,sinks=1"
+        options = {"max_new_tokens": 12, "seed": 1, "temperature": 1.5}
+        plain = pair.generate("def f(x):", 3, lookahead="off", **options)  # type: ignore[arg-type]
+        for lookahead in (3, "auto"):
+            found = pair.generate("def f(x):", 3, lookahead=lookahead, **options)  # type: ignore[arg-type]
+            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]

@@ -1,0 +1,411 @@
+"""A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
+as plain decoding leaves it; exact by the exit's q; refused where there is no such exit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.config import Limits, Sampling
+from shoal.drafting.early_exit import EarlyExitDrafter, candidates
+from shoal.drafting.exits import ExitChoice, best, tokens_per_layer
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.names import named
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.self_drafting import SelfDrafting
+from shoal.engine.engine import Engine
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.lookahead.controller import by_name
+from shoal.models import weights
+from shoal.models.early_exit import first_layers, head_of
+from shoal.models.loading import wrap
+from shoal.models.passes import choose_passes
+from shoal.models.runner import Runner
+from shoal.models.weights.matrix import PACKED
+from shoal.native.build import missing
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair, tiny_model
+from shoal.testing.drafters import check_drafter
+from shoal.testing.scripted import hashed, scripted
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+from test_exact_distribution import joint
+
+V = 29
+ALPHA = 1e-6
+PASSES = ("modules", *(["one call"] if not missing() else []))
+
+
+def model_of(vocab_size: int = V, share: float = 0.25, **options: Any) -> Any:
+    """Three layers, of which the last adds this share of what it would: exits agree with the whole now and then."""
+    hf = tiny_model("llama", layers=3, vocab_size=vocab_size, **options)
+    last = hf.model.layers[-1]
+    for projection in (last.self_attn.o_proj, last.mlp.down_proj):
+        projection.weight.data *= share
+    return hf
+
+
+def runner_of(passes: str, hf: Any = None) -> Runner:
+    hf = model_of() if hf is None else hf
+    if passes == "modules":
+        return wrap(hf, "tiny")
+    weights.lay_out(hf, lambda keys: dict.fromkeys(keys, PACKED))
+    runner = wrap(hf, "tiny")
+    choose_passes(runner, "on", owned=True)
+    assert runner.lean is not None
+    assert runner.lean.whole is not None
+    return runner
+
+
+@pytest.fixture(scope="module", params=PASSES)
+def target(request: pytest.FixtureRequest) -> Runner:
+    """By its modules: slow, for few tests. By kernels in C, where they can be built."""
+    return runner_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Runner:
+    return runner_of(PASSES[-1])
+
+
+@pytest.fixture(scope="module")
+def shallow() -> Runner:
+    """The last layer adds nothing."""
+    return runner_of(PASSES[-1], model_of(share=0.0))
+
+
+def run(
+    target: Runner,
+    drafter: Drafter | None,
+    rule: Rule,
+    temperature: float,
+    max_batch: int = 3,
+    k: int = 3,
+    sharing: str = "auto",
+) -> tuple[Engine, list[list[int]]]:
+    """Groups that join one after the other, a row of which is cancelled; the tokens of the others."""
+    lookahead = by_name(k if drafter else 0)
+    engine = Engine(target, drafter, lookahead, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
+    rows: list[Row] = []
+    for number, length in enumerate((1, 5, 11)):
+        prompt = tuple((7 * i * i + number) % V for i in range(length))
+        sampling = Sampling(temperature=temperature, seed=number)
+        rows += engine.submit(Request(prompt, 3, sampling, Limits(max_new_tokens=9 + number)))
+        engine.step()
+    engine.cancel(rows[2:3])
+    while engine.step():
+        pass
+    return engine, [row.tokens for row in rows[:2] + rows[3:]]
+
+
+class Recorder(EarlyExitDrafter):
+    """Keeps of each draft the row's tokens, the draft, the q of each of its tokens, and the exit."""
+
+    def __init__(self, exit: int | None = None) -> None:
+        super().__init__(exit)
+        self.proposals: list[tuple[list[int], list[int], list[Tensor], int]] = []
+
+    def _drafter(self, exit: int) -> ModelDrafter:
+        self.last = exit
+        return super()._drafter(exit)
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        lengths = [self._target.cache.lengths[row.slot] for row in inputs.rows]
+        assert lengths == [len(row.tokens) - 1 for row in inputs.rows]
+        tree = super().propose(inputs)
+        assert [self._target.cache.lengths[row.slot] for row in inputs.rows] == lengths
+        for b, (row, draft) in enumerate(zip(inputs.rows, tree.drafts, strict=True)):
+            if draft and tree.q is not None:
+                q = [q[b] for q, _ in zip(tree.q, draft, strict=False)]
+                self.proposals.append((list(row.tokens), list(draft), q, self.last))
+        return tree
+
+
+@torch.inference_mode()
+def states_after(hf: Any, tokens: Sequence[int]) -> Sequence[Tensor]:
+    """Hidden states after each layer, [tokens, width] each; those before the first come first."""
+    found = hf(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states
+    return [states[0] for states in found]
+
+
+# ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("exit", "sharing"), [(1, "copied"), (2, "shared")])
+@torch.inference_mode()
+def test_drafts_are_those_of_the_exit(target: Runner, exit: int, sharing: str) -> None:
+    """q is norm and head on the states after so many layers, in ragged batches with joins, cancellations and moves."""
+    drafter = Recorder(exit)
+    engine, _ = run(target, drafter, Rejection(), 2.0, 4, sharing=sharing)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert len(drafter.proposals) > 20
+    others = 0.0
+    for tokens, draft, q, _ in drafter.proposals:
+        states = states_after(target.hf, [*tokens, *draft[:-1]])
+        right, other = ((head_of(target)(states[layer][len(tokens) - 1 :]) / 2.0).softmax(-1) for layer in (exit, 3 - exit))
+        assert float((torch.stack(q) - right).abs().max()) < 1e-4
+        others = max(others, float((right - other).abs().max()))
+    assert others > 0.1
+
+
+@torch.inference_mode()
+def test_the_cache_is_as_if_nothing_was_drafted(target: Runner) -> None:
+    """After each round the keys and values of all layers are those of the committed tokens, computed anew."""
+    drafter = EarlyExitDrafter(1)
+    engine = Engine(target, drafter, by_name(3), max_batch=3, rule=Coupled())
+    rows = engine.submit(Request((5, 3, 8), 3, Sampling(temperature=1.5, seed=1), Limits(max_new_tokens=14)))
+    compared = 0
+    while engine.step():
+        for row in rows:
+            if row.finish_reason is None:
+                compared += 1
+                anew = target.fork()
+                anew.reserve(1, 64)
+                anew.feed([0], torch.tensor([row.tokens[:-1]]), [len(row.tokens) - 1])
+                own = engine.target.cache
+                assert own.lengths[row.slot] == len(row.tokens) - 1
+                offset = 0 if row.prefix is None else row.prefix.length
+                for mine, theirs in zip(own.stores(), anew.cache.stores(), strict=True):
+                    for held, fresh in zip(mine[:2], theirs[:2], strict=True):
+                        held, fresh = held[row.slot, : len(row.tokens) - 1 - offset], fresh[0, offset : len(row.tokens) - 1]
+                        assert float((held - fresh).abs().max()) < 1e-5
+    assert compared > 10
+    assert engine.stats.accepted > 0
+
+
+def test_nothing_is_copied_or_kept(target: Runner) -> None:
+    """An exit has the target's weights, no memory, and computes no prompts."""
+    exit = first_layers(target, 2)
+    assert set(map(id, exit.hf.parameters())) < set(map(id, target.hf.parameters()))
+    assert len(exit.hf.model.layers) == 2
+    assert len(target.hf.model.layers) == 3
+    assert exit.cache is target.cache
+    drafter = EarlyExitDrafter(2)
+    engine, _ = run(target, drafter, Coupled(), 1.0, 9)
+    assert drafter.memory is None
+    assert engine.stats.draft_passes <= 3 * engine.stats.rounds
+    plain, _ = run(target, None, Coupled(), 1.0, 9)
+    assert engine.stats.prefill_tokens == plain.stats.prefill_tokens
+
+
+# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 9])
+def test_tokens_are_those_of_plain_decoding(quick: Runner, max_batch: int) -> None:
+    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 1.5)):
+        _, expected = run(quick, None, rule, temperature, max_batch)
+        for exit in (1, 2, None):
+            engine, found = run(quick, EarlyExitDrafter(exit), rule, temperature, max_batch)
+            assert found == expected
+            assert engine.stats.drafted > engine.stats.accepted > 0 or exit is None
+
+
+def test_all_is_accepted_where_the_last_layer_adds_nothing(shallow: Runner) -> None:
+    target = shallow
+    for rule, temperature in ((Rejection(), 0.0), (Rejection(), 1.5), (Coupled(), 1.5)):
+        engine, _ = run(target, EarlyExitDrafter(2), rule, temperature)
+        assert engine.stats.accepted == engine.stats.drafted > 0
+        other, _ = run(target, EarlyExitDrafter(1), rule, temperature)
+        assert other.stats.accepted < other.stats.drafted
+
+
+def test_passes_of_fixed_shape_go_on() -> None:
+    """Over the same cache, also where a draft is asked for before the target has computed anything."""
+    target, expected = wrap(model_of(), "tiny", checked=False), {}
+    for temperature in (0.0, 1.5):
+        expected[temperature] = run(target, None, Coupled(), temperature)[1]
+    target.use_static_passes("eager")
+    assert target.static is not None
+    for exit in (1, 2, None):
+        for temperature in expected:
+            engine, found = run(target, EarlyExitDrafter(exit), Coupled(), temperature)
+            assert found == expected[temperature]
+            assert engine.stats.drafted > 0
+    assert target.static.failure is None
+    assert target.static.ran.total() > 40
+
+
+class WrongExit(EarlyExitDrafter):
+    """A sabotage: tokens of one exit with the q of another."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        other = self._drafter(1).propose(inputs)
+        for row in inputs.rows:
+            self._target.cache.rollback(row.slot, len(row.tokens) - 1)
+        tree = super().propose(inputs)
+        assert other.q is not None
+        return DraftTree(tree.tokens, tree.lengths, other.q, tree.drafts, tree.parents, tree.steps)
+
+
+@pytest.mark.parametrize(("kind", "exit"), [(EarlyExitDrafter, 2), (EarlyExitDrafter, None), (WrongExit, 2)])
+@torch.inference_mode()
+def test_tokens_have_the_law_of_the_target(kind: type[EarlyExitDrafter], exit: int | None) -> None:
+    """Two tokens by rejection sampling against the target's own logits; a q of another exit is noticed."""
+    hf = model_of(4)
+    target, prompt, samples = wrap(hf, "tiny", checked=False), (1, 2, 3), 4000
+    first = hf(torch.tensor([prompt])).logits[0, -1].double().div(2).softmax(-1)
+    second = hf(torch.tensor([[*prompt, token] for token in range(4)])).logits[:, -1].double().div(2).softmax(-1)
+    engine = Engine(target, kind(exit), by_name(1), max_batch=200, rule=Rejection())
+    rows = engine.submit(Request(prompt, samples, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
+    while engine.step():
+        pass
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert (chi_square(joint(rows, 4), first[:, None] * second) > ALPHA) == (kind is EarlyExitDrafter)
+
+
+def test_the_protocol_is_kept(shallow: Runner) -> None:
+    for exit in (1, None):
+        assert check_drafter(lambda exit=exit: EarlyExitDrafter(exit), V, target=shallow) > 20  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "opt", "falcon", "mixtral"])
+@torch.inference_mode()
+def test_other_architectures(architecture: str) -> None:
+    """Their modules are found, with learned positions, scaled embeddings, windows, capped logits or experts."""
+    target = wrap(tiny_model(architecture, vocab_size=V), architecture)
+    drafter = Recorder(1)
+    _, expected = run(target, None, Coupled(), 1.5)
+    engine, found = run(target, drafter, Coupled(), 1.5)
+    assert found == expected
+    assert engine.stats.drafted > 0
+    if architecture != "gemma2":  # which caps its logits
+        run(target, drafter, Rejection(), 1.5)
+        tokens, draft, q, _ = next(each for each in drafter.proposals if len(each[0]) > 6)
+        states = states_after(target.hf, [*tokens, *draft[:-1]])[1][len(tokens) - 1 :]
+        assert float((torch.stack(q) - (head_of(target)(states) / 1.5).softmax(-1)).abs().max()) < 1e-4
+
+
+def test_a_draft_that_is_not_finite(target: Runner) -> None:
+    """It ends the draft; the row goes on as in plain decoding, and what the target computed of it stays."""
+
+    class Broken(EarlyExitDrafter):
+        def _drafter(self, exit: int) -> ModelDrafter:
+            made = super()._drafter(exit)
+            runner = made.runner
+            runner.lean, feed = None, type(runner).feed
+
+            def broken(*args: Any, **options: Any) -> Tensor:
+                logits = feed(runner, *args, **options)
+                return logits.masked_fill(torch.tensor(runner.cache.lengths[0] % 3 == 0), torch.nan)
+
+            runner.feed = broken  # type: ignore[method-assign]
+            return made
+
+    _, expected = run(target, None, Coupled(), 1.0)
+    engine, found = run(target, Broken(1), Coupled(), 1.0)
+    assert found == expected
+    assert engine.stats.drafted > 0
+
+
+# ── which exit ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_objective() -> None:
+    """The figures of the paper's method, checked numerically: 1.18x in units of layers."""
+    found = {8: 0.45, 12: 0.62, 16: 0.75, 20: 0.82}
+    assert best(found, 32, 8) == (12, 1)
+    assert tokens_per_layer(0.62, 12, 1, 32) * 32 == pytest.approx(1.18, abs=0.005)
+    assert tokens_per_layer(0.0, 0, 0, 32) * 32 == 1.0
+    assert best(dict.fromkeys(found, 0.1), 32, 8) == (0, 0)
+    assert best({1: 1.0}, 32, 5) == (1, 5)
+    assert best(found, 32, 8, head=10.0) == (16, 1)  # a dear head favours exits that are accepted more often
+    assert best(found, 32, 8, head=40.0) == (0, 0)
+    assert best({}, 32, 8) == (0, 0)
+
+
+def test_what_is_known_of_exits_fades() -> None:
+    choice = ExitChoice([1, 2], 3, 0.0)
+    assert choice.best(4) == (0, 0)
+    assert [choice.due() for _ in range(32)] == [place < 4 or place in (15, 31) for place in range(32)]
+    choice.learn([9.0, 9.9], 10)
+    assert choice.acceptances == {1: 0.9, 2: 0.99}
+    assert choice.best(4) == (1, 4)
+    for _ in range(60):
+        choice.learn([0.0, 5.0], 10)
+    assert choice.acceptances == pytest.approx({1: 0.0, 2: 0.5}, abs=0.01)
+    assert choice.best(4) == (0, 0)
+
+
+def test_candidates() -> None:
+    assert candidates(2) == [1]
+    assert candidates(4) == [1, 2, 3]
+    assert candidates(32) == [4, 7, 11, 14, 18, 21, 25, 28]
+
+
+def test_the_exit_that_agrees_is_chosen(shallow: Runner) -> None:
+    """From the second round on; exits are compared on what was committed."""
+    target = shallow
+    for rule, temperature in ((Coupled(), 1.0), (Rejection(), 0.0)):
+        drafter = Recorder()
+        engine, found = run(target, drafter, rule, temperature, 9)
+        assert found == run(target, None, rule, temperature, 9)[1]
+        assert drafter.choice is not None
+        assert drafter.choice.acceptances[2] == pytest.approx(1.0)
+        assert drafter.choice.acceptances[1] < 0.9
+        assert drafter.last == 2
+        assert engine.stats.accepted == engine.stats.drafted > 0
+        assert engine.target.hidden_layers == ()
+
+
+# ── names and entries ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_names() -> None:
+    assert named("self") == SelfDrafting()
+    assert named("self:exit=6") == SelfDrafting(6)
+    assert SelfDrafting(6).name == "self:exit=6"
+    for text, message in (
+        ("self:exi=6", "self has no option 'exi': it has exit, window, sinks, as in self:exit=6 or self:window=256,sinks=4"),
+        ("self+org/model", "a sum is a drafter and a draft model"),
+        ("suffix+self:exit=6", "a sum is a drafter and a draft model"),
+        ("self:exit=6:tree=rsd-s", "trees with tree= are those of a draft model"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            named(text)
+
+
+def test_what_is_refused(target: Runner) -> None:
+    for exit in (0, 3, 99):
+        with pytest.raises(RequestError, match=rf"tiny has 3 layers: exit must be in 1\.\.2, got {exit}"):
+            SelfDrafting(exit).drafter(target)
+    with pytest.raises(UnsupportedModel, match=r"scripted \(scripted\) cannot draft for itself: its layers are no list"):
+        SelfDrafting(1).drafter(scripted(hashed(5), 5))
+    hf = copy.deepcopy(model_of())
+    hf.model.norm, hf.model.last = torch.nn.Identity(), hf.model.norm
+    del hf.model.norm
+    nameless = target.fork()
+    nameless.hf = hf
+    with pytest.raises(UnsupportedModel, match="cannot be compared: name one, as in self:exit=2"):
+        head_of(nameless)
+
+
+def test_transformers_generate() -> None:
+    model, ids, found = tiny_model("llama", layers=3), torch.tensor([[5, 6, 7]]), []
+    for draft in (None, "self:exit=2", "self", "self:window=4"):
+        torch.manual_seed(0)
+        options = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 2}
+        found.append(model.generate(ids, max_new_tokens=9, do_sample=True, **options).tolist())
+    assert found == found[:1] * 4
+
+
+def test_load_and_generate(tmp_path: Path) -> None:
+    place, _ = save_pair(tmp_path, layers=3)
+    with pytest.raises(RequestError, match=r"exit must be in 1\.\.2, got 3"):
+        shoal.load(place, "self:exit=3", dtype="float32")
+    for draft in ("self:exit=1", "self"):
+        with shoal.load(place, draft, dtype="float32") as pair:
+            assert pair.drafter_name == draft
+            options = {"max_new_tokens": 12, "seed": 1, "temperature": 1.5}
+            plain = pair.generate("def f(x):", 3, lookahead="off", **options)  # type: ignore[arg-type]
+            for lookahead in (3, "auto"):
+                found = pair.generate("def f(x):", 3, lookahead=lookahead, **options)  # type: ignore[arg-type]
+                assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from shoal.drafting.answer_file import AnswerFile
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
 from shoal.types.requests import Row
 
@@ -19,9 +20,11 @@ class Answers:
 
     Args:
         limit: tokens that the automaton holds. A full one is made anew of the last texts, up to half of that.
+        file: where texts are kept for later engines, and those of earlier ones are.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, file: AnswerFile | None = None) -> None:
+        self._file, self._unopened = file, file is not None
         self._limit = limit
         self._automaton = SuffixAutomaton()
         self._texts: deque[tuple[list[int], int]] = deque()  # the last ones, with the lengths of their prompts
@@ -39,7 +42,14 @@ class Answers:
         if not whole:
             return
         tokens = row.tokens[-self._limit // 2 :]
-        self._texts.append((tokens, max(row.prompt_length - (len(row.tokens) - len(tokens)), 0)))
+        prompt = max(row.prompt_length - (len(row.tokens) - len(tokens)), 0)
+        if self._file is not None:
+            self._file.append(tokens, prompt)
+        if not self._unopened:
+            self._keep(tokens, prompt)
+
+    def _keep(self, tokens: list[int], prompt: int) -> None:
+        self._texts.append((tokens, prompt))
         self._held, self._unread = self._held + len(tokens), self._unread + 1
         while self._held > self._limit // 2 and len(self._texts) > 1:
             self._held -= len(self._texts.popleft()[0])
@@ -48,6 +58,10 @@ class Answers:
     def read(self, rows: Iterable[Row]) -> int:
         """Reads what is new, and where these rows stand; returns how many tokens the automaton has gained."""
         before = self._automaton.tokens
+        if self._unopened and self._file is not None:
+            self._unopened = False
+            for text, prompt in self._file.read():
+                self._keep(text, prompt)
         if self._unread:
             self._changes += 1
             for tokens, prompt in list(self._texts)[-self._unread :]:

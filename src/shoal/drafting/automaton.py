@@ -14,8 +14,10 @@ from typing import NamedTuple
 COUNTED = 64
 """Most suffixes of a text that are counted when a token is appended: only a text that repeats itself over and over has more. Those
 left out are the shortest, which nobody looks up where longer ones are known."""
-STATE_BYTES = 64
-"""Of a state, about, beside its dictionary: its places in four lists, and a number."""
+INTEGER_BYTES = 28
+"""Of a number of more than a byte; a state has two that no other has: its own, and its length."""
+TOKEN_BYTES = 2 * (getsizeof({0: 0}) + 2 * INTEGER_BYTES + 4 * 9)
+"""Most bytes of a token: of two states, each with places in four lists."""
 ROOT = 0
 
 
@@ -35,8 +37,9 @@ class SuffixAutomaton:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, about."""
-        return STATE_BYTES * len(self.length) + sum(map(getsizeof, self.following))
+        """Memory that it takes, to a few percent."""
+        lists = (self.following, self.link, self.length, self.count)
+        return 2 * INTEGER_BYTES * len(self.length) + sum(map(getsizeof, (*lists, *self.following)))
 
     def append(self, state: int, token: int) -> int:
         """The state of a whole text, once it has become a token longer."""
@@ -103,6 +106,11 @@ class Place(NamedTuple):
         while state > ROOT and not automaton.following[state]:
             state = automaton.link[state]
         return self if state == self.state else Place(automaton, state, automaton.length[state])
+
+    def counts(self) -> list[tuple[int, int]]:
+        """How often each token follows, the one seen last first."""
+        count = self.automaton.count
+        return [(count[state], token) for token, state in reversed(self.automaton.following[self.state].items())]
 
     def after(self, token: int) -> Place:
         """Once a token follows that some text has there."""

@@ -1,22 +1,27 @@
-"""Suffix decoding: the longest end of a row that stands elsewhere too, in its prompt, in itself, in the other rows of its group or
-in earlier answers, and what followed it there most often.
+"""Suffix decoding: the longest end of a row that stands elsewhere too, in its prompt, in itself, in the other rows of its group, in
+earlier answers or in a corpus, and what followed it there most often.
 
 After Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975), with suffix automata instead of trees. A draft goes on while the
 frequencies give its path a probability of `shoal.drafting.paths.FLOOR`.
 
 Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of them grow; "engine", also earlier
-answers of the engine, whoever asked for them. What a request's rows wrote is forgotten when the last of them has left; an engine's
-answers are those of rows that came to their end: rows that were cancelled, or cut for time or an error, leave nothing behind.
+answers of the engine, whoever asked for them; with a file, those of earlier engines, too. What a request's rows wrote is forgotten
+when the last of them has left; answers are those of rows that came to their end: rows that were cancelled, or cut for time or an
+error, leave nothing behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
+from shoal.drafting.answer_file import AnswerFile
 from shoal.drafting.answers import Answers
-from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
+from shoal.drafting.automaton import ROOT, TOKEN_BYTES, Place, SuffixAutomaton
+from shoal.drafting.corpus import Corpus
 from shoal.drafting.paths import probable
+from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.types.requests import Request, Row
 
@@ -33,14 +38,24 @@ class SuffixDrafter(TextDrafter):
         scope: one of those. least: tokens that must match. nodes: of a tree; 0 = chains.
         limit: tokens of each automaton: one for each request (or row) that is drafted for, and one for all earlier answers. A full
             one is made anew of the last half.
+        corpus: looked up as well; whatever has the longest match counts, and of equal ones what the rows wrote.
+        answers: a file of earlier answers, which are looked up, and to which those of all rows are added; whatever the scope is.
     """
 
-    def __init__(self, scope: str = "group", least: int = 1, nodes: int = 0, limit: int = 1 << 16) -> None:
+    name = "suffix"
+
+    def __init__(
+        self, scope: str = "group", least: int = 1, nodes: int = 0, limit: int = 1 << 16, corpus: Corpus | None = None,
+        answers: AnswerFile | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._corpus = corpus
         self.max_nodes = nodes
         self._scope, self._least, self._limit = scope, least, limit
         self._texts: dict[int, GrowingTexts] = {}  # by the identity of the request, or of the row
-        self._answers = Answers(limit) if scope == "engine" else None
+        remembers = scope == "engine" or answers is not None
+        self._answers = Answers(limit, answers) if remembers else None
+        self.keeps = Keeps(TOKEN_BYTES, tokens=limit, always=TOKEN_BYTES * limit if remembers else 0)
 
     def _texts_of(self, row: Row) -> GrowingTexts:
         key = id(row) if self._scope == "row" else id(row.request)
@@ -56,9 +71,11 @@ class SuffixDrafter(TextDrafter):
         return read if self._answers is None else read + self._answers.read(rows)
 
     def guess(self, row: Row, length: int) -> Guess:
-        place = self._texts_of(row).place(row)
+        place: Match = self._texts_of(row).place(row)
         if self._answers is not None:
             place = max(place, self._answers.place(row), key=lambda found: found.length)
+        if self._corpus is not None:
+            place = max(place, self._corpus.place(row.tokens), key=lambda found: found.length)
         return probable(place, partial(likeliest, least=self._least), length, self.max_nodes)
 
     def end(self, rows: Sequence[Row]) -> None:
@@ -125,8 +142,27 @@ class GrowingTexts:
             del self._rows[row]
 
 
-def likeliest(place: Place, least: int) -> Iterator[tuple[int, float, Place]]:
-    """The tokens that have followed the longest suffix there, the most frequent first; of equal ones the last first seen.
+class Match(Protocol):
+    """Where the end of a text stands in others: of an automaton, or of a corpus."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that match."""
+        ...
+
+    def continued(self) -> Match:
+        """The same or a shorter match, of which some text goes on."""
+        ...
+
+    def counts(self) -> Sequence[tuple[float, int]]:
+        """How often tokens follow there, and which; of equal ones the first is taken."""
+        ...
+
+    def after(self, token: int) -> Match: ...
+
+
+def likeliest(place: Match, least: int) -> Iterator[tuple[int, float, Match]]:
+    """The tokens that have followed the longest match there, the most frequent first; of equal ones the last first seen.
 
     The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
     chance.
@@ -134,8 +170,7 @@ def likeliest(place: Place, least: int) -> Iterator[tuple[int, float, Place]]:
     place = place.continued()
     if place.length < least:
         return
-    following, count = place.automaton.following[place.state], place.automaton.count
-    counts = [(count[state], token) for token, state in reversed(following.items())]
+    counts = place.counts()
     share = place.length / (place.length + 1) / (sum(seen for seen, _ in counts) + UNSEEN)
     for seen, token in sorted(counts, key=lambda pair: -pair[0]) if len(counts) > 1 else counts:
         yield token, share * seen, place.after(token)

@@ -1,0 +1,111 @@
+"""`shoal index`: texts that drafts are looked up in."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.console import stderr, stdout
+from shoal.cli.files import require_writable
+from shoal.cli.index_texts import files_of, texts_of
+from shoal.cli.options import JsonOption
+from shoal.drafting.specs import BUNDLED
+from shoal.errors import RequestError
+from shoal.models.sources import require_source
+
+SENT = 64
+"""Texts that are split at once."""
+
+
+def index(
+    files: Annotated[list[Path], typer.Argument(help="Text, code, .jsonl with a text or prompt per line; or directories.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The index.")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", "-t", help="Of the target: Hub id or directory; bundled: the bundled target.")
+    ] = BUNDLED,
+    as_json: JsonOption = False,
+) -> None:
+    """Index a corpus, for `--draft suffix:index=FILE`.
+
+    Rows of every target with this tokenizer then look up their last tokens in these texts. Ctrl-C leaves nothing behind.
+    """
+    require_writable(out)
+    if out.exists() and not out.is_file():
+        raise RequestError(f"cannot write {str(out)!r}: it is no file")
+    found = files_of(files)
+    if out.resolve() in {file.resolve() for file in found}:
+        raise RequestError(f"--out {str(out)!r} is one of the files to read")
+    if tokenizer != BUNDLED:
+        require_source(tokenizer)
+    started = time.perf_counter()
+    about = _written(found, out, tokenizer)
+    about["seconds"] = round(time.perf_counter() - started, 3)
+    if as_json:
+        print(json.dumps(about))
+        return
+    line = f"{about['tokens']:,} tokens of {about['texts']:,} texts in {about['bytes'] / 2**20:.1f} MiB, {about['seconds']:.1f} s"
+    stdout().print(line)
+    stderr().print(f"wrote {out}: --draft suffix:index={out}", soft_wrap=True)
+
+
+def _written(files: list[Path], out: Path, source: str) -> dict[str, Any]:
+    """Writes the index, under another name until it is whole; says what is in it."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from shoal.models.loading import bundled, load_tokenizer
+
+    tokenizer = load_tokenizer(bundled("target") if source == BUNDLED else source)
+    place = out.resolve()
+    descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            about = _built(files, tokenizer, file)
+        os.chmod(temporary, place.stat().st_mode if place.exists() else 0o644)
+        os.replace(temporary, place)
+    except OSError as error:
+        os.unlink(temporary)
+        raise RequestError(f"cannot write {str(out)!r}: {error.strerror}") from error
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return {"out": str(out), **about, "bytes": place.stat().st_size}
+
+
+def _built(files: list[Path], tokenizer: Any, file: Any) -> dict[str, Any]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from shoal.drafting.index_file import IndexWriter
+    from shoal.models.trimming import fingerprint
+
+    console, writer, waiting = stderr(), IndexWriter(file), list[str]()
+
+    def add() -> None:
+        for ids in tokenizer(waiting, add_special_tokens=False, verbose=False)["input_ids"] if waiting else []:
+            writer.add(ids)
+        waiting.clear()
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=sum(one.stat().st_size for one in files))
+        held = 0
+        for one in files:
+            for text, size in texts_of(one):
+                waiting.append(text)
+                held += size
+                progress.advance(task, size)
+                if len(waiting) >= SENT or held >= 1 << 20:
+                    add()
+                    held = 0
+        add()
+        progress.update(task, description="sorting")
+        if not writer.tokens:
+            raise RequestError("there is no text in these files")
+        parts = writer.finish(fingerprint(tokenizer))
+    return {
+        "files": len(files), "texts": writer.texts, "tokens": writer.tokens, "parts": parts, "tokenizer": fingerprint(tokenizer),
+    }  # fmt: skip

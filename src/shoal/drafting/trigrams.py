@@ -1,0 +1,110 @@
+"""Tri-gram tables: what followed the last two tokens of a row, in its text and by what the target said, is proposed.
+
+After Liu et al., "ADED: adaptive draft-verification" (2024, arXiv 2407.12021): counts of tri-grams stand for the target's
+distribution, are updated by each verification, and are searched by playouts that explore. It is token recycling
+(`shoal.drafting.recycling`) with another table: two tokens of context, and counts that add up in place of the last word. Pairs of
+tokens that were never seen are looked up by the last token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from shoal.drafting.paths import probable
+from shoal.drafting.playouts import explored
+from shoal.drafting.protocol import Keeps
+from shoal.drafting.recycling import RecyclingDrafter
+from shoal.drafting.text import Guess
+from shoal.types.requests import Request, Row
+
+UNSEEN = 0.5
+"""Counts of tokens never seen."""
+BACKED_OFF = 0.4
+"""Factor of probabilities by the last token alone, as of "stupid backoff" (Brants et al. 2007)."""
+CONTEXT_BYTES = 600
+"""Of a context, about, with its tokens, their counts and its place in the table."""
+COUNT_BYTES = 104
+"""Of a count, about."""
+Context = tuple[int, ...]
+"""The last two tokens, or the last."""
+
+
+class Trigrams:
+    """Counts of what followed.
+
+    Attributes:
+        request: held, so that no other takes its identity. left: how many of its rows have left.
+        table: context -> token -> count; the context that was updated last is the last. read: tokens read of each row.
+    """
+
+    def __init__(self, request: Request, k: int, limit: int) -> None:
+        self.request, self.left, self._k, self._limit = request, 0, k, limit
+        self.table: dict[Context, dict[int, float]] = {}
+        self.read: dict[Row, int] = {}
+
+    def read_on(self, row: Row) -> int:
+        """Counts what is new of a row; returns how many tokens that was."""
+        tokens, start = row.tokens, self.read.get(row, 1)
+        for position in range(start, len(tokens)):
+            self._add(tuple(tokens[max(position - 2, 0) : position]), tokens[position : position + 1], (1.0,))
+        self.read[row] = len(tokens)
+        return len(tokens) - start
+
+    def hear(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """What the target said of the tokens after a context."""
+        self._add(context, tokens, chances)
+
+    def _add(self, context: Context, tokens: Sequence[int], counts: Sequence[float]) -> None:
+        for part in {context, context[-1:]}:
+            known = self.table.pop(part, None) or {}
+            for token, seen in zip(tokens, counts, strict=True):
+                known[token] = known.get(token, 0.0) + seen
+            if len(known) > 2 * self._k:
+                known = dict(sorted(known.items(), key=lambda pair: -pair[1])[: self._k])
+            self.table[part] = known
+        if len(self.table) > self._limit:
+            self.table = dict(list(self.table.items())[-(self._limit // 2) :])
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes, about."""
+        return CONTEXT_BYTES * len(self.table) + COUNT_BYTES * sum(map(len, self.table.values()))
+
+
+class TrigramDrafter(RecyclingDrafter):
+    """Follows what came after the last two tokens most often.
+
+    Args:
+        scope, k, nodes: as of `RecyclingDrafter`. limit: contexts of a table; a full one keeps the half that was updated last.
+        playouts: by which trees are searched; 0 = the most probable paths.
+    """
+
+    name = "trigrams"
+
+    def __init__(self, scope: str = "group", k: int = 8, nodes: int = 8, limit: int = 1 << 15, playouts: int = 0) -> None:
+        super().__init__(scope, k, nodes)
+        self._limit, self._playouts = limit, playouts
+        most = CONTEXT_BYTES + 2 * k * COUNT_BYTES
+        self.keeps = Keeps(2 * most, tokens=limit, always=most * limit if scope == "engine" else 0)
+
+    def _new(self, request: Request) -> Trigrams:
+        return Trigrams(request, self._k, self._limit)
+
+    def guess(self, row: Row, length: int) -> Guess:
+        table = self._of(row)
+        assert isinstance(table, Trigrams)
+        following, place = partial(likeliest, table.table), tuple(row.tokens[-2:])
+        if self._playouts and self.max_nodes:
+            return explored(place, following, length, self.max_nodes, self._playouts)
+        return probable(place, following, length, self.max_nodes)
+
+
+def likeliest(table: dict[Context, dict[int, float]], context: Context) -> Iterator[tuple[int, float, Context]]:
+    """The tokens that followed, the most frequent first; of equal ones the one seen first."""
+    known, factor = table.get(context), 1.0
+    if known is None:
+        known, factor = table.get(context[-1:], {}), BACKED_OFF
+    share = factor / (sum(known.values()) + UNSEEN)
+    for token, seen in sorted(known.items(), key=lambda pair: -pair[1]):
+        yield token, share * seen, (context[-1], token)

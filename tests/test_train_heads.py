@@ -67,7 +67,7 @@ def test_heads_learn_and_are_the_same_after_an_interruption(
     assert loss(whole) < 0.8 * before
     after = whole.figures()
     assert len(after) == 2
-    assert all(0 < one.accepted <= one.among_five < 1 for one in after)
+    assert all(0 < one.accepted <= one.among_five < 1 and 0 < one.greedy <= 1 for one in after)
 
     real = Trainer.advance
 

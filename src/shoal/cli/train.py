@@ -1,19 +1,23 @@
-"""`shoal train`: heads that draft for a target, trained on its own samples."""
+"""`shoal train`: draft models and heads for a target, trained on its own samples."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.console import plain_table, stderr, stdout
-from shoal.cli.files import listed_prompts
+from shoal.cli.files import listed_documents, listed_prompts
+from shoal.cli.options import JsonOption
 from shoal.drafting.specs import BUNDLED
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
-    from shoal.train.heads import HeadsTrainer
+    from shoal.train.stages import Figures, Stage, StagedTrainer
 
 EXIT_INTERRUPTED = 130
 app = typer.Typer(
@@ -23,11 +27,17 @@ app = typer.Typer(
 )
 
 TargetOption = Annotated[str, typer.Option("--target", "-m", help="Hub id or directory; bundled: the bundled target.")]
-OutOption = Annotated[Path, typer.Option("--out", "-o", help="Directory for the heads; a rerun goes on from there.")]
+OutOption = Annotated[Path, typer.Option("--out", "-o", help="Directory for the drafter; a rerun goes on from there.")]
 PromptsOption = Annotated[
     list[Path] | None,
     typer.Option("--prompts", help="JSON Lines of prompts that the target continues. Without: small programming problems."),
 ]
+
+
+SamplesOption = Annotated[int, typer.Option("--samples", min=16, help="Texts that the target writes.")]
+NewTokensOption = Annotated[int, typer.Option("--new-tokens", min=8, help="Tokens of each.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Of the optimiser, 4,096 tokens each.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 
 
 @app.callback()
@@ -35,10 +45,44 @@ def train() -> None:
     """Trains a drafter for a target, on what the target writes itself."""
 
 
-SamplesOption = Annotated[int, typer.Option("--samples", min=16, help="Texts that the target writes.")]
-NewTokensOption = Annotated[int, typer.Option("--new-tokens", min=8, help="Tokens of each.")]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Of the optimiser, 4,096 tokens each.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+@app.command()
+def drafter(
+    out: OutOption,
+    target: TargetOption = BUNDLED,
+    prompts: PromptsOption = None,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--corpus",
+            help='Texts of the first stage; a .jsonl file has one per line (a text, or an object with "text"), any other is one. '
+            "Without: small programming problems and Python's standard library. Repeatable.",
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers. Without: an eighth of the target's.")] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(min=1, help="Hidden size. Without: a quarter of a target's of 2,048 or more, half from 1,024 on."),
+    ] = None,
+    samples: SamplesOption = 2400,
+    new_tokens: NewTokensOption = 128,
+    corpus_steps: Annotated[int, typer.Option("--corpus-steps", min=1, help="Of the optimiser in the first stage.")] = 320,
+    steps: StepsOption = 320,
+    device: DeviceOption = "cpu",
+    json_output: JsonOption = False,
+) -> None:
+    """A draft model, for `--draft DIR`: the target's architecture, small, taught by a corpus and then by the target.
+
+    Says after each stage how much of what it drafts is accepted.
+    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    """
+    source, texts = _checked(target, out, prompts)
+    documents = listed_documents(corpus or [])
+    from shoal.train.drafter import DrafterTrainer, DrafterTraining
+
+    training = DrafterTraining(
+        samples=samples, new_tokens=new_tokens, steps=steps, corpus_steps=corpus_steps, layers=layers, width=width
+    )  # fmt: skip
+    _train(DrafterTrainer(out, source, texts, documents, training, device), str(out), json_output)
 
 
 @app.command()
@@ -52,6 +96,7 @@ def medusa(
     new_tokens: NewTokensOption = 128,
     steps: StepsOption = 320,
     device: DeviceOption = "cpu",
+    json_output: JsonOption = False,
 ) -> None:
     """Medusa heads, for `--draft medusa:DIR`.
 
@@ -62,7 +107,7 @@ def medusa(
     from shoal.train.medusa import MedusaTrainer
 
     training = HeadsTraining(heads=heads, layers=layers, samples=samples, new_tokens=new_tokens, steps=steps)
-    _train(MedusaTrainer(out, source, texts, training, device), "medusa")
+    _train(MedusaTrainer(out, source, texts, training, device), f"medusa:{out}", json_output)
 
 
 @app.command()
@@ -75,6 +120,7 @@ def eagle3(
     new_tokens: NewTokensOption = 128,
     steps: StepsOption = 160,
     device: DeviceOption = "cpu",
+    json_output: JsonOption = False,
 ) -> None:
     """EAGLE-3 heads, for `--draft eagle3:DIR`.
 
@@ -85,7 +131,7 @@ def eagle3(
     from shoal.train.heads import HeadsTraining
 
     training = HeadsTraining(heads=ahead, samples=samples, new_tokens=new_tokens, steps=steps)
-    _train(Eagle3Trainer(out, source, texts, training, device), "eagle3")
+    _train(Eagle3Trainer(out, source, texts, training, device), f"eagle3:{out}", json_output)
 
 
 def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | None, list[str]]:
@@ -97,24 +143,37 @@ def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | 
     return source, texts
 
 
-def _train(work: HeadsTrainer, name: str) -> None:
-    """All stages; says how good the heads are."""
+def _train(work: StagedTrainer, draft: str, json_output: bool) -> None:
+    """All stages; says after each how good the drafts are."""
     try:
         work.prepare()
     except KeyboardInterrupt:
         stderr().print("stopped: the same command goes on")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    done: list[tuple[Stage, Sequence[Figures]]] = []
+
+    def report(stage: Stage, figures: Sequence[Figures]) -> None:
+        done.append((stage, figures))
+        if not json_output:
+            _print_figures(stage, figures)
+
     try:
-        work.train()
+        work.train(report)
     except KeyboardInterrupt:
         work.export()
-        done = f"{work.trainer.step} of {work.training.steps} steps"
-        stderr().print(f"stopped after {done}: {work.out} can be used, and the same command goes on")
+        steps = f"{work.trainer.step} steps of {work.trainer.checkpoint.stem}"
+        stderr().print(f"stopped after {steps}: {work.out} can be used, and the same command goes on", soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    figures = work.figures()
-    work.export(figures)
-    table = plain_table("position ahead", "accepted", "among its five best")
+    work.export(done[-1][1])
+    if json_output:
+        stages = [{"stage": stage.name, "steps": stage.steps, "positions": list(map(asdict, rows))} for stage, rows in done]
+        print(json.dumps({"draft": draft, "target": work.source or BUNDLED, "stages": stages}))
+    stderr().print(f"wrote {work.out}: --draft {draft}", soft_wrap=True)
+
+
+def _print_figures(stage: Stage, figures: Sequence[Figures]) -> None:
+    table = plain_table(f"after {stage.name}, position", "accepted at T=1", "greedy agreement", "among its five best")
     for number, one in enumerate(figures, start=1):
-        table.add_row(f"{number}", f"{one.accepted:.3f}", f"{one.among_five:.3f}")
+        position = f"{number}" if len(figures) > 1 else "each"
+        table.add_row(position, f"{one.accepted:.3f}", f"{one.greedy:.3f}", f"{one.among_five:.3f}")
     stdout().print(table)
-    stderr().print(f"wrote {work.out}: --draft {name}:{work.out}")

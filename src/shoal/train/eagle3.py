@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoal.drafting.eagle3 import FILES
 from shoal.models.eagle3 import Eagle3Heads, layer_config, published_layers
+from shoal.train.distil import acceptance
 from shoal.train.heads import DECAY, HeadsTrainer
 
 MOST_DRAFTED = 32_000
@@ -74,17 +75,15 @@ class Eagle3Trainer(HeadsTrainer):
         losses = [F.cross_entropy(q.flatten(0, 1), p.flatten(0, 1).softmax(-1)) for q, p in self._passes(heads, tokens)]
         return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
-    def measured(self, tokens: Tensor) -> Tensor:
+    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(self._passes(self.model, tokens))
+
+    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
         """What is drawn from q is accepted with the probability sum min(p, q)."""
-        rows = []
-        for q_logits, p_logits in self._passes(self.trainer.model, tokens):
-            q, p = q_logits.softmax(-1), p_logits.softmax(-1)
-            among = p.gather(-1, q.topk(min(5, q.shape[-1]), dim=-1).indices).sum(-1)
-            rows.append(torch.stack([torch.minimum(p, q).sum(-1).mean(), among.mean()]))
-        return torch.stack(rows)
+        return acceptance(p_logits, q_logits)
 
     def tensors(self) -> dict[str, Tensor]:
-        ids = self.trainer.model.target_ids
+        ids = self.model.target_ids
         assert isinstance(ids, Tensor)
         drafted = torch.zeros(self.vocab_size, dtype=torch.bool, device=ids.device).scatter(0, ids, True)
         return super().tensors() | {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": drafted}

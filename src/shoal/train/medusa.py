@@ -27,23 +27,23 @@ class MedusaTrainer(HeadsTrainer):
         return MedusaHeads(self.training.heads, self.training.layers, self.width, 0, self.target.get_output_embeddings())
 
     def _said(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each head its logits, and the target's distributions of the same positions."""
+        """Of each head its logits, and the target's of the same positions."""
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
         for i, said in enumerate(heads(found.hidden_states[-1][:, : -self.training.heads])):
-            yield said, found.logits[:, i + 1 : i + 1 + said.shape[1]].softmax(-1)
+            yield said, found.logits[:, i + 1 : i + 1 + said.shape[1]]
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
-        losses = [F.cross_entropy(said.flatten(0, 1), right.flatten(0, 1)) for said, right in self._said(heads, tokens)]
+        passes = self._said(heads, tokens)
+        losses = [F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1)) for said, right in passes]
         return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
-    def measured(self, tokens: Tensor) -> Tensor:
+    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(self._said(self.model, tokens))
+
+    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
         """A point mass is accepted with the probability that the target gives it."""
-        rows = []
-        for said, right in self._said(self.trainer.model, tokens):
-            top = right.gather(-1, said.topk(min(5, said.shape[-1]), dim=-1).indices)
-            rows.append(torch.stack([top[..., 0].mean(), top.sum(-1).mean()]))
-        return torch.stack(rows)
+        return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -30,21 +32,22 @@ class OwnSamples:
     Args:
         work: the directory. source: the target, as `shoal.load` takes it; None = the bundled one. count: samples.
         prompts: their texts, over and over, those that the target can continue; without any, small programming problems.
-        new_tokens, temperature: of the continuations.
+        new_tokens, temperature: of the continuations. fixed: further settings that the directory must have been begun with.
 
     Raises:
         RequestError: the directory has samples of other settings.
     """
 
     def __init__(
-        self, work: Path, source: str | None, prompts: Sequence[str], *, count: int, new_tokens: int, temperature: float
-    ) -> None:
+        self, work: Path, source: str | None, prompts: Sequence[str], *, count: int, new_tokens: int, temperature: float,
+        fixed: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self._work, self._source, self._count = work, source, count
         self._new_tokens, self._temperature = new_tokens, temperature
         self._prompts = list(prompts) or [problem.prompt for problem in generate(SEED, count, "train")]
         work.mkdir(parents=True, exist_ok=True)
-        settings = {"target": source or "bundled", "samples": count, "new_tokens": new_tokens, "temperature": temperature}
-        settings |= {"prompts": len(self._prompts)}
+        settings: dict[str, Any] = {"target": source or "bundled", "samples": count, "new_tokens": new_tokens}
+        settings |= {"temperature": temperature, "prompts": len(self._prompts), **fixed}
         known = work / "settings.json"
         if known.exists() and (before := json.loads(known.read_text(encoding="utf-8"))) != settings:
             raise RequestError(f"{work} was begun with {before}, and not with {settings}: remove it, or give these again")

@@ -1,0 +1,179 @@
+"""What all trainings for a target have in common: its samples, stages that go on where they were stopped, measuring."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shoal.errors import RequestError
+from shoal.models.loading import bundled
+from shoal.train.corpus import Tokens, Windows
+from shoal.train.loop import Loss, Schedule, Trainer
+from shoal.train.own_samples import SEED, OwnSamples
+
+
+@dataclass(frozen=True)
+class Training:
+    """How something is trained for a target.
+
+    Attributes:
+        samples, new_tokens, temperature: of the target's own texts.
+        steps: of the optimiser. length, batch: tokens of a window, windows of a step. lr: times the usual learning rates.
+    """
+
+    samples: int = 2400
+    new_tokens: int = 128
+    temperature: float = 1.0
+    steps: int = 320
+    length: int = 256
+    batch: int = 16
+    lr: float = 1.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one drafted position, on samples of the target that were not learned from; given all tokens before.
+
+    Attributes:
+        accepted: the chance that what is drafted there is accepted, at temperature 1.
+        greedy: how often the most probable token is the target's.
+        among_five: the chance that what the target draws is among the five most probable.
+    """
+
+    accepted: float
+    greedy: float
+    among_five: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a training: a loss and the tokens that it is taken of.
+
+    Attributes:
+        name: of its checkpoint, and in reports. lr: times the usual learning rates.
+    """
+
+    name: str
+    loss: Loss
+    tokens: Callable[[], Tokens]
+    steps: int
+    lr: float = 1.0
+
+
+MOST_LOGITS = 2**28
+"""Logits of a step: a large vocabulary makes batches smaller."""
+Report = Callable[[Stage, Sequence[Figures]], None]
+
+
+class StagedTrainer(ABC):
+    """The stages of a training, which go on where they were stopped.
+
+    Args:
+        out: gets what is trained; its folder `training` keeps samples and checkpoints. source: see `OwnSamples`.
+        fixed: further settings that must be the same when the training goes on, by name.
+    """
+
+    def __init__(
+        self, out: Path, source: str | None, prompts: Sequence[str], training: Training, device: str = "cpu", **fixed: object
+    ) -> None:
+        self.out, self.training, self.source, self.device = out, training, source, torch.device(device)
+        own = {name: getattr(training, name) for name in ("new_tokens", "temperature")}
+        self.samples = OwnSamples(out / "training", source, prompts, count=training.samples, fixed=fixed, **own)
+
+    @property
+    def source_name(self) -> str:
+        """Directory or Hub id of the target."""
+        return str(bundled("target")) if self.source is None else self.source
+
+    def prepare(self) -> None:
+        """Samples, the target, and what is trained as far as it was."""
+        self.samples.write()
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source_name, dtype=torch.float32)
+        self.target = target.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.width = target.config.get_text_config().hidden_size
+        self.vocab_size = target.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
+        self.model = self.made().to(self.device)
+        self.stages = self.planned()
+        self.trainer = self._trainer(self.stages[0])
+
+    def _trainer(self, stage: Stage) -> Trainer:
+        return Trainer(self.model, stage.loss, self.out / "training" / f"{stage.name}.pt", self.training.lr * stage.lr)
+
+    def train(self, report: Report | None = None) -> None:
+        """All stages, each measured and reported at its end where somebody asks.
+
+        Raises KeyboardInterrupt: it was stopped, and has saved what it has.
+        """
+        for stage in self.stages:
+            self.trainer = self._trainer(stage)
+            windows = self._windows(stage.tokens())
+            self.trainer.train(windows, Schedule(stage.steps, warmup=max(1, stage.steps // 10)))
+            if report is not None:
+                report(stage, self._known_figures(stage))
+
+    def _known_figures(self, stage: Stage) -> list[Figures]:
+        """Measured once: later stages change the model."""
+        file = self.out / "training" / f"{stage.name}.json"
+        if file.exists() and (known := json.loads(file.read_text(encoding="utf-8")))["steps"] == self.trainer.step:
+            return [Figures(**row) for row in known["figures"]]
+        found = self.figures()
+        rows = {"steps": self.trainer.step, "figures": [asdict(one) for one in found]}
+        file.write_text(json.dumps(rows), encoding="utf-8")
+        return found
+
+    def _windows(self, tokens: Tokens) -> Windows:
+        length, batch = self.window
+        if len(tokens) < length:
+            raise RequestError(f"{len(tokens)} tokens of text are too few: a window is {length}")
+        return Windows(tokens, length, batch, SEED)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Tokens, and windows of a step: no more than the target's positions, or than memory for logits."""
+        length = min(self.training.length, getattr(self.target.config.get_text_config(), "max_position_embeddings", 1 << 30))
+        return length, max(1, min(self.training.batch, MOST_LOGITS // (length * self.vocab_size)))
+
+    @abstractmethod
+    def made(self) -> nn.Module:
+        """What is trained, before its first step."""
+
+    @abstractmethod
+    def planned(self) -> Sequence[Stage]:
+        """The stages in order."""
+
+    @abstractmethod
+    def said(self, tokens: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Of each drafted position its logits over windows of tokens (batch, length), and the target's; (batch, places, ids)."""
+
+    @abstractmethod
+    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
+        """The chance at temperature 1 that what is drafted by these logits is accepted, [...]."""
+
+    @abstractmethod
+    def export(self, figures: Sequence[Figures] = ()) -> None:
+        """Writes what is trained, as it is published; also half-trained."""
+
+    @torch.inference_mode()
+    def figures(self) -> list[Figures]:
+        """Of each drafted position."""
+        windows = self._windows(self.samples.tokens(held_out=True))
+        steps = range(len(windows.rows) // windows.batch_size)
+        found = [self._measured(torch.from_numpy(windows[step]).to(self.device)).cpu() for step in steps]
+        return [Figures(*row) for row in torch.stack(found).mean(0).tolist()]
+
+    def _measured(self, tokens: Tensor) -> Tensor:
+        """`Figures` of each drafted position, [positions, 3]."""
+        rows = []
+        for q, p in self.said(tokens):
+            five = q.topk(min(5, q.shape[-1]), dim=-1).indices
+            greedy = (five[..., 0] == p.argmax(-1)).float()
+            among = p.softmax(-1).gather(-1, five).sum(-1)
+            rows.append(torch.stack([self.accepted(q, p).mean(), greedy.mean(), among.mean()]))
+        return torch.stack(rows)

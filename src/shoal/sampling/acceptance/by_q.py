@@ -20,6 +20,7 @@ from shoal.sampling.acceptance.one_sample import by_samples
 from shoal.sampling.acceptance.recursive import accept_recursively
 from shoal.sampling.acceptance.rejection import by_rejection, reject_and_replace
 from shoal.sampling.acceptance.tree_walk import walk
+from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import inverse_transform
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms
@@ -31,6 +32,7 @@ from shoal.types.trees import DraftTree
 class Rejection:
     """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2)."""
 
+    lossy: ClassVar[str] = ""
     numbers_rounds: ClassVar[bool] = True
     reads_q: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
@@ -50,8 +52,9 @@ class Rejection:
         return by_rejection(tree, scores, uniforms)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
         k = drafts.shape[1]
         stacked = torch.stack(list(q), dim=1) if q else None
-        return reject_and_replace(drafts, lengths, stacked, p, uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1))
+        u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
+        return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler or self.draw)

@@ -100,6 +100,7 @@ class Coupled:
     agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
     """
 
+    lossy: ClassVar[str] = ""
     numbers_rounds: ClassVar[bool] = False
     reads_q: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
@@ -113,9 +114,9 @@ class Coupled:
         return by_samples(tree, scores, self.draw, uniforms)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
-        return match_samples(drafts, lengths, p, self.draw, uniforms)
+        return match_samples(drafts, lengths, p, sampler or self.draw, uniforms)
 
 
 def lengths_from(tree: DraftTree, block: Block) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.sampling.acceptance.one_sample import accepted_lengths, lengths_from
-from shoal.sampling.drawing import draw, inverse_transform
+from shoal.sampling.distributions import Sampler
+from shoal.sampling.drawing import inverse_transform
 from shoal.sampling.scores import Block, Scores, in_blocks
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -42,8 +43,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def reject_and_replace(
-    drafts: Tensor, draft_lengths: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_next: Tensor
-) -> Verdict:
+    drafts: Tensor, draft_lengths: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_next: Tensor,
+    sampler: Sampler = inverse_transform,
+) -> Verdict:  # fmt: skip
     """Speculative rejection sampling for a ragged batch.
 
     Args:
@@ -54,10 +56,11 @@ def reject_and_replace(
             0 stands there.
         u_accept: [rows, k] float64. u_next: [rows, at least as many as p, 2] float64: for the token after j accepted drafts, the
             uniform for a replacement ([..., 0]) and for a bonus ([..., 1]).
+        sampler: `inverse_transform`, by whatever computes it.
     """
     k = drafts.shape[1]
     if q is None or k == 0:
-        token = draw(p[:, 0], u_next[:, 0, 1])
+        token = sampler(p[:, 0], u_next[:, 0, 1:2])
         return Verdict(torch.zeros_like(draft_lengths), token, p[:, 0].gather(1, token[:, None]))
     index = drafts[..., None]
     p_draft, q_draft = p[:, :k].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
@@ -69,7 +72,7 @@ def reject_and_replace(
     # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
     p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + at)
     q_next = q.flatten(0, 1).index_select(0, rows * k + at.clamp(max=k - 1)).mul_(rejected[:, None].to(q.dtype))
-    token = draw(residual(p_next, q_next), u_next[rows, at, (~rejected).long()])
+    token = sampler(residual(p_next, q_next), u_next[rows, at, (~rejected).long()][:, None])
     prob = p_next.gather(1, token[:, None])
     if everything:
         return Verdict(accepted, token, torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, at[:, None], prob))

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from shoal.sampling.distributions import Sampler
 from shoal.sampling.scores import Scores
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -17,10 +18,14 @@ class Rule(Protocol):
 
     Attributes:
         numbers_rounds: whether its uniforms depend on the number of a row's round where that is given.
+        lossy: "" if what it commits has the distribution p; else what every output says of it.
     """
 
     @property
     def numbers_rounds(self) -> bool: ...
+
+    @property
+    def lossy(self) -> str: ...
 
     def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
         """Noise of a round for `width` positions from each row's first open one; `rounds`: see
@@ -51,13 +56,13 @@ class ChainRule(Protocol):
     matches_greedy: bool
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
         """The verdict on drafts [rows, k] int64, `lengths` [rows] of each row.
 
         Args:
             q: of each of the k drafts, [rows, vocab]; empty where `reads_q` is false. p: [rows, k + 1, vocab].
-            uniforms: by position, [rows, k + 1, ...].
+            uniforms: by position, [rows, k + 1, ...]. sampler: draws what `draw` does, by kernels of a GPU; None = `draw`.
         """
         ...
 

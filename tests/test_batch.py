@@ -153,6 +153,7 @@ def test_a_batch_goes_on_where_it_was_killed(tmp_path: Path, batch: Callable[...
     assert (whole["lines"], whole["kept"], whole["answered"], whole["failed"]) == (8, 0, 8, 0)
     assert whole["tokens"] == 8 * 2 * 16
     assert 0 < whole["accepted"] <= whole["drafted"]
+    assert whole["by_drafter"] == {"model": {"drafted": whole["drafted"], "accepted": whole["accepted"]}}
     lines = (tmp_path / "whole").read_text().splitlines(keepends=True)
     for left in ("", "\0" * 4096, "\0\0\n" + "".join(lines[5:])):  # killed within the fourth; as a crash leaves it besides
         (tmp_path / "out").write_text("".join(lines[:3]) + lines[3][:-9] + left)

@@ -1,4 +1,4 @@
-"""The load test itself, for three seconds: it finds nothing where nothing is wrong, and what is wrong it finds."""
+"""The load test itself, for a second: it finds nothing where nothing is wrong, and what is wrong it finds."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def load() -> ModuleType:
     return module
 
 
-def test_three_seconds_of_it(tmp_path: Path) -> None:
+def test_a_second_of_it(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    command = [sys.executable, str(LOAD), "--minutes", "0.05", "--clients", "8", "--json", str(file), "--max-batch", "8"]
+    command = [sys.executable, str(LOAD), "--minutes", "0.02", "--clients", "3", "--json", str(file), "--max-batch", "8"]
     run = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(file.read_text())
     assert (found["failures"], run.returncode) == ([], 0), run.stderr
     assert found["rows_left"] == 0
     for phase in found["phases"].values():
-        assert sum(phase["requests"].values()) >= 8
+        assert sum(phase["requests"].values()) >= 3
         assert phase["tokens"] > 0
 
 

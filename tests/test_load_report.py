@@ -54,7 +54,7 @@ def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.
     ("options", "target", "draft"),
     [
         ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "as-is"}, None),
-        ({"quantize": "draft=int8"}, {}, {"quantize": "int8", "passes": "modules"}),
+        ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
         ({"attention": "split"}, {"attention": "split"}, None),
         ({"compile": "off"}, {"attention": "mixed", "passes": "lean"}, None),
     ],

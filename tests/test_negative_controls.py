@@ -72,7 +72,7 @@ def bonus_left_to_the_residual(
     if q is None:
         return verdict
     rows, last = torch.arange(len(p)), (lengths - 1).clamp(min=0)
-    token = rejection.draw(rejection.residual(p[rows, last], q[rows, last]), u_next[rows, last, 0])
+    token = rejection.inverse_transform(rejection.residual(p[rows, last], q[rows, last]), u_next[rows, last, :1])
     full = (verdict.accepted == lengths) & (lengths > 0)
     return replace(verdict, token=torch.where(full, token, verdict.token))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +143,24 @@ def test_a_plain_run_is_called_plain(opened: Callable[..., Any], server: Served)
 def test_a_texts_markup_stays_text(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=1&compare=false")
     evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-    token = {"id": 1, "text": evil, "logprob": -0.5, "from_draft": True}
+    token = {"id": 1, "text": evil, "logprob": -0.5, "from_draft": True, "drafter": evil}
     details = {"tokens": [token], "mean_logprob": -0.5, "committed": 1, "drafted": 1, "accepted": 1, "rounds": 1}
     chunk = {"choices": [{"index": 0, "text": evil, "finish_reason": None, "shoal": details}]}
     asked(page, f"data: {json.dumps(chunk)}\n\ndata: {json.dumps({'error': {'message': evil, 'param': None}})}\n\n")
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("alert")).to_have_text(evil)
     assert page.locator("pre").text_content() == evil
-    assert page.locator("pre img, pre script, #error *").count() == 0
+    assert page.locator("#drafters .token").text_content() == evil
+    assert page.locator("pre img, pre script, #error *, #drafters .token *").count() == 0
     assert "taken" not in page.title()
 
 
-def chunk_of(*texts: str, drafted: bool = True) -> str:
-    """An event with one sample's tokens."""
-    tokens = [{"id": 1, "text": text, "logprob": -0.5, "from_draft": drafted} for text in texts]
+def chunk_of(*texts: str, drafters: Sequence[str | None] = ("model",)) -> str:
+    """An event with one sample's tokens, proposed by these drafters in turn."""
+    tokens = [
+        {"id": 1, "text": text, "logprob": -0.5, "from_draft": drafter is not None, "drafter": drafter}
+        for text, drafter in zip(texts, itertools.cycle(drafters), strict=False)
+    ]
     details = {"tokens": tokens, "mean_logprob": -0.5, "committed": len(texts), "drafted": 1, "accepted": 1, "rounds": 1}
     text = "".join(texts)
     return f"data: {json.dumps({'choices': [{'index': 0, 'text': text, 'finish_reason': None, 'shoal': details}]})}\n\n"
@@ -168,12 +173,42 @@ def test_a_tinted_blank_is_no_underscore(opened: Callable[..., Any], server: Ser
         asked(page, chunk_of("for", " c", " in", "    ") + "data: [DONE]\n\n")
         page.get_by_role("button", name="Run").click()
         expect(page.locator("#samples .draft")).to_have_count(4)
-        drawn = "({boxShadow, borderBottomStyle, textDecorationLine}) => [boxShadow, borderBottomStyle, textDecorationLine]"
-        shadow, border, line = page.locator("#samples .draft").last.evaluate(f"node => ({drawn})(getComputedStyle(node))")
-        assert border == "none"
-        assert "underline" not in line
-        offsets = re.findall(r"(-?\d+)px", shadow)
-        assert int(offsets[1]) > 0 if scheme == "none" else line == "overline"  # an inset shadow, from above
+        below, line, above = styles(
+            page.locator("#samples .draft").last, "borderBottomStyle", "textDecorationLine", "borderTopStyle"
+        )
+        assert (below, line, above) == ("none", "none", "solid")
+
+
+def styles(locator: Any, *names: str) -> list[str]:
+    """What a browser makes of an element's style."""
+    found: list[str] = locator.evaluate(f"node => {json.dumps(names)}.map((name) => getComputedStyle(node)[name])")
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["none", "active"])
+def test_each_drafter_has_a_colour_a_line_and_an_entry(opened: Callable[..., Any], server: Served, scheme: str) -> None:
+    page = opened(f"{server.url}/#n=1&compare=false", forced_colors=scheme)
+    by_drafter = {
+        "suffix": {"drafted": 9, "accepted": 2},
+        "model": {"drafted": 3, "accepted": 1},
+        "ngram": {"drafted": 4, "accepted": 0},
+    }
+    end = f"data: {json.dumps({'choices': [], 'usage': {'choices': [], 'by_drafter': by_drafter}})}\n\ndata: [DONE]\n\n"
+    asked(page, chunk_of("a", "b", "c", "d", drafters=("suffix", None, "model", "suffix")) + end)
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#drafters li")).to_have_text(
+        ["suffix 2 of 9 accepted", "model 1 of 3 accepted", "ngram 0 of 4 accepted"]
+    )
+    tokens, entries = page.locator("#samples .token"), page.locator("#drafters .token")
+    assert [tokens.nth(i).get_attribute("title").partition(",")[0] for i in range(4)] == [
+        "accepted draft of suffix", "the target's own", "accepted draft of model", "accepted draft of suffix",
+    ]  # fmt: skip
+    drawn = [styles(tokens.nth(i), "backgroundColor", "borderTopStyle") for i in range(4)]
+    assert drawn[0] == drawn[3] == styles(entries.nth(0), "backgroundColor", "borderTopStyle")
+    assert drawn[2] == styles(entries.nth(1), "backgroundColor", "borderTopStyle")
+    lines = [drawn[1][1], drawn[0][1], drawn[2][1], styles(entries.nth(2), "borderTopStyle")[0]]
+    assert lines == ["none", "solid", "dashed", "dotted"]  # without colour, too
+    assert scheme == "active" or len({colour for colour, _ in drawn}) == 3
 
 
 def test_blanks_stay_in_their_column(opened: Callable[..., Any], server: Served) -> None:
@@ -208,7 +243,7 @@ def test_what_was_shown_goes_when_the_next_run_is_refused(opened: Callable[..., 
 def test_the_gauge_says_what_is_being_measured(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=1")
     note, held = page.locator("#gauge-note"), []
-    answer = chunk_of("a") + 'data: {"choices": [], "usage": {"choices": []}}\n\ndata: [DONE]\n\n'
+    answer = chunk_of("a") + 'data: {"choices": [], "usage": {"choices": [], "by_drafter": {}}}\n\ndata: [DONE]\n\n'
 
     def fulfil(route: Any) -> None:
         if route.request.post_data_json["speculation"] == "off":

@@ -132,7 +132,7 @@ def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     async def read() -> None:
         submission = Submission([], 1, stream=True, detailed=True)
         submission.open = 1
-        token = TokenUpdate(1, "x", 0.0, False)
+        token = TokenUpdate(1, "x", 0.0, None)
         update = RowUpdate(0, "x" * 100, (token,) * 100, 1, 1, 1, 1, None)
         assert update.size > 20_000
         updates = submission.updates()

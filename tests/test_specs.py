@@ -20,6 +20,8 @@ from shoal.drafting.text import TextDrafter
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
+from shoal.lookahead.controller import AutoChoice, Uniform
+from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.samples import Result
@@ -45,8 +47,10 @@ def test_names_and_options() -> None:
     assert named("ngram: max = 7 , min=1") == NGram(1, 7)
     for text in ("gpt2", "org/model", "./ngram", "/a/b", "org/ngram"):
         assert named(text) is None
-    assert named("suffix:min=2+a/b") == Sum(Suffix(min=2), "a/b")
-    assert named("recycling+./dir") == Sum(Recycling(nodes=0), "./dir")
+    assert named("suffix:min=2+a/b") == Sum((Suffix(min=2),), "a/b")
+    assert named("recycling+./dir") == Sum((Recycling(nodes=0),), "./dir")
+    assert named("auto+a/b") == Sum((Suffix(),), "a/b")
+    assert named("ngram:max=3+suffix+a/b") == Sum((NGram(2, 3), Suffix()), "a/b")
     assert named("auto") == Suffix()
     for drafting in (kind() for kind in DRAFTINGS.values()):
         assert named(drafting.name) == drafting
@@ -69,6 +73,9 @@ def test_names_and_options() -> None:
         ("recycling:k=0", "recycling needs k in 1..63 and nodes in 0..63, got recycling:scope=group,k=0,nodes=8"),
         ("suffix+", "a sum is a drafter and a draft model, as in suffix+DIR, got 'suffix+'"),
         ("suffix+ngram", "a sum is a drafter and a draft model"),
+        ("suffix+gpt2+org/model", "a sum is a drafter and a draft model"),
+        ("suffix+auto+org/model", "a sum has each drafter once"),
+        ("suffix+auto", "a sum is a drafter and a draft model"),
         ("suffix:nodes=4+org/model", "a sum proposes chains: leave out nodes"),
         ("suffix:nods=4+org/model", "suffix has no option 'nods'"),
         ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
@@ -162,6 +169,8 @@ def test_sums_load_the_model_too(places: tuple[Path, Path]) -> None:
         with shoal.load(target, draft, dtype="float32") as pair:
             assert pair.draft_model is not None
             assert pair.drafter_name == "suffix:scope=group,min=1,nodes=0,limit=65536+model"
+            assert isinstance(pair.engine("auto", Coupled()).lookahead, AutoChoice)
+            assert isinstance(pair.engine(4, Coupled()).lookahead, Uniform)
             assert pair.loaded["draft"] is not None
             assert {"drafter", "dtype", "passes"} <= pair.loaded["draft"].keys()
             for options in ({"seed": 1, "lookahead": 4}, {"temperature": 0.0, "lookahead": 3}, {"seed": 2}):
@@ -205,6 +214,9 @@ def test_the_command_line(places: tuple[Path, Path], capsys: pytest.CaptureFixtu
         ]
         assert found["4"]["stats"]["loaded"]["draft"] == {"drafter": "ngram:min=2,max=4"}
         assert found["4"]["stats"]["drafted"] >= (0 if model else 1)
+        for sample in (found["4"]["prompts"][0]["samples"][0], found["4"]["stats"]):
+            counts = {what: sample[what] for what in ("drafted", "accepted")}
+            assert sample["by_drafter"] == ({"ngram": counts} if counts["drafted"] else {})
     assert run(["bench", "--shape", "tiny", "--draft", "ngram"]) == 2
     assert "--shape makes its own models" in capsys.readouterr().err
 
@@ -226,13 +238,18 @@ def test_check_needs_no_draft_model(places: tuple[Path, Path], capsys: pytest.Ca
     assert run([*command, "--dtype", "float32", "--json", "-p", CODE]) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["drafter"]["figure"] == "ngram:min=1,max=4: no model"
+    assert checks["memory"]["data"]["kept_bytes"] > 0
+    assert "that the drafter keeps" in checks["memory"]["figure"]
     assert checks["greedy identity"]["verdict"] == checks["seeded identity"]["verdict"] == "ok"
 
 
 def test_bench_and_demo_need_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--batch-sizes", "2", "--max-new-tokens", "8", "--repeats", "1", "--lookahead", "off,3", "--baselines", ""]
     assert run(["bench", "--draft", "ngram", "--wait", "0", "--json", str(tmp_path / "found.json"), *work]) == 0
-    assert json.loads((tmp_path / "found.json").read_text())["config"]["draft"] == {"name": "ngram:min=2,max=4"}
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["config"]["draft"] == {"name": "ngram:min=2,max=4"}
+    for stats in (one["stats"] for line in found["lines"] for one in line["runs"] if one["stats"]):
+        assert sum(counts["drafted"] for counts in stats["by_drafter"].values()) == stats["drafted"]
     capsys.readouterr()
     assert run(["demo", "--draft", "ngram", "-n", "2", "--max-new-tokens", "8", "--repeats", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft"] == "ngram:min=2,max=4"
@@ -267,6 +284,6 @@ def test_transformers_generate() -> None:
         options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
     with pytest.raises(
-        RequestError, match=r"draft_model must be a Transformers model, ngram or suffix or recycling, got 'gpt2'"
+        RequestError, match=r"draft_model must be a Transformers model, ngram or suffix or recycling or self, got 'gpt2'"
     ):
         model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")

@@ -21,6 +21,7 @@ from shoal.models.trimming import FILE, kept_of, most_used, proposable, save, wi
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.distributions import chain_rule
+from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
@@ -69,6 +70,7 @@ def test_samples_have_the_law_of_the_target(honest: bool) -> None:
     p, q = table(5, 3, power=1.0), table(5, 8, power=1.0)
     kept = (0, 2, 3)
     draft = table_model(q[:, list(kept)] / q[:, list(kept)].sum(-1, keepdim=True))
+    assert check_drafter(lambda: ModelDrafter(draft.fork(), 5, proposable(None, kept, 5).shared), 5) > 20
     drafter = ModelDrafter(draft.fork(), 5, proposable(None, kept, 5).shared)
     if not honest:
         propose = drafter.propose

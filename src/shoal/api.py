@@ -20,10 +20,13 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.names import drafting_of
 from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
+from shoal.drafting.self_drafting import SelfDrafting
 from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting
+from shoal.drafting.stored import require_tokenizer
+from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import TRAINED
-from shoal.engine.batch_size import BatchSizes, require_max_batch
-from shoal.engine.engine import Engine
+from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
+from shoal.engine.engine import PREPARED_TOKENS, Engine
 from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
@@ -69,7 +72,8 @@ def load(
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
             model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR"),
-            see `shoal.drafting.names`; or any object of `shoal.drafting.protocol.Drafter`, for one call at a time.
+            or the target's own first layers ("self:exit=6"), see `shoal.drafting.names`; or any object of
+            `shoal.drafting.protocol.Drafter`, for one call at a time.
             None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
@@ -113,6 +117,7 @@ def load(
     local = [require_source(name, version, local_files_only) for name, version in sources if isinstance(name, (str, Path))]
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
     tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
+    require_tokenizer(drafting, tokenizer)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
     draft_runner, proposable = None, None
@@ -127,8 +132,8 @@ def load(
     for source, one in ((target, runner), (model, draft_runner)):
         if one is not None:
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
-    if isinstance(drafting, TRAINED):
-        drafting.drafter(runner)  # heads that do not fit are refused here
+    if drafting is not None and isinstance(drafting, (*TRAINED, SelfDrafting)):
+        drafting.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
     pair = Shoal(
         runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting,
         proposable=proposable,
@@ -313,6 +318,34 @@ class Shoal:
         self._streams.add(stream)
         return stream
 
+    def prepare(
+        self, rows: Integer = FIRST, tokens: Integer = PREPARED_TOKENS, **options: Unpack[Options]
+    ) -> int:  # fmt: skip
+        """Captures on a GPU, before anything is asked, the rounds that `generate` with these options runs for so many rows of so
+        many tokens, prompts included; otherwise the first calls do, round by round. Nothing on a CPU, where nothing is captured.
+
+        Never done unasked: rows, lengths and settings are the caller's, and what a call captures is kept for the next one anyway.
+
+        Args:
+            options: as of `generate`.
+
+        Returns:
+            How many functions were captured. None where memory has no room for such rows.
+
+        Raises:
+            RequestError.
+        """
+        self._open()
+        sampling, _, speculation = split_options(options)
+        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
+        engine.prepare(plain(rows), plain(tokens), [sampling])
+        captured = 0
+        while engine.build_ahead():
+            captured += 1
+        del engine
+        gc.collect()  # the next engine gets its caches, with what is captured over them
+        return captured
+
     def engine(
         self,
         lookahead_name: object,
@@ -335,8 +368,9 @@ class Shoal:
         if drafter is not None:
             costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.skips_padding))
         else:
-            drafter = self._drafter()
-        controller = controllers.by_name(lookahead_name, costs)
+            drafter = self.new_drafter()
+        choices = drafter if isinstance(drafter, SumDrafter) else None
+        controller = controllers.by_name(lookahead_name, costs, choices)
         engine = Engine(
             self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
@@ -344,8 +378,8 @@ class Shoal:
         engine.stats.loaded = self.loaded
         return engine
 
-    def _drafter(self) -> Drafter | None:
-        """The pair's own, for a new engine."""
+    def new_drafter(self) -> Drafter | None:
+        """The pair's own, for a new engine; None = plain decoding."""
         model = None if self.draft_model is None else self.model_drafter(self.draft_model)
         return model if self.drafting is None else self.drafting.drafter(self.target, model)
 

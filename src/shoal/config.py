@@ -248,6 +248,18 @@ class Limits:
         )  # fmt: skip
 
 
+LOSSY_RULES = {
+    "typical": "rule typical is lossy: sampled tokens do not have the target's distribution (greedy ones are the target's)"
+}
+"""Acceptance rules that change the distribution, and what every output says of them."""
+
+
+def require_lossless(rule: str, what: str) -> None:
+    """Raises RequestError for a lossy rule. what: needs the target's distribution."""
+    if rule in LOSSY_RULES:
+        raise RequestError(f"{what} needs the target's distribution, and {LOSSY_RULES[rule]}")
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How far ahead the drafter goes.
@@ -257,7 +269,8 @@ class Speculation:
             "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
             (see `shoal.lookahead.controller`).
         rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain decoding, whatever the draft
-            lengths (see `shoal.sampling.acceptance.Coupled`); "auto": coupled where a seed asks for the same tokens again.
+            lengths (see `shoal.sampling.acceptance.Coupled`); "auto": coupled where a seed asks for the same tokens again;
+            "typical": lossy, see `LOSSY_RULES`.
     """
 
     lookahead: Any = "auto"
@@ -265,6 +278,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         _take_plain(self)
-        _require(self.rule in ("auto", "rejection", "coupled"), "rule", "'auto', 'rejection' or 'coupled'", self.rule)
+        known = "'auto', 'rejection', 'coupled' or 'typical'"
+        _require(self.rule in ("auto", "rejection", "coupled", *LOSSY_RULES), "rule", known, self.rule)
         if _is_int(self.lookahead):
             _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)

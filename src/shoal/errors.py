@@ -6,7 +6,8 @@
     │   ├── UnsupportedModel    an architecture whose cache or attention cannot be ragged
     │   ├── PairMismatch        target and drafter do not fit each other
     │   ├── BadLogits           the model returned NaN or +inf
-    │   └── OutOfMemory         no memory for it
+    │   ├── OutOfMemory         no memory for it
+    │   └── OutOfStep           of the processes that share a model one has failed, or ended
     └── InternalError     a bug of ours (CLI exit code 1)
 
 A message names what was expected and what was got, and where there is one, the way out.
@@ -48,6 +49,10 @@ class PairMismatch(ModelError):
 
 class OutOfMemory(ModelError):
     """There was no memory for what was asked, on the device or in the machine."""
+
+
+class OutOfStep(ModelError):
+    """Of the processes that share a model one has failed, or ended, and the others cannot go on: all must be started again."""
 
 
 class BadLogits(ModelError):

@@ -14,6 +14,7 @@ from shoal.api import Shoal
 from shoal.errors import RequestError
 from shoal.lookahead.controller import PairCosts
 from shoal.sampling.acceptance import Rejection, by_rejection, rejection_by_tensors
+from shoal.sampling.distributions import Sampler
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose
 from shoal.types.rounds import Verdict
@@ -49,10 +50,10 @@ class Imposed(Rejection):
         return (rejection_by_tensors if greedy else by_rejection)(tree, scores, biased)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor
+        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
         """The same as a function of tensors."""
-        return super().decide_chains(drafts, lengths, q, p, self._biased(uniforms))
+        return super().decide_chains(drafts, lengths, q, p, self._biased(uniforms), sampler)
 
     def _biased(self, uniforms: Tensor) -> Tensor:
         """u = -1 accepts every draft that q can draw, u = infinity none."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shoal.bench.methods import PLAIN
 from shoal.bench.work import Case, Ids
+from shoal.config import require_lossless
 from shoal.errors import RequestError
 
 
@@ -39,6 +40,8 @@ class Job:
     def __post_init__(self) -> None:
         if min(self.repeats, self.max_new_tokens) < 1:
             raise RequestError("repeats and max_new_tokens must be >= 1")
+        if self.acceptance is not None:
+            require_lossless(self.rule, "an imposed acceptance, which stands for that of an exact rule,")
         object.__setattr__(self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads))))  # plain is the denominator
 
     @property

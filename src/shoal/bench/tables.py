@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shoal.bench.quiet import LIMIT
 from shoal.bench.report import Line, Report, Spread
+from shoal.config import LOSSY_RULES
 
 WIDTH = 110
 Column = tuple[str, Callable[[Line], str]]
@@ -81,6 +82,8 @@ def heading(report: Report, lines: Sequence[Line]) -> str:
     text = f"{layout}, T={one.temperature:g}, {config['max_new_tokens']} new tokens, {config['dtype']}"
     if config["acceptance"] is not None:
         text += f", IMPOSED acceptance {config['acceptance']:g}"
+    if config["rule"] in LOSSY_RULES:
+        text += f", LOSSY: rule {config['rule']}"
     return text
 
 
@@ -122,7 +125,7 @@ def footer(report: Report) -> Iterator[str]:
     machine = report.machine
     parts = [f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} ({machine['commit']})"]
     parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}")
-    parts.append(f"rule {report.config['rule']}")
+    parts.append(LOSSY_RULES.get(report.config["rule"], f"rule {report.config['rule']}"))
     for when in ("before", "after"):
         if limit := machine.get(f"ceilings_{when}"):
             parts.append(f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s")

@@ -24,7 +24,8 @@ MINUTE = 60.0
 class BatchProgress:
     """`lines` of the input, `kept` of them answered before; `answered` now, `failed` of these with an error.
 
-    `loaded`: what was chosen when the models were loaded; None where Ray's processes loaded them.
+    `lossy`: what answers say of a lossy rule. `loaded`: what was chosen when the models were loaded; None where Ray's processes
+    loaded them.
     """
 
     lines: int
@@ -34,19 +35,25 @@ class BatchProgress:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
     loaded: Json | None = None
+    lossy: str = ""
     started_at: float = field(default_factory=time.perf_counter)
 
     def add(self, entry: Json) -> None:
         """Counts an answer."""
-        from shoal.serve.batch_lines import has_failed, usage_of_choices
+        from shoal.serve.batch_lines import has_failed, lossy_of, usage_of_choices
 
         self.answered += 1
         self.failed += has_failed(entry)
+        self.lossy = self.lossy or lossy_of(entry)
         for took in usage_of_choices(entry):
             self.tokens += took["completion_tokens"]
             self.drafted += took["drafted"]
             self.accepted += took["accepted"]
+            for name, counts in took["by_drafter"].items():
+                known = self.by_drafter.setdefault(name, dict.fromkeys(counts, 0))
+                known.update({what: known[what] + more for what, more in counts.items()})
 
     @property
     def seconds(self) -> float:
@@ -69,6 +76,7 @@ class BatchProgress:
         return (
             f"{self.kept + self.answered} of {self.lines} lines answered{before}{failed}: "
             f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, {self.speed:.0f} tokens/s"
+            + (f"; {self.lossy}" if self.lossy else "")
         )
 
 

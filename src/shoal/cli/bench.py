@@ -91,9 +91,10 @@ class WorkOptions:
     openvino: Annotated[
         Path | None, speed_option(metavar="DIR", help="The target as optimum-cli exported it, for --baselines openvino.")
     ] = None
-    rule: Annotated[Literal["rejection", "coupled"], speed_option(help="How drafts are judged; see Speculation.")] = (
-        "rejection"
-    )
+    rule: Annotated[
+        Literal["rejection", "coupled", "typical"],
+        speed_option(help="How drafts are judged; see Speculation. typical: lossy; tables say so."),
+    ] = "rejection"
     acceptance: Annotated[
         float | None, speed_option(min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing.")
     ] = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.check_case import Case
 from shoal.cli.check_result import CheckResult
 from shoal.cli.options import ModelSource, display_name, dtype_name
+from shoal.drafting.specs import BUNDLED
 from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.drafter_name is None:
         advice = "give --draft to speculate: a smaller model, best with the same tokenizer, or suffix, which needs none"
+        advice += f"; to make a model: {training_command(model.target)}"
         return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
     if model.draft_model is None:
         return model, [
@@ -36,6 +38,12 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
     drafter = CheckResult("drafter", "ok", size, data=described(model.draft_model))
     return model, [*results, drafter, _tokenizers(model, model.draft_model)]
+
+
+def training_command(target: Runner) -> str:
+    """What trains a draft model for a target."""
+    name = display_name(target)
+    return f"shoal train drafter --target {BUNDLED if name != target.name else name} --out DIR"
 
 
 def _tokenizers(model: Shoal, draft: Runner) -> CheckResult:
@@ -92,9 +100,9 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     name = f"{role} self-check"
     if error is None:
         return CheckResult(name, "skip", "not run")
-    from shoal.models.bridge import TOLERANCE
+    from shoal.models.selfcheck import tolerance
 
-    limit = TOLERANCE[runner.dtype]
+    limit = tolerance(runner)
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
     return CheckResult(name, "ok", figure, data={"error": error, "limit": limit})
 
@@ -150,29 +158,38 @@ def number_format(runner: Runner) -> CheckResult:
 
 def memory(case: Case) -> CheckResult:
     """Weights and caches, and the memory that is free now, beside the loaded weights."""
+    from shoal.drafting.protocol import Keeps, KeyValueMemory
     from shoal.engine.batch_size import most_rows
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
     from shoal.types.prefix import token_slots
 
     longest = case.longest
-    slots = min(case.n, most_rows(case.model.max_batch))
+    slots, drafter = min(case.n, most_rows(case.model.max_batch)), case.model.new_drafter()
     runners = [case.model.target] + ([case.model.draft_model] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    store = PrefixStore(policy_for(case.model.prefix_sharing, runners)).add(0, slots, longest - 1)
+    memories: list[KeyValueMemory] = [case.model.target]
+    memories += [drafter.memory] if drafter is not None and drafter.memory is not None else []
+    store = PrefixStore(policy_for(case.model.prefix_sharing, memories)).add(0, slots, longest - 1)
     shared = token_slots(store.prefixes.values())
+    beyond = case.k + 1 + (0 if drafter is None else drafter.max_nodes)
     caches = sum(
-        runner.cache_bytes(slots, min(longest + case.max_new_tokens, runner.context) - shared + case.k + 1, shared)
-        for runner in runners
-        if longest <= runner.context  # a drafter keeps nothing of a longer prompt
+        memory.cache_bytes(slots, min(longest + case.max_new_tokens, memory.context) - shared + beyond, shared)
+        for memory in memories
+        if longest <= memory.context  # a drafter keeps nothing of a longer prompt
     )
+    keeps = Keeps() if drafter is None else drafter.keeps
+    kept = keeps.always + keeps.of_request(longest + slots * case.max_new_tokens, slots)
+    if not keeps.on_device and case.model.target.device.type != "cpu":
+        kept = 0
     free = _free_bytes(case.model.target)
-    data = {"weights_bytes": weights, "cache_bytes": caches, "rows": slots, "free_bytes": free}
+    data = {"weights_bytes": weights, "cache_bytes": caches, "kept_bytes": kept, "rows": slots, "free_bytes": free}
     figure = f"weights {_mib(weights)} + caches {_mib(caches)} for {slots} rows"
+    figure += f" + at most {_mib(kept)} that the drafter keeps" if kept else ""
     if free is None:
         return CheckResult("memory", "ok", figure, data=data)
     figure += f"; {_mib(free)} free"
-    if caches > free:
+    if caches + kept > free:
         return CheckResult("memory", "fail", figure, "lower -n, --max-new-tokens or max_batch", data)
     return CheckResult("memory", "ok", figure, data=data)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.measure import Identity, compared, greedy_identity, per_position, predicted_speedup, token_ids
 from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
+from shoal.cli.check_model import training_command
 from shoal.cli.check_prompts import measured_on, named
 from shoal.cli.check_result import CheckResult
 from shoal.cli.options import dtype_name
@@ -21,10 +22,11 @@ WORTHWHILE = 1.05  # a speed-up below this is none
 def acceptance(case: Case) -> Iterator[CheckResult]:
     """How much of what the drafter proposes the target keeps, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
-        yield measured_on(_accepted(named("acceptance", one), case.k, results), one)
+        yield measured_on(_accepted(named("acceptance", one), case, results), one)
 
 
-def _accepted(name: str, k: int, results: dict[float, Result]) -> CheckResult:
+def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResult:
+    k = case.k
     data: dict[str, Any] = {"k": k}
     parts = []
     for temperature, result in results.items():
@@ -41,7 +43,8 @@ def _accepted(name: str, k: int, results: dict[float, Result]) -> CheckResult:
     if any(result.stats.drafted == 0 for result in results.values()):
         return CheckResult(name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
     if max(data[f"T={t:g}"]["per_position"] for t in results) < 0.3:
-        advice = "the drafter guesses badly on these prompts: distil it on your own text"
+        command = f"{training_command(case.model.target)} --prompts FILE"
+        advice = f"the drafter guesses badly on these prompts; to train one on them: {command}"
         return CheckResult(name, "warn", figure, advice, data)
     return CheckResult(name, "ok", figure, data=data)
 

@@ -64,21 +64,39 @@ def _prompts_of(file: Path) -> list[str]:
         found = [part.strip("\r\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
     else:
         rows = enumerate(text.split("\n"), 1)
-        found = [_prompt_of(row, f"{file}:{number}") for number, row in rows if row.strip()]
+        found = [_text_of(row, f"{file}:{number}", "prompt") for number, row in rows if row.strip()]
     if not found:
         raise RequestError(f"{str(file)!r} holds no prompt")
     return found
 
 
-def _prompt_of(row: str, where: str) -> str:
+def listed_documents(files: Sequence[Path]) -> list[str]:
+    """Texts of a corpus: a .jsonl file has one per line, a text or an object with a text "text"; any other file is one.
+
+    Raises:
+        RequestError: for a file that cannot be read, is empty or holds something else; with file and line.
+    """
+    found = []
+    for file in files:
+        text = read_text(file)
+        require_text(text, f"the text of {file}")
+        if file.suffix != ".jsonl":
+            found.append(text)
+            continue
+        rows = enumerate(text.split("\n"), 1)
+        found += [_text_of(row, f"{file}:{number}", "text") for number, row in rows if row.strip()]
+    return found
+
+
+def _text_of(row: str, where: str, field: str) -> str:
     try:
         value = json.loads(row)
     except json.JSONDecodeError as error:
         raise RequestError(f"{where} is not JSON: {error}") from error
-    prompt = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(prompt, str) or not prompt:
-        raise RequestError(f'{where} must be a text or an object with a text "prompt"')
-    return prompt
+    text = value.get(field) if isinstance(value, dict) else value
+    if not isinstance(text, str) or not text:
+        raise RequestError(f'{where} must be a text or an object with a text "{field}"')
+    return text
 
 
 def require_writable(path: Path) -> None:

@@ -29,6 +29,7 @@ from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
 from shoal.config import Sampling
 from shoal.errors import RequestError
+from shoal.types.counts import as_dicts
 from shoal.types.options import split_options
 from shoal.types.samples import Output, Result, Sample
 
@@ -123,6 +124,8 @@ def generate(
     split_options(options)  # a wrong value is reported before a model is loaded
     result, interrupted = _run(source, texts, sampling.n, output.top_logprobs, options)
     deliver(result, texts, output, interrupted)
+    if result.stats.lossy:
+        stderr().print(result.stats.lossy, style="yellow", markup=False, soft_wrap=True)
     failed = _report_failures(result)
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
@@ -191,6 +194,7 @@ def _sample(sample: Sample, shown: OutputOptions) -> dict[str, Any]:
         "rounds": sample.rounds,
         "drafted": sample.drafted,
         "accepted": sample.accepted,
+        "by_drafter": as_dicts(sample.by_drafter),
     }
     if sample.error:
         entry["error"] = sample.error

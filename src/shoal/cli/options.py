@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off", "modules"]
-Rule = Literal["auto", "rejection", "coupled"]
+Rule = Literal["auto", "rejection", "coupled", "typical"]
 
 PROMPTS_HELP = (
     'JSON Lines (.jsonl) of texts or objects with "prompt"; .txt: a prompt per paragraph; any other file is one prompt.'
@@ -82,7 +82,8 @@ class SpeculationOptions:
         Rule,
         speed_option(
             "--rule",
-            help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed.",
+            help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed. typical: "
+            "lossy.",
         ),
     ] = "auto"
 
@@ -99,8 +100,9 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling; or suffix+DIR; or "
-            "DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR. Without it, plain decoding.",
+            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling, trigrams; or suffix+DIR "
+            "(auto+DIR); or DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR; or the target's own first layers: "
+            "self:exit=6. Without it, plain decoding.",
         ),
     ] = None
 

@@ -18,6 +18,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.cli.options import ModelSource, Rule, parse_lookahead
+from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -163,6 +164,10 @@ def serve(
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
     allowed = _settings(naming.name or served_name(source.model), naming.chat_template, rule, address, limits)
+    if rule in LOSSY_RULES:
+        from shoal.cli.console import stderr
+
+        stderr().print(LOSSY_RULES[rule], style="yellow", markup=False, soft_wrap=True)
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
     ready = partial(_print_address, address.host, allowed, output.json)
     if machines.ray:
@@ -185,7 +190,7 @@ def _settings(name: str, chat_template: Path | None, rule: str, address: Address
 
     return settings.Settings(
         model=name, queue=limits.queue, max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
-        max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule != "rejection",
+        max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
         keys=keys.read_keys(address.api_key_file), origins=tuple(address.cors_origin or ()),
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
     )  # fmt: skip

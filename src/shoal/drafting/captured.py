@@ -22,6 +22,7 @@ from shoal.drafting.captured_check import check_drafts, check_verdict
 from shoal.drafting.captured_inputs import Round, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
+from shoal.errors import OutOfStep
 from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.results import Found
 from shoal.models.compiled.rounds import CapturedRound
@@ -71,6 +72,9 @@ class CapturedRounds:
         Args:
             lengths: drafts of each row. uniforms: of so many positions, on the host, [rows, positions, ...] float64.
             stop: ends drafts by the drafter's confidence; where the round is left to its stages, they may ask from the start.
+
+        Raises:
+            OutOfStep.
         """
         passes = self._target.static
         if passes is None or passes.rounds_failure is not None or self._target.hidden_layers:
@@ -79,6 +83,8 @@ class CapturedRounds:
         try:
             work = self._kinds.round_of(rows, lengths, looks=stop is not None)
             return None if work is None else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
+        except OutOfStep:
+            raise
         except Exception as error:
             self._fail(passes, error)
             if work is not None:
@@ -91,12 +97,15 @@ class CapturedRounds:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:
-        """Between two rounds: builds one function of rounds that no row has asked for yet; whether there was one to build."""
+        """Between two rounds: builds one function of rounds that no row has asked for yet; whether there was one to build. Raises
+        OutOfStep."""
         passes = self._target.static
         if passes is None or passes.rounds_failure is not None or passes.failure is not None:
             return False
         try:
             return self._kinds.build_next()
+        except OutOfStep:
+            raise
         except Exception as error:
             self._fail(passes, error)
             return False

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.protocol import DraftInputs, Keeps
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
@@ -92,6 +92,8 @@ class Eagle3Drafter(ModelDrafter):
         drawn: of a drafter of another kind.
     """
 
+    name = "eagle3"
+
     def __init__(self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
         self.model = Eagle3Model(heads, self._states)
         runner: Any = Runner(self.model, "EAGLE-3 heads", "interface", target.context)
@@ -100,6 +102,7 @@ class Eagle3Drafter(ModelDrafter):
         self.hidden_layers = tuple(reads)
         self._heads = heads
         self._prompts = PromptStates()
+        self.keeps = Keeps(heads.fc.in_features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
         """Hidden states of rows from a position on, [positions, features] in pieces; what lies before is in the cache."""
         self._columns: list[slice] = []
@@ -123,7 +126,7 @@ class Eagle3Drafter(ModelDrafter):
         super().observe(rows, scores, verdict)
         for row, states in zip(rows, kept(scores, verdict), strict=True):
             start, pieces = self._own.setdefault(row, (len(row.tokens) - 1 - len(states), []))
-            pieces.append(states)
+            pieces.append(states.clone())  # a view would keep all columns of all rows
             if row in self._slots.known([row]) and self._held(row) > start + len(pieces[0]):
                 self._own[row] = start + len(pieces[0]), pieces[1:]
 
@@ -132,6 +135,11 @@ class Eagle3Drafter(ModelDrafter):
         self._prompts.leave(rows)
         for row in rows:
             self._own.pop(row, None)
+
+    @property
+    def kept_bytes(self) -> int:
+        own = [piece for _, pieces in self._own.values() for piece in pieces]
+        return self._prompts.bytes + sum(piece.numel() * piece.element_size() for piece in own)
 
     def _states(self, plan: Plan) -> Tensor:
         """Of the tokens of a pass, [rows, q, width]: by the target's hidden states before them, or of a drafted token what the

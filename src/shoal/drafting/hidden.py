@@ -56,7 +56,9 @@ class PromptStates:
             request = chunk.row.request
             _, pieces, count = self._of.get(id(request), (request, [], 0)) if chunk.start else (request, [], 0)
             if chunk.start == count < chunk.stop:
-                kept = [torch.cat([*pieces, states])[-self._most :]] if self._most is not None else [*pieces, states]
+                kept = [*pieces, states]
+                if self._most is not None:  # a copy: a view would keep all positions of the chunk
+                    kept = [torch.cat(kept)[-self._most :].clone()]
                 self._of[id(request)] = request, kept, chunk.stop
 
     def of(self, row: Row) -> Tensor | None:
@@ -64,6 +66,11 @@ class PromptStates:
         were read."""
         _, pieces, count = self._of.get(id(row.request), (row.request, [], 0))
         return torch.cat(pieces) if pieces and count == row.prompt_length - 1 else None
+
+    @property
+    def bytes(self) -> int:
+        """Of what is kept now."""
+        return sum(piece.numel() * piece.element_size() for _, pieces, _ in self._of.values() for piece in pieces)
 
     def leave(self, rows: Iterable[Row]) -> None:
         """Rows left; with the last row of a request its prompt is forgotten."""

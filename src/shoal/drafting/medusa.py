@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
 from shoal.drafting.hidden import PromptStates, last_kept
 from shoal.drafting.paths import probable
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
 from shoal.drafting.text import NOTHING, Guess, tree_of
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
@@ -110,13 +110,16 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: hidden states [rows, width] -> logits [heads, rows, vocab]. layers: of the target: its last hidden state is read.
-        nodes: of a tree; 0 = chains.
+        nodes: of a tree; 0 = chains. keeps: hidden states, of a prompt and of each row.
     """
 
-    def __init__(self, heads: Callable[[Tensor], Tensor], layers: int, nodes: int = 0) -> None:
+    name = "medusa"
+
+    def __init__(self, heads: Callable[[Tensor], Tensor], layers: int, nodes: int = 0, keeps: Keeps | None = None) -> None:
         self.max_nodes, self.hidden_layers = nodes, (layers,)
         self._heads = heads
         self._prompts = PromptStates(most=1)
+        self.keeps = keeps or Keeps()
         self._last: dict[Row, Tensor] = {}
         """Of rows that had a round: the hidden state that the last token was drawn from, [width]."""
         self._passes, self._seconds = 0, 0.0
@@ -157,6 +160,10 @@ class MedusaDrafter(Drafter):
         self._prompts.leave(rows)
         for row in rows:
             self._last.pop(row, None)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._prompts.bytes + sum(state.numel() * state.element_size() for state in self._last.values())
 
     def take_counters(self) -> DraftCounters:
         taken = DraftCounters(self._passes, self._seconds)

@@ -54,6 +54,8 @@ class ModelDrafter(Drafter):
         pending: most committed tokens of a row that the first pass of a proposal feeds; what lags by more is fed before.
     """
 
+    name = "model"
+
     def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None, *, pending: int = 2) -> None:
         self.runner, self.vocab_size = runner, vocab_size
         self.shared = shared and SharedIds(shared, runner.device)

@@ -1,9 +1,9 @@
 """What the text of `draft=` and `--draft` means.
 
-It names a drafter if its first word, up to a colon, is in `DRAFTINGS` (`ngram:min=2`), a sum if a plus and a model's name follow
-(`suffix+DIR`), trained heads if that word is in `HEADS` (`medusa:DIR`), a model that drafts trees if `:tree=` stands in it; `auto`
-is the drafter for a target without one; every other text names a model. Torch is not imported, so that a command line is refused at
-once.
+It names a drafter if its first word, up to a colon, is in `DRAFTINGS` (`ngram:min=2`), a sum if more of these and a model's name
+follow, with a plus between them (`suffix+DIR`, `auto+DIR`), trained heads if that word is in `HEADS` (`medusa:DIR`), a model that
+drafts trees if `:tree=` stands in it; `auto` is the drafter for a target without one; every other text names a model. Torch is not
+imported, so that a command line is refused at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.drafting.model_trees import ModelTrees
-from shoal.drafting.specs import AUTO, BUNDLED, DRAFTINGS, Drafting, Given, Suffix, Sum
+from shoal.drafting.specs import AUTO, BUNDLED, DRAFTINGS, SELF, Drafting, Given, Suffix, Sum
 from shoal.drafting.trained import HEADS
 from shoal.errors import RequestError
 
@@ -39,9 +39,9 @@ def named(text: str) -> Drafting | None:
     model, tree, options = text.rpartition(":tree=")
     if tree:
         return _trees(text, model, f"tree={options}")
-    head, plus, source = text.partition("+")
-    if plus and head.partition(":")[0] in DRAFTINGS:
-        return _sum(text, head, source)
+    head, plus, _ = text.partition("+")
+    if plus and head.partition(":")[0] in {*DRAFTINGS, AUTO}:
+        return _sum(text)
     if text == AUTO and not Path(text).exists():
         return Suffix()
     name, colon, options = text.partition(":")
@@ -56,7 +56,8 @@ def named(text: str) -> Drafting | None:
         )
     kind = DRAFTINGS[name]
     known = {field.name: field.default for field in fields(kind)}
-    return kind(**_options(name, known, options, f"{name}:{_example(known)}")) if colon else kind()
+    example = getattr(kind, "EXAMPLE", f"{name}:{_example(known)}")
+    return kind(**_options(name, known, options, example)) if colon else kind()
 
 
 def _heads(name: str, text: str) -> Drafting:
@@ -73,15 +74,17 @@ def _heads(name: str, text: str) -> Drafting:
     return kind(directory, **_options(name, known, ",".join(options), example) if options else {})  # type: ignore[no-any-return]
 
 
-def _sum(text: str, head: str, source: str) -> Sum:
-    first = named(head)
-    assert first is not None
-    if not source or source.partition(":")[0] in {*DRAFTINGS, *HEADS} or "+" in source:
+def _sum(text: str) -> Sum:
+    *heads, source = text.split("+")
+    names = [head.partition(":")[0] for head in heads]
+    if not source or source.partition(":")[0] in {*DRAFTINGS, *HEADS, AUTO} or not {*names} <= {*DRAFTINGS, AUTO} - {SELF}:
         raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
-    if getattr(first, "nodes", 0):
-        first = _chains(first, text)
+    texts = [DRAFTINGS["suffix"]() if head == AUTO else named(head) for head in heads]
+    kinds = [type(one) for one in texts]
+    if len({*kinds}) < len(kinds):
+        raise RequestError(f"a sum has each drafter once, got {text!r}")
     _require_one_bundled(source)
-    return Sum(first, source)
+    return Sum(tuple(_chains(one, text) if getattr(one, "nodes", 0) else one for one in texts if one is not None), source)
 
 
 def _trees(text: str, source: str, options: str) -> ModelTrees:
@@ -138,4 +141,4 @@ def _options(name: str, known: dict[str, Any], text: str, example: str) -> dict[
 
 
 def _example(known: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in known.items())
+    return ",".join(f"{key}={value}" for key, value in known.items() if value != "")

@@ -6,15 +6,18 @@ After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getsizeof
 
+from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.types.requests import Request, Row
 
 Positions = dict[tuple[int, ...], int]
 """n-grams -> where the token stands that followed each last time."""
 
-ENTRY_BYTES = 208
-"""Of an n-gram in a table, about: a tuple of up to eight tokens and its place in the dictionary."""
+PLACE_BYTES = 120
+"""Most bytes of a place in a dictionary, which grows to six times what it holds."""
+INTEGER_BYTES = 28
 
 
 class NGramDrafter(TextDrafter):
@@ -24,9 +27,13 @@ class NGramDrafter(TextDrafter):
         least, most: tokens that must match, and that are compared.
     """
 
+    name = "ngram"
+
     def __init__(self, least: int = 2, most: int = 4) -> None:
         super().__init__()
         self._least, self._most = least, most
+        tuples = sum(getsizeof((0,) * n) for n in range(least, most + 1))
+        self.keeps = Keeps(tuples + (most - least + 1) * PLACE_BYTES + INTEGER_BYTES)
         # By the identity of the request, which is held so that no other takes it; the same for all its rows.
         self._prompts: dict[int, tuple[Request, Positions]] = {}
         # N-grams that end behind the prompt, and how many tokens were read.
@@ -70,10 +77,9 @@ class NGramDrafter(TextDrafter):
 
     @property
     def table_bytes(self) -> int:
-        entries = sum(len(table) for _, table in self._prompts.values()) + sum(
-            len(table) for table, _ in self._rows.values()
-        )
-        return ENTRY_BYTES * entries
+        tables = [table for _, table in self._prompts.values()] + [table for table, _ in self._rows.values()]
+        places = sum(len(set(table.values())) for table in tables)
+        return INTEGER_BYTES * places + sum(getsizeof(table) + sum(map(getsizeof, table)) for table in tables)
 
 
 def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:

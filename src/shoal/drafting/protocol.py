@@ -55,6 +55,26 @@ class DraftCounters(NamedTuple):
     preparing: float = 0.0
 
 
+class Keeps(NamedTuple):
+    """The most bytes that a drafter keeps beside its keys and values, for `shoal.engine.memory`.
+
+    Attributes:
+        per_token: of each token of a prompt, once for all rows of its request, and of each other token of a row.
+        per_row: of each row. tokens: most tokens of a request that it keeps; None = all. always: whatever runs.
+        on_device: they are on the target's device; False = in main memory.
+    """
+
+    per_token: int = 0
+    per_row: int = 0
+    tokens: int | None = None
+    always: int = 0
+    on_device: bool = False
+
+    def of_request(self, tokens: int, rows: int) -> int:
+        """Of a request with so many tokens in its prompt and beyond it in so many rows."""
+        return self.per_token * (tokens if self.tokens is None else min(tokens, self.tokens)) + self.per_row * rows
+
+
 class KeyValueMemory(Protocol):
     """Keys and values that grow with the rows, of the target or of a drafter: slots of a common capacity, and prompts that are
     stored once."""
@@ -100,17 +120,27 @@ class Drafter(Protocol):
     """Proposes, and hears what became of it. A class that inherits from this one need only define `propose`.
 
     Attributes:
+        name: in counts by drafter (`Stats.by_drafter`), a word; "" = the name of its class. One that puts the drafts of several
+            together names each of them in `DraftTree.drafters`.
         max_nodes: the most nodes of a tree that is no chain; 0 = it proposes chains only. The target must take positions per token
             to verify others.
         memory: its keys and values, for which the engine finds room; None where it keeps none. Rows beyond its context, or for
             which there is no memory, are never asked for (`lengths` is 0).
+        keeps: what it keeps beside these, at most. kept_bytes: what it keeps now.
         hidden_layers: hidden states of the target that it reads, as Transformers numbers them (`Runner.hidden_layers`): of prompts
             by `read_prompts`, of each round's columns in `Scores.hidden`. None are kept for a drafter that reads none.
     """
 
+    name: str = ""
     max_nodes: int = 0
     memory: KeyValueMemory | None = None
+    keeps: Keeps = Keeps()
     hidden_layers: Sequence[int] = ()
+
+    def attach(self, target: Runner) -> None:
+        """An engine was made, before anything else is asked: its own runner of the target, whose cache the engine keeps. A drafter
+        that feeds it leaves each row as long as it was."""
+        return None
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows joined. Nothing need be computed before a draft is asked for."""
@@ -149,9 +179,19 @@ class Drafter(Protocol):
         return DraftCounters()
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of tables and states that it keeps now, keys and values aside."""
+        return 0
+
+    @property
     def seconds_preparing(self) -> float:
         """Seconds so far that are no part of any round: prompts, passes built."""
         return 0.0
+
+
+def name_of(drafter: Drafter) -> str:
+    """A drafter's name in counts."""
+    return drafter.name or type(drafter).__name__
 
 
 def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:

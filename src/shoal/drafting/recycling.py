@@ -12,20 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from sys import getsizeof
+from typing import Protocol
 
 import torch
 
 from shoal.drafting.paths import probable
-from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.protocol import DraftInputs, Keeps
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
+from shoal.types.trees import Positions
 
 READ = 0.3
 """Probability of a token that was read, and of which the target has not been heard."""
-ENTRY_BYTES = 640
-"""Of a token in a table with 8 successors, about."""
+PAIR_BYTES = getsizeof((0, 0.0))
+NUMBERS_BYTES = 28 + 24
+"""Of the token and the probability of a successor that the target named."""
+PLACE_BYTES = 120
+"""Most bytes of a token in the dictionary, which grows to six times what it holds."""
 
 
 class Successors:
@@ -53,6 +59,36 @@ class Successors:
         self.read[row] = len(tokens)
         return len(tokens) - start
 
+    def hear(self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """What the target found most probable after some tokens, of which the last counts."""
+        self.table[context[-1]] = list(zip(tokens, chances, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes, to a few percent. Tokens that were read have their numbers elsewhere."""
+        lists = self.table.values()
+        heard = sum(chance is not READ for known in lists for _, chance in known)
+        pairs = PAIR_BYTES * sum(map(len, lists)) + NUMBERS_BYTES * heard
+        return getsizeof(self.table) + sum(map(getsizeof, lists)) + pairs
+
+
+class Table(Protocol):
+    """What may follow some tokens: of a row, of the rows of a request, or of all."""
+
+    left: int
+    read: dict[Row, int]
+
+    def read_on(self, row: Row) -> int:
+        """Takes what is new of a row; returns how many tokens that was."""
+        ...
+
+    def hear(self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """What the target found most probable after some tokens, the last two of a text."""
+        ...
+
+    @property
+    def bytes(self) -> int: ...
+
 
 class RecyclingDrafter(TextDrafter):
     """Follows the tokens that the target found most probable.
@@ -61,30 +97,38 @@ class RecyclingDrafter(TextDrafter):
         scope: one of those. k: successors of a token. nodes: of a tree; 0 = chains.
     """
 
+    name = "recycling"
+
     def __init__(self, scope: str = "group", k: int = 8, nodes: int = 8) -> None:
         super().__init__()
         self.max_nodes = nodes
         self._scope, self._k = scope, k
-        self._tables: dict[int, Successors] = {}  # by the identity of the request or the row; one for the engine
-        self._roots: dict[Row, int] = {}  # of the round, the last token of each row
+        self.keeps = Keeps(PLACE_BYTES + getsizeof([0] * k) + 8 + k * (PAIR_BYTES + NUMBERS_BYTES))
+        self._tables: dict[int, Table] = {}  # by the identity of the request or the row; one for the engine
+        self._roots: dict[Row, tuple[int, ...]] = {}  # of the round, the last two tokens of each row
 
     def _key(self, row: Row) -> int:
         return {"row": id(row), "group": id(row.request), "engine": 0}[self._scope]
 
-    def _of(self, row: Row) -> Successors:
+    def _new(self, request: Request) -> Table:
+        return Successors(request, self._k)
+
+    def _of(self, row: Row) -> Table:
         key = self._key(row)
         if key not in self._tables:
-            self._tables[key] = Successors(row.request, self._k)
+            self._tables[key] = self._new(row.request)
         return self._tables[key]
 
     def read(self, rows: Sequence[Row]) -> int:
         return sum(self._of(row).read_on(row) for row in rows)
 
     def guess(self, row: Row, length: int) -> Guess:
-        return probable(row.tokens[-1], partial(_following, self._of(row).table), length, self.max_nodes)
+        table = self._of(row)
+        assert isinstance(table, Successors)
+        return probable(row.tokens[-1], partial(_following, table.table), length, self.max_nodes)
 
     def guesses(self, inputs: DraftInputs) -> list[Guess]:
-        self._roots = {row: row.tokens[-1] for row in inputs.rows}
+        self._roots = {row: tuple(row.tokens[-2:]) for row in inputs.rows}
         return super().guesses(inputs)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
@@ -99,9 +143,9 @@ class RecyclingDrafter(TextDrafter):
         top = logits.topk(min(self._k, logits.shape[-1]), dim=-1)
         probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
         for (b, column), tokens, chances in zip(columns, top.indices.tolist(), probs.tolist(), strict=True):
-            token = drafts[b][column - 1] if column else roots[rows[b]]
             if all(0 <= chance <= 1 for chance in chances):
-                self._of(rows[b]).table[token] = list(zip(tokens, chances, strict=True))
+                before = (*roots[rows[b]], *_last(scores.positions, b, column))
+                self._of(rows[b]).hear(before[-2:], tokens, chances)
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -114,7 +158,16 @@ class RecyclingDrafter(TextDrafter):
 
     @property
     def table_bytes(self) -> int:
-        return ENTRY_BYTES * sum(len(table.table) for table in self._tables.values())
+        return sum(table.bytes for table in self._tables.values())
+
+
+def _last(positions: Positions, row: int, column: int) -> list[int]:
+    """The last two drafted tokens before what a column scores, where there are as many."""
+    found: list[int] = []
+    while column and len(found) < 2:
+        found.insert(0, positions.drafts[row][column - 1])
+        column = positions.parent(row, column)
+    return found
 
 
 def _following(table: dict[int, list[tuple[int, float]]], token: int) -> Iterator[tuple[int, float, int]]:

@@ -5,9 +5,11 @@ names are read by `shoal.drafting.names`. Torch is not imported.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.drafting.model_trees import MOST_NODES, ModelTrees
+from shoal.drafting.self_drafting import SelfDrafting
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -65,30 +67,43 @@ class Suffix:
     Attributes:
         scope: where it is looked up: row, group (the rows of the same request) or engine (earlier answers to whomever, too).
         min: tokens that must match. nodes: of a draft tree; 0 = chains. limit: tokens of a table; see `SuffixDrafter`.
+        index: a file of `shoal index`, whose texts are looked up as well; "" = none.
+        answers: a file of earlier answers, of this and other runs; made if there is none. "" = none are kept.
 
     Raises:
-        RequestError: another scope, more than 63 nodes, or a number that is too small.
+        RequestError: another scope, more than 63 nodes, a number that is too small, or no such file or directory.
     """
 
     scope: str = "group"
     min: int = 1
     nodes: int = 0
     limit: int = 1 << 16
+    index: str = ""
+    answers: str = ""
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise RequestError(f"suffix needs a scope of {', '.join(SCOPES)}, got {self.scope!r}")
         if self.min < 1 or not 0 <= self.nodes <= MOST_NODES or self.limit < 64:
             raise RequestError(f"suffix needs min >= 1, nodes in 0..{MOST_NODES} and limit >= 64, got {self.name}")
+        if self.index and not Path(self.index).is_file():
+            raise RequestError(f"there is no index {self.index!r}: `shoal index --out FILE` makes one")
+        if self.answers and not Path(self.answers).parent.is_dir():
+            raise RequestError(f"cannot keep answers in {self.answers!r}: there is no such directory")
 
     @property
     def name(self) -> str:
         return spelled(self)
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.answer_file import AnswerFile
+        from shoal.drafting.corpus import Corpus
+        from shoal.drafting.index_file import fitting_index
         from shoal.drafting.suffix import SuffixDrafter
 
-        return SuffixDrafter(self.scope, self.min, self.nodes, self.limit)
+        corpus = Corpus(fitting_index(self.index, target.vocab_size)) if self.index else None
+        answers = AnswerFile(self.answers, self.limit, target.vocab_size) if self.answers else None
+        return SuffixDrafter(self.scope, self.min, self.nodes, self.limit, corpus, answers)
 
 
 @dataclass(frozen=True)
@@ -123,7 +138,51 @@ class Recycling:
         return RecyclingDrafter(self.scope, self.k, self.nodes if target.takes_trees else 0)
 
 
-DRAFTINGS: dict[str, type[Any]] = {"ngram": NGram, "suffix": Suffix, "recycling": Recycling}
+@dataclass(frozen=True)
+class Trigrams:
+    """What followed the last two tokens most often, in texts and by what the target said, is proposed.
+
+    Attributes:
+        scope, k, nodes: as of `Recycling`. limit: contexts of a table. playouts: by which trees are searched; 0 = not at all: the
+            most probable paths.
+
+    Raises:
+        RequestError: another scope, or a number out of range.
+    """
+
+    scope: str = "group"
+    k: int = 8
+    nodes: int = 8
+    limit: int = 1 << 15
+    playouts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise RequestError(f"trigrams needs a scope of {', '.join(SCOPES)}, got {self.scope!r}")
+        if not 1 <= self.k <= MOST_NODES or not 0 <= self.nodes <= MOST_NODES or self.limit < 64 or self.playouts > 1024:
+            raise RequestError(
+                f"trigrams needs k in 1..{MOST_NODES}, nodes in 0..{MOST_NODES}, limit >= 64 and at most 1024 playouts, "
+                f"got {self.name}"
+            )
+
+    @property
+    def name(self) -> str:
+        return spelled(self)
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.trigrams import TrigramDrafter
+
+        return TrigramDrafter(self.scope, self.k, self.nodes if target.takes_trees else 0, self.limit, self.playouts)
+
+
+SELF = "self"
+DRAFTINGS: dict[str, type[Any]] = {
+    "ngram": NGram,
+    "suffix": Suffix,
+    "recycling": Recycling,
+    "trigrams": Trigrams,
+    SELF: SelfDrafting,
+}
 """Drafters by name. Their options are fields: integers or words."""
 
 
@@ -136,27 +195,28 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True)
 class Sum:
-    """A drafter without a model for the rows where it is sure, a draft model for the others.
+    """Drafters without a model for the rows where they are sure, a draft model for the others.
 
     Attributes:
-        first: proposes chains. source: the model's Hub id, directory or `BUNDLED`.
+        texts: propose chains; the first that is sure of a row does. source: the model's Hub id, directory or `BUNDLED`.
     """
 
-    first: Drafting
+    texts: tuple[Drafting, ...]
     source: str
 
     @property
     def name(self) -> str:
-        return f"{self.first.name}+model"
+        return "+".join([*(text.name for text in self.texts), "model"])
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.sums import SumDrafter
         from shoal.drafting.text import TextDrafter
 
-        text = self.first.drafter(target)
-        assert isinstance(text, TextDrafter)
+        made = [text.drafter(target) for text in self.texts]
+        texts = [text for text in made if isinstance(text, TextDrafter)]
+        assert len(texts) == len(made)
         assert model is not None
-        return SumDrafter(text, model)
+        return SumDrafter(texts, model)
 
 
 WITH_MODEL = (Sum, ModelTrees)
@@ -178,6 +238,7 @@ class Given:
 
 
 def spelled(drafting: Any) -> str:
-    """A drafter's name with all its options, as `named` reads it."""
+    """A drafter's name with all its options, as `named` reads it; without files that it does not have."""
     name = next(name for name, kind in DRAFTINGS.items() if type(drafting) is kind)
-    return f"{name}:" + ",".join(f"{field.name}={getattr(drafting, field.name)}" for field in fields(drafting))
+    options = {field.name: getattr(drafting, field.name) for field in fields(drafting)}
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items() if value != "")

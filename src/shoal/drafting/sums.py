@@ -1,49 +1,80 @@
-"""A drafter without a model where it is sure, a draft model for all other rows.
+"""Several drafters as one: those that read text where they are sure, the last one for all other rows.
 
-Chains only. Where the model's drafts are verified by their q, those of the other drafter have one too: a point mass, which is what
-they were drawn from.
+Chains only. Where the last one's drafts are verified by their q, those of the others have one too: a point mass, which is what they
+were drawn from.
+
+Which of them may propose in a round is said by `use`: a controller that measures what each of them costs and brings
+(`shoal.lookahead.choosing`) leaves one, or all. Who proposes for a row where several may is decided by what came of the first
+tokens that each proposed for it (`shoal.drafting.first_tokens`): by counts of past rounds, so that no uniform of a later position
+is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.first_tokens import FirstTokens
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
+from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree, chains
 
-SURE = 0.6
-"""Confidence in its first token from which a row is left to the drafter without a model: in suffix decoding, what followed once,
-after a match of 9 tokens, or twice, and nothing else did, after one of 3."""
-
 
 class SumDrafter(Drafter):
-    """Two drafters as one.
+    """Several drafters as one.
 
     Args:
-        text: proposes chains. model: drafts for the rows of which the other is not sure.
+        texts: propose chains, the first that is sure of a row for it. model: drafts for the rows of which none is sure.
+
+    Attributes:
+        choices: names of what may propose in a round: one of the drafters, or all of them.
     """
 
-    def __init__(self, text: TextDrafter, model: Drafter) -> None:
-        self.text, self.model = text, model
+    def __init__(self, texts: Sequence[TextDrafter], model: Drafter) -> None:
+        self.texts, self.model, self._members = list(texts), model, [*texts, model]
         self.memory, self.hidden_layers = model.memory, model.hidden_layers
+        self._names = [name_of(member) for member in self._members]
+        self.name = self._names[-1]
+        self.keeps = _common([member.keeps for member in self._members])
+        self.choices = [*self._names, "+".join(self._names)]
+        self._used = list(range(len(self._members)))
+        self._first = FirstTokens(len(self._members))
+
+    def use(self, choice: int) -> None:
+        """Which of the choices proposes in the rounds to come."""
+        self._used = [choice] if choice < len(self._members) else list(range(len(self._members)))
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        found = self.text.guesses(inputs)
-        guesses = [guess if guess.tokens and guess.confidence[0] >= SURE else NOTHING for guess in found]
+        *before, last = self._used
+        guesses = [NOTHING] * len(inputs.rows)
+        whose = [last] * len(inputs.rows)
+        for member in before:
+            lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
+            found = self.texts[member].guesses(replace(inputs, lengths=lengths))
+            for i, (row, guess) in enumerate(zip(inputs.rows, found, strict=True)):
+                if guess.tokens and self._first.takes(row, member, guess.confidence[0]):
+                    guesses[i], whose[i] = guess, member
+        tree = self._together(guesses, inputs, self._members[last])
+        sure = [guess.confidence[0] if guess.tokens else 1.0 for guess in guesses]
+        self._first.proposed(inputs.rows, whose, sure, [len(draft) for draft in tree.drafts])
+        names = [[self._names[member]] * len(draft) for member, draft in zip(whose, tree.drafts, strict=True)]
+        return replace(tree, drafters=names)
+
+    def _together(self, guesses: Sequence[Guess], inputs: DraftInputs, last: Drafter) -> DraftTree:
+        """The guesses, and what the last drafter proposes for rows without one."""
         lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
         ends = _Ends(guesses, inputs)
         own = DraftTree.empty(len(lengths), inputs.uniforms.device)
         if max(lengths):
-            stop = inputs.stop and ends.asked
-            own = self.model.propose(DraftInputs(inputs.rows, lengths, inputs.uniforms, inputs.sampler, stop))
+            own = last.propose(replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked))
         steps = ends.finish(own.steps)
         chosen = [list(guess.tokens[:end]) for guess, end in zip(guesses, ends.lengths, strict=True)]
         if not any(chosen):
@@ -53,38 +84,57 @@ class SumDrafter(Drafter):
         q = None if own.q is None else _with_point_masses(own.q, chosen, tree.m)
         return DraftTree(tree.tokens, tree.lengths, q, tree.drafts, chains(drafts), steps)
 
+    def attach(self, target: Runner) -> None:
+        for member in self._members:
+            member.attach(target)
+        self.memory, self.hidden_layers = self.model.memory, self.model.hidden_layers
+        self.keeps = _common([member.keeps for member in self._members])
+
     def begin(self, rows: Sequence[Row]) -> None:
-        self.text.begin(rows)
-        self.model.begin(rows)
+        for member in self._members:
+            member.begin(rows)
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        self.model.prepare(chunks)
+        if self._used[-1] == len(self.texts):
+            self.model.prepare(chunks)
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self.model.read_prompts(chunks, hidden)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        self.text.observe(rows, scores, verdict)
-        self.model.observe(rows, scores, verdict)
+        self._first.learn(rows, verdict)
+        for member in self._members:
+            member.observe(rows, scores, verdict)
 
     def end(self, rows: Sequence[Row]) -> None:
-        self.text.end(rows)
-        self.model.end(rows)
+        self._first.forget(rows)
+        for member in self._members:
+            member.end(rows)
 
     def releases(self) -> Sequence[Callable[[], None]]:
         return self.model.releases()
 
     def take_counters(self) -> DraftCounters:
-        text, model = self.text.take_counters(), self.model.take_counters()
-        return DraftCounters(model.passes, text.seconds + model.seconds, text.preparing + model.preparing)
+        each = [member.take_counters() for member in self._members]
+        return DraftCounters(*map(sum, zip(*each, strict=True)))
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(member.kept_bytes for member in self._members)
 
     @property
     def seconds_preparing(self) -> float:
-        return self.text.seconds_preparing + self.model.seconds_preparing
+        return sum(member.seconds_preparing for member in self._members)
+
+
+def _common(each: Sequence[Keeps]) -> Keeps:
+    """A bound of what all of them keep."""
+    per_token, per_row, always = (sum(getattr(one, name) for one in each) for name in ("per_token", "per_row", "always"))
+    return Keeps(per_token, per_row, always=always, on_device=any(one.on_device for one in each))
 
 
 class _Ends:
-    """Where the drafts of a round end: both drafters ask `DraftInputs.stop` as one.
+    """Where the drafts of a round end: all drafters ask `DraftInputs.stop` as one.
 
     Attributes:
         lengths: of the guesses so far.
@@ -95,7 +145,7 @@ class _Ends:
         self.lengths = [len(guess.tokens) for guess in guesses]
 
     def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Asks with the model's confidence, and that of the guesses where there are any."""
+        """Asks with the last drafter's confidence, and that of the guesses where there are any."""
         assert self._stop is not None
         sure = [
             model if not guess.tokens else guess.confidence[position] if position < len(guess.tokens) else 0.0

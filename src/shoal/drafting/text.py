@@ -70,6 +70,10 @@ class TextDrafter(Drafter):
     def table_bytes(self) -> int:
         """Bytes that its tables take now."""
 
+    @property
+    def kept_bytes(self) -> int:
+        return self.table_bytes
+
     def guesses(self, inputs: DraftInputs) -> list[Guess]:
         """Of every row, read up to its end."""
         started = time.perf_counter()

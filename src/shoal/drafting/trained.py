@@ -39,9 +39,13 @@ class Medusa:
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.checkpoints import layers_and_width, once
         from shoal.drafting.medusa import MedusaDrafter, load_medusa
+        from shoal.drafting.protocol import Keeps
 
         heads = once(target, self.directory, load_medusa)
-        return MedusaDrafter(heads, layers_and_width(target)[0], self.nodes if target.takes_trees else 0)
+        layers, width = layers_and_width(target)
+        state = width * target.dtype.itemsize  # the last one of a prompt, and of each row
+        keeps = Keeps(state, per_row=state, tokens=1, on_device=True)
+        return MedusaDrafter(heads, layers, self.nodes if target.takes_trees else 0, keeps)
 
 
 @dataclass(frozen=True)

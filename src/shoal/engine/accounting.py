@@ -52,17 +52,22 @@ class Stopwatch:
 
 def count_round(
     stats: Stats, tree: DraftTree, commits: Sequence[Commit], laps: Sequence[float], target: tuple[int, float],
-    drafter: DraftCounters,
+    drafter: DraftCounters, name: str,
 ) -> None:  # fmt: skip
     """Adds a round to the statistics.
 
     Args:
-        laps: seconds of the four stages. target: its passes and the seconds in them.
+        laps: seconds of the four stages. target: its passes and the seconds in them. name: of the engine's drafter.
     """
+    drafted, accepted = sum(map(len, tree.drafts)), sum(done.accepted for done in commits)
     stats.rounds += 1
     stats.row_rounds += len(commits)
-    stats.drafted += sum(map(len, tree.drafts))
-    stats.accepted += sum(done.accepted for done in commits)
+    stats.drafted += drafted
+    stats.accepted += accepted
+    if tree.drafters is None:
+        stats.count_drafts(name, drafted, accepted)
+    else:
+        _count_by_drafter(stats, tree.drafters, commits)
     stats.committed += sum(len(done.tokens) for done in commits)
     stats.seconds_rounds += sum(laps)
     propose, verify, accept, commit = laps
@@ -75,6 +80,14 @@ def count_round(
     stats.draft_passes += drafter.passes
     stats.seconds_draft += drafter.seconds
     stats.seconds_prefill += drafter.preparing
+
+
+def _count_by_drafter(stats: Stats, drafters: Sequence[Sequence[str]], commits: Sequence[Commit]) -> None:
+    proposed = [name for names in drafters for name in names]
+    kept = [done.row.drafters[len(done.row.drafters) - len(done.tokens) :][: done.accepted] for done in commits]
+    accepted = [name for names in kept for name in names]
+    for name in dict.fromkeys(proposed):
+        stats.count_drafts(name, proposed.count(name), accepted.count(name))
 
 
 def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float) -> Outcome:

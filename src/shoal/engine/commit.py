@@ -17,12 +17,12 @@ from shoal.types.trees import DraftTree
 
 
 def commit(
-    rows: Sequence[Row], tree: DraftTree, scores: Scores, verdict: Verdict, clock: Callable[[], float]
+    rows: Sequence[Row], tree: DraftTree, scores: Scores, verdict: Verdict, drafter: str, clock: Callable[[], float]
 ) -> list[Commit]:  # fmt: skip
     """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
 
     A row whose accepted path leads to a fault ends before it. The round ends when all rows have their tokens: that moment of the
-    `clock`, in seconds, is the end of every row that ends in it.
+    `clock`, in seconds, is the end of every row that ends in it. drafter: the name of the engine's.
     """
     paths, following = verdict.lists
     blocks = [[*(d[i] for i in path), last] for d, path, last in zip(tree.drafts, paths, following, strict=True)]
@@ -36,13 +36,16 @@ def commit(
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
         row.rounds += 1
         row.target_passes += 1
-        row.drafted += len(tree.drafts[b])
+        names = [drafter] * len(tree.drafts[b]) if tree.drafters is None else tree.drafters[b]
+        row.drafted += len(names)
+        for name in set(names):
+            row.drafted_by[name] = row.drafted_by.get(name, 0) + names.count(name)
         taken = _append(row, block, scores.logits.shape[-1])
         if b in failing and row.finish_reason is None:
             row.finish_reason, row.error = "error", failing[b][1]
         kept = min(len(paths[b]), taken)
         row.accepted += kept
-        row.from_draft += [True] * kept + [False] * (taken - kept)
+        row.drafters += [names[node] for node in paths[b][:kept]] + [None] * (taken - kept)
         reported[b].add(row, taken)
         if row.request.keep_logits:
             row.logits += [scores.logits[b, column].clone() for column in columns[b][:taken]]

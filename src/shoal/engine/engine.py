@@ -18,7 +18,16 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, KeyValueMemory, require_trees, within
+from shoal.drafting.protocol import (
+    DraftCounters,
+    Drafter,
+    DraftInputs,
+    Keeps,
+    KeyValueMemory,
+    name_of,
+    require_trees,
+    within,
+)
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.commit import commit
@@ -79,9 +88,11 @@ class Engine:
         controller = as_controller(lookahead)
         self.target = target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
+        self._drafter_name = "" if self.drafter is None else name_of(self.drafter)
         memories: list[KeyValueMemory] = [self.target]
         if self.drafter is not None:
             require_trees(self.target, self.drafter)
+            self.drafter.attach(self.target)
             self.target.hidden_layers = tuple(self.drafter.hidden_layers)
             memories += [self.drafter.memory] if self.drafter.memory is not None else []
         self.lookahead, self.rule = controller, rule or Rejection()
@@ -92,16 +103,22 @@ class Engine:
         available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
         row_bytes = (1 + min(controller.limit, EXPECTED_DRAFT)) * self.target.vocab_size * BYTES_PER_SCORE
         self.memory = Memory(
-            memories, controller.limit + 1, kv_bytes, nodes, available=available, few=FIRST, row_bytes=row_bytes
-        )
+            memories, controller.limit + 1, kv_bytes, nodes, available=available, few=FIRST, row_bytes=row_bytes,
+            keeps=self._kept_on_device(),
+        )  # fmt: skip
         policy = policy_for(prefix_sharing, memories)
         self.scheduler = Scheduler(
             self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
-        self.stats = Stats()
+        self.stats = Stats(lossy=self.rule.lossy)
         self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
         self._clock = clock or time.perf_counter
+
+    def _kept_on_device(self) -> Keeps:
+        """What the drafter keeps in the memory that the caches are in."""
+        keeps = Keeps() if self.drafter is None else self.drafter.keeps
+        return keeps if keeps.on_device or self.target.device.type == "cpu" else Keeps()
 
     @property
     def context(self) -> int:
@@ -182,9 +199,11 @@ class Engine:
     # ── before anything is asked ────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def prepare(self, rows: int = FIRST, tokens: int = PREPARED_TOKENS) -> None:
+    def prepare(
+        self, rows: int = FIRST, tokens: int = PREPARED_TOKENS, samplings: Sequence[Sampling] = COMMON
+    ) -> None:  # fmt: skip
         """Makes room for so many rows of so many tokens, or for shorter ones where memory is scarce, and names the rounds that such
-        rows run for `build_ahead`. Nothing where rounds are not captured."""
+        rows run with these settings for `build_ahead`. Nothing where rounds are not captured."""
         if self.target.static is None:
             return
         rows = min(rows, self.batch_size.most)
@@ -197,7 +216,7 @@ class Engine:
             return
         longest = 0 if self.drafter is None else self.lookahead.limit
         drafts = list(dict.fromkeys([longest, 0]))  # a row's last token is decoded plainly
-        self._captured.want(rows, drafts, COMMON, looks=self.lookahead.shorten is not None)
+        self._captured.want(rows, drafts, samplings, looks=self.lookahead.shorten is not None)
 
     @torch.inference_mode()
     def build_ahead(self) -> bool:
@@ -229,11 +248,11 @@ class Engine:
         watch = Stopwatch(self._now)
         tree, scores, verdict = self._decide(rows, watch)
         paths, _ = verdict.lists
-        commits = commit(rows, tree, scores, verdict, self._clock)
+        commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
         self._settle(commits, scores, verdict)
         watch.lap()
         drafter = self._draft_counters()
-        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter)
+        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter, self._drafter_name)
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits

@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from shoal.drafting.protocol import KeyValueMemory
+from shoal.drafting.protocol import Keeps, KeyValueMemory
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
@@ -39,14 +39,15 @@ class Memory:
         available: without `most`, the bytes that more than `few` slots may take; None = no limit. Unlike `most` it refuses no
             request and silences no drafter.
         row_bytes: what a row takes beside its keys and values while a pass is judged, counted with `available`.
+        keeps: what the drafter keeps beside its keys and values, of the rows and tokens that it reads.
     """
 
     def __init__(
         self, models: Sequence[KeyValueMemory], spare: int, most: int | None, nodes: int = 0, *,
-        available: int | None = None, few: int = 0, row_bytes: int = 0,
+        available: int | None = None, few: int = 0, row_bytes: int = 0, keeps: Keeps | None = None,
     ) -> None:  # fmt: skip
         self._models, self._context, self._spare, self._most = models, models[0].context, spare + nodes, most
-        self._nodes = nodes
+        self._nodes, self._keeps = nodes, keeps or Keeps()
         self._reserved = 0
         self._available, self._few, self._row_bytes = available, few, row_bytes
         if most is not None:
@@ -74,16 +75,17 @@ class Memory:
         """Most tokens of a row of the request that the drafter reads: at most its context, and at most what fits beside the
         target's keys and values of one such row. The target alone decides whether the row is served and where it ends."""
         context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
-        if self._most is None or len(self._models) == 1:
+        if self._most is None or (len(self._models) == 1 and self._keeps == Keeps()):
             return context
-        left = self._most - self._target_bytes(request)
-        return bisect_right(range(1, context + 1), left, key=self._drafter_bytes)
+        left = self._most - self._target_bytes(request) - self._keeps.always
+        return bisect_right(range(1, min(context, self._context) + 1), left, key=self._drafter_bytes)
 
     def _target_bytes(self, request: Request) -> int:
         return self._models[0].cache_bytes(1, self._tokens(request) + self._beyond(1))
 
     def _drafter_bytes(self, tokens: int) -> int:
-        return sum(drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:])
+        caches = sum(drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:])
+        return caches + self._keeps.of_request(tokens, 1)
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of a row."""
@@ -99,7 +101,22 @@ class Memory:
         if most is None:
             return True
         need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
-        return need + beside <= most
+        return need + beside + self.kept_bytes(rows) <= most
+
+    def kept_bytes(self, rows: Sequence[Row]) -> int:
+        """The most bytes that the drafter keeps of these rows beside its keys and values."""
+        if self._keeps == Keeps():
+            return 0
+        groups: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.draft_reach:
+                groups.setdefault(row.group, []).append(row)
+        total = self._keeps.always
+        for members in groups.values():
+            prompt = members[0].prompt_length
+            new = sum(max(min(self._tokens(row.request), row.draft_reach) - prompt, 0) for row in members)
+            total += self._keeps.of_request(prompt + new, len(members))
+        return total
 
     def reserve_tokens(self, tokens: int) -> None:
         """Reserves memory for so many tokens in a target cache of one row, beside the engine's caches; 0 = none.
@@ -142,6 +159,7 @@ class Memory:
         sizes = [self._size(model, round_.in_slots, round_.slots, round_.prefixes) for model in self._models]
         roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
         most, beside = self._limit(round_.slots)
+        beside += self.kept_bytes(round_.in_slots)
         if most is None or self._grown_bytes(roomy) + beside <= most:
             sizes = roomy
         elif self._most is not None and self._grown_bytes(sizes) + beside > most:

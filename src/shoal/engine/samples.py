@@ -36,8 +36,9 @@ def finish(row: Row, now: float) -> Sample:
         drafted=row.drafted,
         accepted=row.accepted,
         target_passes=row.target_passes,
-        from_draft=tuple(row.from_draft[:kept]),
+        drafters=tuple(row.drafters[:kept]),
         top_logprobs=tuple(row.top_logprobs[:kept]),
         error=None if row.error is None else str(row.error),
         in_time=row.deadline is None or now <= row.deadline,
+        by_drafter=row.by_drafter,
     )

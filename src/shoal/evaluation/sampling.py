@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.api import Shoal
+from shoal.config import require_lossless
 from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
+from shoal.types.counts import as_dicts
 from shoal.types.options import split_options
 from shoal.types.samples import Sample
 
@@ -44,6 +46,8 @@ class SamplingConfig:
         if not self.methods:
             raise RequestError(f"no method of decoding is left: give some of {', '.join(METHODS)}")
         split_options(self.options)
+        if len(self.methods) > 1:
+            require_lossless(self.options.get("rule", "auto"), "a comparison of methods (give one of --methods)")
 
 
 class Sampler:
@@ -100,7 +104,9 @@ class Sampler:
         return {
             "seconds": result.stats.seconds,
             "prompt_tokens": len(output.prompt_ids),
-            "stats": {name: getattr(result.stats, name) for name in COUNTS},
+            "stats": {name: getattr(result.stats, name) for name in COUNTS}
+            | {"by_drafter": as_dicts(result.stats.by_drafter)}
+            | ({"lossy": result.stats.lossy} if result.stats.lossy else {}),
             "samples": [self._entry(task, output.prompt_ids, sample) for sample in output.samples],
         }
 
@@ -118,6 +124,7 @@ class Sampler:
             "rounds": sample.rounds,
             "drafted": sample.drafted,
             "accepted": sample.accepted,
+            "by_drafter": as_dicts(sample.by_drafter),
         }
 
 

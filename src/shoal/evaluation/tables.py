@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shoal.config import LOSSY_RULES
 from shoal.evaluation.figure import LABELS, metric_name
 from shoal.evaluation.grading import PASSED
 
@@ -57,7 +58,9 @@ def legend(summary: Mapping[str, Any]) -> str:
 
 
 def findings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Method against method, in sentences."""
+    """What a lossy rule means, then method against method, in sentences."""
+    if (rule := summary["settings"].get("rule")) in LOSSY_RULES:
+        yield f"All figures: {LOSSY_RULES[rule]}."
     for pair in summary["against"]:
         yield from (_over_budgets(summary, pair, which) for which in ("first", "all") if pair[which]["budgets"])
         yield f"{_names(pair)}: the same token ids in {pair['same_ids']} of {pair['samples']} samples."

@@ -22,6 +22,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.names import drafting_of
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.specs import DRAFTINGS, WITH_MODEL
+from shoal.drafting.stored import require_tokenizer, stored
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
@@ -130,6 +131,8 @@ def _drafter(draft_model: Any, target: Runner, attention: str) -> tuple[Drafter 
         pairing.compared(target, draft)
         return ModelDrafter(draft.fork(), target.vocab_size), None
     drafting = drafting_of(draft_model)
+    if stored(drafting):
+        require_tokenizer(drafting, loading.tokenizer_at_hand(target.hf))
     if drafting is None or isinstance(drafting, WITH_MODEL):
         raise RequestError(f"draft_model must be a Transformers model, {' or '.join(DRAFTINGS)}, got {draft_model!r:.80}")
     return drafting.drafter(target), drafting.name

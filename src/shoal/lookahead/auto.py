@@ -15,7 +15,7 @@ from operator import mul
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Tried
+from shoal.lookahead.acceptance import LIMIT, Array, Tried
 from shoal.lookahead.backoff import Backoff
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import best_plan, remaining_weights, repays
@@ -74,7 +74,7 @@ class Auto:
         """False for a pair with next to no acceptance, until it is time for another trial."""
         costs = self.costs
         learning = costs.rounds < len(FIRST_ROUNDS)
-        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self._trial_is_due(ASSUMED_ROWS, 0)
+        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self.trial_is_due(ASSUMED_ROWS, 0)
 
     # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,13 +139,34 @@ class Auto:
             return rows
         self._backoff.extend(len(rows))
         chosen = self._unfed.cheapest(rows, TRIAL_ROWS)
-        return chosen if self._trial_is_due(len(rows), self._unfed.tokens(chosen)) else ()
+        return chosen if self.trial_is_due(len(rows), self._unfed.tokens(chosen)) else ()
 
-    def _new_plan(self, rows: Sequence[Row]) -> Stopping | None:
-        costs, longest = self.costs, np.array([row.max_draft_length for row in rows])
-        following = costs.acceptance.by_position(self._rows)
+    def promise(self, rows: Sequence[Row]) -> float:
+        """Tokens per second of the best plan for these rows; 0 where none pays, with what has to be computed for it."""
+        self._learn_acceptance()
+        _, survival = self._survival(rows)
+        plan = best_plan(survival, np.ones(len(rows)), self.costs)
+        remaining, preparing = (
+            np.array([row.remaining for row in rows]),
+            self.costs.seconds_preparing(self._unfed.tokens(rows)),
+        )
+        return plan.rate if plan is not None and repays(plan, remaining, preparing, self.costs) else 0.0
+
+    def pause(self, rows: Sequence[Row]) -> None:
+        """Another drafter drafts for these rows."""
+        self._unfed.leave(rows)
+
+    def _survival(self, rows: Sequence[Row]) -> tuple[Array, Array]:
+        """Acceptance at each position of each row, and the probability that a draft and all before it are accepted."""
+        longest = np.array([row.max_draft_length for row in rows])
+        following = self.costs.acceptance.by_position([row.serial for row in rows])
         survival = following.cumprod(axis=1)
         survival[np.arange(self.limit) >= longest[:, None]] = 0.0
+        return following, survival
+
+    def _new_plan(self, rows: Sequence[Row]) -> Stopping | None:
+        costs = self.costs
+        following, survival = self._survival(rows)
         remaining = np.array([row.remaining for row in rows])
         weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
         self._weights, self._plain = weights.tolist(), None
@@ -155,7 +176,7 @@ class Auto:
         by_confidence = costs.acceptance.by_confidence(self._rows)
         return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
 
-    def _trial_is_due(self, rows: int, unfed: int) -> bool:
+    def trial_is_due(self, rows: int, unfed: int) -> bool:
         """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the drafter has to compute first."""
         costs = self.costs
         plain = costs.verify.seconds(rows)

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
 from shoal.lookahead.bass import Bass
+from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.fixed import Fixed
 from shoal.lookahead.heuristic import Heuristic
@@ -21,6 +22,7 @@ from shoal.types.rounds import Outcome
 
 __all__ = [
     "Auto",
+    "AutoChoice",
     "Bass",
     "Controller",
     "Fixed",
@@ -79,12 +81,15 @@ class Controller(Protocol):
         ...
 
 
-def by_name(name: object, pair_costs: PairCosts | None = None) -> Lookahead | Controller:
+def by_name(
+    name: object, pair_costs: PairCosts | None = None, choices: Choices | None = None
+) -> Lookahead | Controller:  # fmt: skip
     """ "auto" -> Auto(pair_costs); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" ->
     Heuristic(); a controller object -> itself.
 
     Args:
         pair_costs: what `Auto` knows of the pair at first, and adds to; None = nothing.
+        choices: several drafters, among which "auto" chooses as well; None = there is one.
 
     Raises:
         RequestError: for anything else.
@@ -92,6 +97,8 @@ def by_name(name: object, pair_costs: PairCosts | None = None) -> Lookahead | Co
     if isinstance(name, int) and not isinstance(name, bool):
         return Fixed(name)
     if isinstance(name, str):
+        if name == "auto" and choices is not None:
+            return AutoChoice(pair_costs or PairCosts(packed=True), choices)
         if name in _NAMES:
             return _NAMES[name](pair_costs)
         digits = name.removeprefix("fixed:")

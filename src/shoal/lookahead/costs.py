@@ -37,6 +37,8 @@ class CostCurve:
     FIRST = 5
     """Observations of a size whose median counts. The faster of two, kept for long, would be 5 % less than a size costs that is
     observed often, by the noise of a quiet machine: plain rounds would seem that much faster, as few are made where drafts pay."""
+    MOST_TIMES = 2.0
+    """Times the estimate that an observation counts as at most."""
     MOST_PER_SIZE = 1.5
     """Cost by its size, over that of any smaller size, that is believed: a first pass amid other work may take twenty times as
     long, and what is compared with it would seem cheap."""
@@ -66,7 +68,7 @@ class CostCurve:
             first.append(seconds)
             value = sorted(first)[(len(first) - 1) // 2]
         else:
-            value += self.SHARE * (min(seconds, 2 * value) - value)
+            value += self.SHARE * (min(seconds, self.MOST_TIMES * value) - value)
         self._points[size] = [value, min(weight + 1, self.TRUST)]
         self._line = None
         return value
@@ -114,6 +116,12 @@ class CostCurve:
         return self._line
 
 
+class MixedCostCurve(CostCurve):
+    """Of passes that cost unlike amounts by nature: what counts is their mean, so that every observation counts as it is."""
+
+    FIRST, MOST_TIMES = 1, math.inf
+
+
 def rounded(size: int) -> int:
     """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
     return size if size <= 16 else round(2 ** (round(math.log2(size) * 12) / 12))
@@ -145,6 +153,20 @@ class PairCosts:
         self.calibrations: dict[int, float] = {}
         self.credit = Credit()
         self.plain_rounds = PlainRounds()
+        self._drafters: dict[str, PairCosts] = {}
+
+    def of(self, name: str, *, mixed: bool = False) -> PairCosts:
+        """What is known of one of several drafters. What passes of the target cost, and the account, they have in common.
+
+        Args:
+            mixed: it is several drafters, so that what a proposal costs depends on who took part in it.
+        """
+        if name not in self._drafters:
+            own = self._drafters[name] = PairCosts(self.packed)
+            own.verify, own.credit, own.plain_rounds = self.verify, self.credit, self.plain_rounds
+            if mixed:
+                own.start, own.draft = MixedCostCurve(), MixedCostCurve()
+        return self._drafters[name]
 
     def seconds_preparing(self, tokens: int) -> float:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""

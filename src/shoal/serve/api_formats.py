@@ -72,9 +72,12 @@ class ApiFormat(ABC):
         self._logprob_sum += sum(token.logprob or 0.0 for token in update.tokens)
         self._counted += len(update.tokens)
         tokens = [
-            {"id": token.id, "text": token.text, "logprob": finite(token.logprob), "from_draft": token.from_draft}
+            {
+                "id": token.id, "text": token.text, "logprob": finite(token.logprob),
+                "from_draft": token.drafter is not None, "drafter": token.drafter,
+            }
             for token in update.tokens
-        ]
+        ]  # fmt: skip
         return {
             "tokens": tokens, "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
             "committed": update.committed, "drafted": update.drafted, "accepted": update.accepted, "rounds": update.rounds,

@@ -123,6 +123,7 @@ def _model(handler: ApiHandler) -> response_models.Model:
         "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "loaded": shoal.loaded,
+        "lossy": engine.stats.lossy or None,
     }  # fmt: skip
     return response_models.Model(
         id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about

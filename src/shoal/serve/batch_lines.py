@@ -167,5 +167,15 @@ def has_failed(entry: Mapping[str, Any]) -> bool:
 
 def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
     """`usage.choices` of an output line; none of an error."""
+    return list(_usage(entry).get("choices", ()))
+
+
+def lossy_of(entry: Mapping[str, Any]) -> str:
+    """What an output line says of a lossy acceptance rule; "" of an exact one, and of an error."""
+    return str(_usage(entry).get("lossy") or "")
+
+
+def _usage(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     body = (entry.get("response") or {}).get("body", {}) if "custom_id" in entry else entry
-    return list(body.get("usage", {}).get("choices", ()))
+    found: Mapping[str, Any] = body.get("usage", {})
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.bodies import CLIENT_GONE
+from shoal.types.counts import DraftCounts
 from shoal.types.samples import Sample
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class _Engine(Collector):
         stats = self._worker.thread.stats
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
+        yield from _by_drafter(list(stats.by_drafter.items()))
         seconds = CounterMetricFamily("shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"])
         for stage in STAGES:
             seconds.add_metric([stage], getattr(stats, f"seconds_{stage}"))
@@ -106,6 +108,14 @@ class _Engine(Collector):
             yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
             yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
         yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive))
+
+
+def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
+    for what in ("drafted", "accepted"):
+        family = CounterMetricFamily(f"shoal_drafter_{what}", f"{COUNTED[what]}, by drafter", labels=["drafter"])
+        for name, one in counts:
+            family.add_metric([name], getattr(one, what))
+        yield family
 
 
 class RequestMetrics:

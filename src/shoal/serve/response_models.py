@@ -24,6 +24,13 @@ class ErrorAnswer(BaseModel):
     error: Error
 
 
+class DraftUsage(BaseModel):
+    """What became of the tokens that a drafter proposed."""
+
+    drafted: int
+    accepted: int
+
+
 class ChoiceUsage(BaseModel):
     """What one choice took."""
 
@@ -31,6 +38,9 @@ class ChoiceUsage(BaseModel):
     completion_tokens: int
     drafted: int
     accepted: int
+    by_drafter: dict[str, DraftUsage] = Field(
+        description="The two counts, by the name of the drafter; empty without drafts."
+    )
     rounds: int
     mean_logprob: float | None
     ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
@@ -44,6 +54,8 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    by_drafter: dict[str, DraftUsage] = Field(description="Of all samples drawn.")
+    lossy: str | None = Field(None, description="Only under a lossy --rule: what it changes.")
     choices: list[ChoiceUsage]
 
 
@@ -54,6 +66,7 @@ class Token(BaseModel):
     text: str
     logprob: float | None
     from_draft: bool
+    drafter: str | None = Field(description="The name of the drafter whose draft it is.")
 
 
 class Details(BaseModel):

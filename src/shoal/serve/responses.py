@@ -18,6 +18,7 @@ from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.scoring import scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.worker import Worker
+from shoal.types.counts import as_dicts, total_by_drafter
 from shoal.types.samples import Sample, ranked
 
 EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
@@ -143,10 +144,13 @@ class ApiResponse:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "by_drafter": as_dicts(total_by_drafter(sample.by_drafter for sample in drawn)),
+            **({"lossy": lossy} if (lossy := self.worker.thread.engine.stats.lossy) else {}),
             "choices": [
                 {
                     "index": index, "completion_tokens": len(sample.token_ids), "drafted": sample.drafted,
-                    "accepted": sample.accepted, "rounds": sample.rounds, "mean_logprob": finite(sample.mean_logprob),
+                    "accepted": sample.accepted, "by_drafter": as_dicts(sample.by_drafter), "rounds": sample.rounds,
+                    "mean_logprob": finite(sample.mean_logprob),
                     "ended_by": sample.finish_reason, "finished": sample.finished,
                     "error": sample.error and public(sample.error),
                 }

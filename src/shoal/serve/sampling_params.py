@@ -24,9 +24,7 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
     if given.get("top_k") == -1:  # off, as in vLLM
         del given["top_k"]
     if "seed" in given and not settings.seeds and request.temperature != 0:
-        raise ApiError(
-            400, "this server runs under --rule rejection, where a seed cannot bring the same tokens", param="seed"
-        )
+        raise ApiError(400, "this server runs under a --rule by which a seed cannot bring the same tokens", param="seed")
     bias = {_token_id(token): value for token, value in (request.logit_bias or {}).items()}
     grammar = _grammar(request, settings.max_grammar)
     sampling = Sampling(**given, logit_bias=bias, min_new_tokens=request.min_tokens or 0, grammar=grammar)

@@ -109,5 +109,5 @@ class Scoring:
             text.push(token)
         scores = zip(self._ids, self._logprobs, self._tops, strict=True)
         return tuple(
-            TokenUpdate(token, text.piece(i), logprob, False, best) for i, (token, logprob, best) in enumerate(scores)
+            TokenUpdate(token, text.piece(i), logprob, None, best) for i, (token, logprob, best) in enumerate(scores)
         )

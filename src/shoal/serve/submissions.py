@@ -17,12 +17,13 @@ MAX_UNREAD_BYTES = 4 * 2**20
 
 
 class TokenUpdate(NamedTuple):
-    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its position, if requested."""
+    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its position, if requested. `drafter`:
+    the name of the drafter whose draft it is; None for one of the target's own."""
 
     id: int
     text: str
     logprob: float | None
-    from_draft: bool
+    drafter: str | None
     top: TopLogprobs | None = None
 
 
@@ -117,6 +118,6 @@ class Submission:
         self._sent_tokens[index] = end
         tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
         return tuple(
-            TokenUpdate(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.from_draft[i], tops[i])
+            TokenUpdate(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.drafters[i], tops[i])
             for i in range(start, end)
         )

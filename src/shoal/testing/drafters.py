@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import count
+from operator import ne
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
+from shoal.constraints.protocol import Allowed, Constraint
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
 from shoal.lookahead.fixed import Fixed
+from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores
 from shoal.testing.scripted import hashed, scripted
@@ -73,6 +79,10 @@ class _Recorded(Drafter):
         self.present: set[Row] = set()
         self.nodes = 0
 
+    def attach(self, target: Runner) -> None:
+        self.inner.attach(target)
+        self.memory, self.hidden_layers = self.inner.memory, self.inner.hidden_layers
+
     def begin(self, rows: Sequence[Row]) -> None:
         self.present |= set(rows)
         self.inner.begin(rows)
@@ -102,11 +112,13 @@ class _Recorded(Drafter):
         self.inner.end(rows)
 
 
-def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int = 4) -> int:
-    """Runs a drafter as the engine does: rows that join, end, and are cancelled; greedy, and sampled by both rules.
+def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int = 4, target: Runner | None = None) -> int:
+    """Runs a drafter as the engine does: rows that join, end, are cancelled and cut by a time budget, prompts in chunks, a
+    constraint; greedy, and sampled by both rules.
 
     Args:
         make: a new drafter for a target of `vocab_size` tokens, whose continuations look random.
+        target: for drafters that need a certain one.
 
     Returns:
         How many tokens it proposed.
@@ -116,24 +128,72 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int =
         InternalError: it proposes longer paths than it may.
     """
     nodes = 0
-    for rule, temperature in ((Coupled(), 1.0), (Coupled(), 0.0), (Rejection(), 0.0)):
+    target = scripted(hashed(vocab_size), vocab_size) if target is None else target
+    for rule, temperature in ((Coupled(), 1.0), (Coupled(), 0.0), (Rejection(), 0.0), (Rejection(), 1.0)):
         recorded = _Recorded(make())
-        found = _tokens(recorded, rule, vocab_size, lookahead, temperature)
+        found = _tokens(target, recorded, rule, lookahead, temperature)
         assert not recorded.present, "rows have left that the drafter was not told of"
-        assert found == _tokens(None, rule, vocab_size, 0, temperature), "a drafter must not change seeded or greedy tokens"
+        expected = _tokens(target, None, rule, 0, temperature)
+        if (
+            isinstance(rule, Coupled) or not temperature
+        ):  # else a q may change the tokens of a seed, never their distribution
+            assert found.whole == expected.whole, "a drafter must not change seeded or greedy tokens"
+            for one, other in zip(found.cut, expected.cut, strict=True):
+                shorter = min(len(one), len(other))
+                assert one[:shorter] == other[:shorter], "a drafter must not change the tokens of rows that are cut"
+        assert list(map(len, found.whole)) == list(map(len, expected.whole)), "a drafter must not change where rows end"
         nodes += recorded.nodes
     return nodes
 
 
-def _tokens(drafter: Drafter | None, rule: Rule, vocab_size: int, lookahead: int, temperature: float) -> list[list[int]]:
-    """Those of rows that join in turn, three at a time; one of them is cancelled."""
-    engine = Engine(scripted(hashed(vocab_size), vocab_size), drafter, Fixed(lookahead), max_batch=3, rule=rule)
+class _Tokens(NamedTuple):
+    """Of rows that came to their end, and of those that were cut."""
+
+    whole: list[list[int]]
+    cut: list[list[int]]
+
+
+class _NoRepeats(Constraint[int]):
+    """No token follows itself. A state is the last token."""
+
+    def begin(self, row: Row) -> int:
+        return row.tokens[-1]
+
+    def advance(self, state: int, token: int) -> int:
+        return token
+
+    def mask(self, states: Sequence[int], vocab_size: int, device: torch.device) -> Allowed:
+        allowed = torch.ones(len(states), vocab_size, dtype=torch.bool)
+        allowed[torch.arange(len(states)), torch.tensor(states)] = False
+        return Allowed(allowed, torch.ones(len(states), dtype=torch.bool))
+
+
+def _tokens(
+    target: Runner, drafter: Drafter | None, rule: Rule, lookahead: int, temperature: float
+) -> _Tokens:  # fmt: skip
+    """Those of rows that join in turn, three at a time. The third request has a constraint; two rows are cut."""
+    rounds = count()
+    engine = Engine(
+        target, drafter, Fixed(lookahead), max_batch=3, rule=rule, chunk=2, clock=lambda: float(next(rounds))
+    )  # fmt: skip
+    late = Limits(max_new_tokens=50, time_budget=60.0)  # seconds are how often the clock was asked
+    cut = engine.submit(Request((1, 0), 1, Sampling(temperature=temperature, seed=9), late, submitted_at=0.0))
     rows: list[Row] = []
     for length in range(1, 5):
-        prompt, sampling = tuple(i % vocab_size for i in range(length)), Sampling(temperature=temperature, seed=length)
-        rows += engine.submit(Request(prompt, 2, sampling, Limits(max_new_tokens=5 * length)))
+        prompt, sampling = (
+            tuple(i % target.vocab_size for i in range(length)),
+            Sampling(temperature=temperature, seed=length),
+        )
+        constraints = (_NoRepeats(),) if length == 3 else ()
+        rows += engine.submit(Request(prompt, 2, sampling, Limits(max_new_tokens=5 * length), constraints=constraints))
         engine.step()
-    engine.cancel(rows[-1:])
+    cut.append(rows.pop())
+    engine.cancel(cut[1:])
     while engine.step():
         pass
-    return [row.tokens for row in rows[:-1]]
+    for row in rows:
+        assert not row.request.constraints or all(
+            map(ne, row.tokens[row.prompt_length - 1 :], row.tokens[row.prompt_length :])
+        )
+    assert cut[0].finish_reason == "time"
+    return _Tokens([row.tokens for row in rows], [row.tokens for row in cut])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shoal.errors import RequestError
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.uniforms import group_seed, row_seed
@@ -20,8 +21,12 @@ from shoal.types.trees import Positions
 
 @torch.inference_mode()
 def decode(hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), rule: Rule | None = None) -> list[int]:
-    """The new tokens of row `index` of a request whose sampling seed is set; `hf` is a stock Transformers model."""
+    """The new tokens of row `index` of a request whose sampling seed is set; `hf` is a stock Transformers model.
+
+    Raises RequestError: under a lossy rule, unless it is greedy."""
     rule = rule or Rejection()
+    if rule.lossy and not request.sampling.greedy:
+        raise RequestError(f"plain decoding is no reference here: {rule.lossy}")
     seed = row_seed(group_seed(request.sampling.seed or 0, request.prompt_ids, request.occurrence), index)
     row = Row(request, 0, index, seed, list(request.prompt_ids), frozenset(eos), max_length=1 << 20)
     while row.remaining > 0 and not (row.new_tokens and row.tokens[-1] in row.eos):

@@ -1,9 +1,38 @@
-"""How often each token occurs in a row so far; every token is counted once."""
+"""Counts: how often each token occurs in a row so far, and what became of the tokens that a drafter proposed."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Tokens that a drafter proposed, and how many of them were accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
+
+    def __sub__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.drafted - other.drafted, self.accepted - other.accepted)
+
+
+def total_by_drafter(counts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    """The sums of counts by drafter."""
+    total: dict[str, DraftCounts] = {}
+    for one in counts:
+        for name, more in one.items():
+            total[name] = total.get(name, DraftCounts()) + more
+    return total
+
+
+def as_dicts(counts: Mapping[str, DraftCounts]) -> dict[str, dict[str, int]]:
+    """Counts by drafter, ready for JSON."""
+    return {name: asdict(one) for name, one in counts.items()}
 
 
 class TokenCounts:

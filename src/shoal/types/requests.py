@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.config import Limits, Sampling
 from shoal.errors import ShoalError
-from shoal.types.counts import TokenCounts
+from shoal.types.counts import DraftCounts, TokenCounts
 from shoal.types.prefix import Prefix
 from shoal.types.samples import TopLogprobs
 
@@ -69,6 +69,8 @@ class Row:
         slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
+        drafters: of each new token, the name of the drafter that proposed it; None for a replacement or bonus.
+        drafted_by: tokens drafted, by the name of the drafter.
         error: why it failed, if it did.
         serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
@@ -89,13 +91,14 @@ class Row:
     processed_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
     detokenizer: Any = None
     needs_text: bool = False
     constraints: list[tuple[Any, Any]] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_by: dict[str, int] = field(default_factory=dict)
     target_passes: int = 0
     finish_reason: str | None = None
     error: ShoalError | None = None
@@ -115,6 +118,11 @@ class Row:
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def by_drafter(self) -> dict[str, DraftCounts]:
+        """Tokens drafted and accepted, by the name of the drafter."""
+        return {name: DraftCounts(count, self.drafters.count(name)) for name, count in self.drafted_by.items()}
 
     @property
     def reads_history(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
+
+from shoal.types.counts import DraftCounts
 
 if TYPE_CHECKING:
     from shoal.types.stats import Stats
@@ -39,7 +41,8 @@ class Sample:
         finished_at: seconds from submission to the end of the round that ended the row.
         in_time: False if that was later than its deadline. Such a row keeps its `finish_reason`, as its text is complete.
         rounds, drafted, accepted, target_passes: counts of the row; the prompt's pass is not counted.
-        from_draft: per token, True for an accepted draft, False for a replacement or bonus.
+        drafters: per token, the name of the drafter whose draft was accepted; None for a replacement or bonus.
+        by_drafter: tokens drafted and accepted, by the name of the drafter.
         top_logprobs: per token, when asked for.
     """
 
@@ -54,10 +57,16 @@ class Sample:
     drafted: int
     accepted: int
     target_passes: int
-    from_draft: tuple[bool, ...]
+    drafters: tuple[str | None, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
     error: str | None = None
     in_time: bool = True
+    by_drafter: Mapping[str, DraftCounts] = field(default_factory=dict)
+
+    @property
+    def from_draft(self) -> tuple[bool, ...]:
+        """Per token, True for an accepted draft, False for a replacement or bonus."""
+        return tuple(name is not None for name in self.drafters)
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from shoal.types.counts import DraftCounts
+
 
 @dataclass
 class Stats:
@@ -25,8 +27,10 @@ class Stats:
         seconds_rounds: whole rounds without prefill; the time outside the two models is bookkeeping.
         seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
         seconds: wall clock of the run.
+        by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them; none where nothing was drafted.
         loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These choices may change the tokens
             of a seed, as they change rounding or drafts. Empty for an engine made by hand. A sum keeps the first that is not empty.
+        lossy: "" where tokens have the target's distribution; else the rule that was asked for, and what it changes.
     """
 
     rounds: int = 0
@@ -48,10 +52,13 @@ class Stats:
     seconds_accept: float = 0.0
     seconds_commit: float = 0.0
     seconds: float = 0.0
+    by_drafter: dict[str, DraftCounts] = field(default_factory=dict)
     loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
+    lossy: str = ""
 
     def __repr__(self) -> str:
         speed = f"acceptance_length={self.acceptance_length:.2f}, seconds={self.seconds:.3g}"
+        speed += f", lossy={self.lossy!r}" if self.lossy else ""
         return f"Stats(rounds={self.rounds}, drafted={self.drafted}, accepted={self.accepted}, committed={self.committed}, {speed})"
 
     def __add__(self, other: Stats) -> Stats:
@@ -61,9 +68,18 @@ class Stats:
         return self._combined(other, operator.sub)
 
     def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
-        amounts = [f.name for f in fields(self) if f.name != "loaded"]
+        amounts = [f.name for f in fields(self) if f.name not in ("by_drafter", "loaded", "lossy")]
         combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
-        return Stats(**combined, loaded=self.loaded or other.loaded)
+        none, mine, theirs = DraftCounts(), self.by_drafter, other.by_drafter
+        by_drafter = {name: combine(mine.get(name, none), theirs.get(name, none)) for name in {**mine, **theirs}}
+        by_drafter = {name: counts for name, counts in by_drafter.items() if counts != none}
+        return Stats(**combined, by_drafter=by_drafter, loaded=self.loaded or other.loaded, lossy=self.lossy or other.lossy)
+
+    def count_drafts(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Adds what became of tokens that a drafter proposed."""
+        if drafted:
+            known = self.by_drafter.get(drafter, DraftCounts())
+            self.by_drafter[drafter] = known + DraftCounts(drafted, accepted)
 
     @property
     def acceptance_length(self) -> float:

@@ -37,6 +37,7 @@ class DraftTree:
             `range(-1, n - 1)`.
         steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
         siblings: how the nodes of all rows were drawn, where trees may branch and their q is known.
+        drafters: of each row's nodes, the names of the drafters that proposed them; None = the engine's drafter proposed all.
     """
 
     tokens: Tensor
@@ -46,6 +47,7 @@ class DraftTree:
     parents: Sequence[Sequence[int]]
     steps: int = 0
     siblings: Siblings | None = None
+    drafters: Sequence[Sequence[str]] | None = None
 
     @staticmethod
     def of(

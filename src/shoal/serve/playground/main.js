@@ -1,5 +1,6 @@
 // The page: what happens when something is pressed.
 
+import { Drafters } from "./drafters.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
 import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { Run } from "./run.js";
@@ -64,7 +65,7 @@ async function sample(controller) {
 function clear(body, drafts) {
   at("empty").hidden = true;
   reset(body.seed, drafts);
-  const columns = new Samples(at("samples"), body.n);
+  const columns = new Samples(at("samples"), body.n, new Drafters(at("drafters")));
   say(`Drawing ${count(body.n, "sample")}…`);
   if (NARROW.matches) at("results").scrollIntoView();
   return columns;

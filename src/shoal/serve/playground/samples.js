@@ -11,7 +11,8 @@ function element(name, className, text = "") {
 
 /** One column. */
 class Sample {
-  constructor(index) {
+  constructor(index, drafters) {
+    this.drafters = drafters;
     this.figures = { mean_logprob: null, committed: 0, drafted: 0, accepted: 0, rounds: 0 };
     this.node = element("article", "sample");
     const title = element("h2", "", `Sample ${index + 1}`);
@@ -28,7 +29,7 @@ class Sample {
   /** Takes what a chunk brings. */
   add({ tokens, ...figures }) {
     this.figures = figures;
-    this.text.append(...tokens.map(tokenNode));
+    this.text.append(...tokens.map((token) => tokenNode(token, this.drafters)));
     this.describe();
   }
 
@@ -53,16 +54,17 @@ class Sample {
   }
 }
 
-function tokenNode({ text, logprob, from_draft }) {
-  const node = element("span", from_draft ? "token draft" : "token", text);
-  node.title = `${from_draft ? "accepted draft" : "the target's own"}, log-prob ${number(logprob, 3)}`;
+function tokenNode({ text, logprob, drafter }, drafters) {
+  const node = element("span", drafter === null ? "token" : `token draft ${drafters.style(drafter)}`, text);
+  node.title = `${drafter === null ? "the target's own" : `accepted draft of ${drafter}`}, log-prob ${number(logprob, 3)}`;
   return node;
 }
 
 /** All columns of a run. */
 export class Samples {
-  constructor(container, n) {
-    this.all = Array.from({ length: n }, (_, index) => new Sample(index));
+  constructor(container, n, drafters) {
+    this.drafters = drafters;
+    this.all = Array.from({ length: n }, (_, index) => new Sample(index, drafters));
     container.replaceChildren(...this.all.map((sample) => sample.node));
   }
 
@@ -76,6 +78,7 @@ export class Samples {
   /** Takes the usage that ends an answer. */
   end(usage) {
     for (const took of usage.choices) this.all[took.index].end(took);
+    this.drafters.count(usage.by_drafter);
   }
 
   rank() {

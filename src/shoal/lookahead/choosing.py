@@ -1,0 +1,140 @@
+"""Which of several drafters proposes, by measured costs: what each of them promises for the rows that run, none included.
+
+Each choice (one of the drafters, or all of them together) has an `Auto` of its own, which knows what its drafts cost and bring, and
+plans its draft lengths. What a pass of the target costs, and the account that bounds what drafting may lose, they have in common:
+however many are tried, they lose no more than one alone.
+
+A choice holds for some rounds. From time to time another one has a few rounds, so that what is believed of it does not grow old;
+where none promises anything, they take turns with the trials that the account allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.lookahead.acceptance import LIMIT
+from shoal.lookahead.auto import FIRST_ROUNDS, Auto
+from shoal.lookahead.costs import PairCosts
+from shoal.types.requests import Row
+from shoal.types.rounds import Outcome
+
+HELD = 8
+"""Rounds that a choice holds while its plan does."""
+AGAIN = 64
+"""Rounds until another choice is tried though the one that holds pays; twice as many each time, up to `MOST`."""
+MOST = 1024
+TRIED = 2
+"""Rounds that it has."""
+BETTER = 1.02
+"""How many times as much another choice must promise."""
+
+
+class Choices(Protocol):
+    """What may draft.
+
+    Attributes:
+        choices: their names, the cheapest first.
+    """
+
+    @property
+    def choices(self) -> Sequence[str]: ...
+
+    def use(self, choice: int) -> None:
+        """Which of them drafts in the rounds to come."""
+        ...
+
+
+class AutoChoice:
+    """The controller that `lookahead="auto"` names where there are several drafters.
+
+    Args:
+        costs: what is known of the pair. choices: what may draft.
+
+    Attributes:
+        limit, adaptive: see `shoal.lookahead.controller.Controller`. rounds: that each choice had, by its name.
+    """
+
+    limit = LIMIT
+    adaptive = True
+
+    def __init__(self, costs: PairCosts, choices: Choices) -> None:
+        self._choices, self._account = choices, costs
+        names = list(choices.choices)
+        self.rounds = dict.fromkeys(names, 0)
+        self._autos = [Auto(costs.of(name, mixed=place == len(names) - 1)) for place, name in enumerate(names)]
+        self._current = self._best = 0
+        self._held = 0  # rounds that the choice still holds
+        self._pays = False  # whether any promised anything when they were last compared
+        self._wait, self._until_trial = AGAIN, AGAIN
+        self._rows: set[int] = set()  # serial numbers of the last round
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether any of them may."""
+        return any(auto.may_speculate for auto in self._autos)
+
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+        """Longest draft of each row, by the choice of this round."""
+        serials = {row.serial for row in rows}
+        if serials.isdisjoint(self._rows):
+            self._held = 0
+        self._rows = serials
+        choice = self._next(rows)
+        if choice != self._current:
+            self._autos[self._current].pause(rows)
+        self._current = choice
+        self._choices.use(choice)
+        self.rounds[self._choices.choices[choice]] += 1
+        return self._autos[choice].lengths(rows, waiting)
+
+    def _next(self, rows: Sequence[Row]) -> int:
+        """The choice of the coming round."""
+        self._until_trial -= 1
+        self._held -= 1
+        if self._held > 0:
+            return self._current
+        learning = next((choice for choice in range(len(self._autos)) if self._is_to_learn(choice, len(rows))), None)
+        if learning is not None:
+            return learning
+        known = [choice for choice, auto in enumerate(self._autos) if auto.costs.rounds >= len(FIRST_ROUNDS)]
+        promises = {choice: self._autos[choice].promise(rows) for choice in known}
+        best = max(promises, key=lambda choice: promises[choice])
+        self._pays = promises[best] > 0
+        if not self._pays:
+            self._best = next((choice for choice in known if choice > self._best), known[0])
+            self._held = HELD
+            return self._best
+        if promises[best] <= BETTER * promises.get(self._best, 0.0):
+            best = self._best
+        self._best, self._held = best, HELD
+        if self._until_trial <= 0:
+            self._wait = min(2 * self._wait, MOST)
+            self._until_trial, self._held = self._wait, TRIED
+            others = [choice for choice in known if choice != best]
+            return min(others, key=lambda choice: self.rounds[self._choices.choices[choice]], default=best)
+        return best
+
+    def _is_to_learn(self, choice: int, rows: int) -> bool:
+        """Whether next to nothing is known of a choice, and the account allows to try it. All together are tried once one pays."""
+        costs = self._autos[choice].costs
+        if costs.rounds >= len(FIRST_ROUNDS) or (choice and not self._account.credit.allows_plans):
+            return False
+        if choice == len(self._autos) - 1:
+            return self._pays
+        return not choice or not costs.start.known or self._autos[choice].trial_is_due(rows, 0)
+
+    def shorten(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
+        """See `shoal.lookahead.auto.Auto.shorten`."""
+        return self._autos[self._current].shorten(position, confidence)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Adds what the round cost and brought to what is known of its choice. The account pays for the first rounds of all choices
+        but the first."""
+        auto, account = self._autos[self._current], self._account
+        pays = self._current > 0 and auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
+        auto.learn(outcome)
+        if pays:
+            rows = len(outcome.drafted)
+            plain, spent = account.verify.seconds(rows), outcome.seconds + outcome.seconds_preparing
+            account.credit.drafted(plain, spent, (1 + sum(outcome.accepted) / rows) * plain - spent)

@@ -1,0 +1,312 @@
+"""A choice over several drafters: what it brings and loses on a clock of its own, row by row, and that the law stays."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shoal.config import Limits, Sampling
+from shoal.drafting.first_tokens import SURE, FirstTokens
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
+from shoal.drafting.text import Guess, TextDrafter
+from shoal.engine.engine import Engine
+from shoal.lookahead.choosing import AutoChoice
+from shoal.lookahead.controller import Auto, Controller, by_name
+from shoal.lookahead.costs import CostCurve, MixedCostCurve, PairCosts
+from shoal.lookahead.fixed import Fixed
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing.distributions import chain_rule
+from shoal.testing.scripted import ScriptedModel, one_hot, runner, table_model
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+from test_exact_distribution import ALPHA, P, Q, joint
+from test_text_drafters import sampled
+
+V, ROWS, TOKENS = 11, 3, 900
+PASS, COLUMN = 1.0, 0.03
+"""Seconds of a pass of the target, and of each of its columns."""
+
+
+def truth(ids: Sequence[int]) -> int:
+    """What the target says after these tokens."""
+    return (7 * ids[-1] + 3 * len(ids) + ids[0]) % V
+
+
+class Clock:
+    """Seconds that passes have taken."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Priced(ScriptedModel):
+    """Says the truth, at a price."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lambda ids: one_hot(truth(ids), V), V)
+        self.clock = clock
+
+    def _block(self, ids: Any, places: Any, positions: Any, plan: Any) -> Any:
+        self.clock.seconds += PASS + COLUMN * positions.numel()
+        return super()._block(ids, places, positions, plan)
+
+
+Skill = Callable[[Row, int], float]
+"""A row and how many tokens it has -> probability that the draft there is right."""
+
+
+def draft(row: Row, length: int, skill: Skill, name: str) -> list[int]:
+    """Tokens of which as many are right as the skill says, the same whenever they are asked for."""
+    ids, tokens = list(row.tokens), list[int]()
+    while len(tokens) < length:
+        number = zlib.crc32(f"{name} {row.request.prompt_ids} {len(ids)}".encode()) % 1000
+        right = number < 1000 * skill(row, len(ids))
+        tokens.append((truth(ids) + (not right)) % V)
+        ids.append(tokens[-1])
+    return tokens
+
+
+class Reader(TextDrafter):
+    """Free, and always as sure."""
+
+    name = "reader"
+
+    def __init__(self, skill: Skill, sure: float = 0.9) -> None:
+        super().__init__()
+        self.skill, self.sure = skill, sure
+
+    def read(self, rows: Sequence[Row]) -> int:
+        return 0
+
+    def guess(self, row: Row, length: int) -> Guess:
+        return Guess(draft(row, length, self.skill, self.name), [self.sure] * length)
+
+    @property
+    def table_bytes(self) -> int:
+        return 0
+
+
+class Stepper(Drafter):
+    """Takes a price for each step, as a model does."""
+
+    name = "stepper"
+
+    def __init__(self, skill: Skill, clock: Clock, step: float, sure: float = 0.9) -> None:
+        self.skill, self.clock, self.step, self.sure = skill, clock, step, sure
+        self.late = 0  # drafts of the second half
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        lengths, position = list(inputs.lengths), 0
+        while position < max(lengths):
+            self.clock.seconds += self.step
+            ends = inputs.stop(position, [self.sure] * len(lengths)) if inputs.stop else lengths
+            lengths, position = [min(pair) for pair in zip(lengths, ends, strict=True)], position + 1
+        drafts = [draft(row, length, self.skill, self.name) for row, length in zip(inputs.rows, lengths, strict=True)]
+        self.late += sum(
+            len(tokens) for row, tokens in zip(inputs.rows, drafts, strict=True) if row.new_tokens > TOKENS // 2
+        )
+        return DraftTree.of(drafts, device=inputs.uniforms.device, steps=position)
+
+
+def decoded(
+    clock: Clock, drafter: Drafter | None, controller: Controller | Fixed, tokens: int = TOKENS
+) -> tuple[float, Engine]:
+    """Seconds of rows that are all there from the start, one of them shorter than the others."""
+    target = runner(Priced(clock))
+    engine = Engine(target, drafter, controller, max_batch=ROWS, rule=Coupled(), clock=clock)
+    started, rows = clock.seconds, []
+    for first in range(ROWS):
+        limits = Limits(max_new_tokens=tokens if first else tokens // 2)
+        rows += engine.submit(Request((first, 1), 1, Sampling(temperature=0.0), limits))
+    while engine.step():
+        pass
+    for row in rows:
+        ids = list(row.request.prompt_ids)
+        while len(ids) < len(row.tokens):
+            ids.append(truth(ids))
+        assert row.tokens == ids
+    return clock.seconds - started, engine
+
+
+def choosing(reader: Skill, stepper: Skill, step: float, **sure: float) -> tuple[float, Engine, AutoChoice]:
+    """The same by a choice over two drafters."""
+    clock = Clock()
+    drafter = SumDrafter([Reader(reader, **sure)], Stepper(stepper, clock, step))
+    controller = by_name("auto", PairCosts(packed=False), drafter)
+    assert isinstance(controller, AutoChoice)
+    seconds, engine = decoded(clock, drafter, controller)
+    return seconds, engine, controller
+
+
+def alone(stepper: Skill, step: float) -> float:
+    """Seconds with the second drafter alone."""
+    clock = Clock()
+    return decoded(clock, Stepper(stepper, clock, step), Auto(PairCosts(packed=False)))[0]
+
+
+@pytest.fixture(scope="module")
+def plain() -> float:
+    return decoded(Clock(), None, Fixed(0))[0]
+
+
+def always(share: float) -> Skill:
+    return lambda row, tokens: share
+
+
+def second_half(share: float, then: float) -> Skill:
+    return lambda row, tokens: share if tokens < TOKENS // 2 else then
+
+
+def test_two_useless_drafters_cost_next_to_nothing(plain: float) -> None:
+    seconds, engine, controller = choosing(always(0.02), always(0.02), step=0.3)
+    assert plain / seconds > 0.99
+    assert engine.stats.drafted < 0.03 * engine.stats.committed
+    assert all(controller.rounds.values())
+
+
+def test_an_expensive_good_one_is_taken_where_it_pays(plain: float) -> None:
+    seconds, engine, controller = choosing(always(0.02), always(0.95), step=0.2)
+    assert plain / seconds > 1.5
+    assert seconds < 1.05 * alone(always(0.95), 0.2)
+    assert max(controller.rounds, key=controller.rounds.__getitem__) != "reader"
+    assert engine.stats.by_drafter["stepper"].accepted > 0.4 * engine.stats.committed
+    # and left where it does not
+    seconds, engine, _ = choosing(always(0.02), always(0.95), step=2.0)
+    assert plain / seconds > 0.99
+    assert engine.stats.by_drafter["stepper"].drafted < 0.03 * engine.stats.committed
+
+
+def test_a_free_poor_one_is_taken_as_far_as_it_pays(plain: float) -> None:
+    seconds, engine, controller = choosing(always(0.4), always(0.02), step=0.3, sure=0.4)
+    assert plain / seconds > 1.1
+    assert max(controller.rounds, key=controller.rounds.__getitem__) == "reader"
+    assert engine.stats.by_drafter["reader"].accepted > 10 * engine.stats.by_drafter["stepper"].accepted
+
+
+def test_rows_of_two_kinds_have_a_drafter_each(plain: float) -> None:
+    """Whoever reads is as sure of all rows; what it is right about tells them apart."""
+
+    def reads(row: Row, tokens: int) -> float:
+        return 0.95 if row.request.prompt_ids[0] == 1 else 0.05
+
+    seconds, engine, controller = choosing(reads, lambda row, tokens: 0.98 - reads(row, tokens), step=0.1)
+    assert plain / seconds > 1.3
+    assert controller.rounds["reader+stepper"] > 0.6 * sum(controller.rounds.values())
+    for name in ("reader", "stepper"):
+        assert engine.stats.by_drafter[name].accepted > 0.6 * engine.stats.by_drafter[name].drafted
+        assert engine.stats.by_drafter[name].accepted > 300
+
+
+def test_a_drafter_that_turns_bad_is_left(plain: float) -> None:
+    skill = second_half(0.95, 0.02)
+    seconds, engine, controller = choosing(always(0.3), skill, step=0.15, sure=0.3)
+    assert plain / seconds > 1.2
+    assert seconds < 1.03 * alone(skill, 0.15)
+    assert isinstance(engine.drafter, SumDrafter)
+    assert isinstance(stepper := engine.drafter.model, Stepper)
+    assert stepper.late < 0.1 * engine.stats.by_drafter["stepper"].drafted
+    assert controller.rounds["reader"] > 20
+
+
+def test_a_choice_that_is_not_measured_loses(plain: float) -> None:
+    """Negative control: whoever comes last drafts, at a fixed length."""
+    clock = Clock()
+    seconds, _ = decoded(clock, SumDrafter([Reader(always(0.02))], Stepper(always(0.02), clock, 0.3)), Fixed(2))
+    assert plain / seconds < 0.9
+
+
+def test_proposals_that_cost_unlike_amounts_count_as_they_are() -> None:
+    usual, mixed = CostCurve(), MixedCostCurve()
+    for _ in range(100):
+        for seconds in (0.01, 5.0):
+            usual.observe(4, seconds)
+            mixed.observe(4, seconds)
+    assert mixed.seconds(4) == pytest.approx(2.5, rel=0.2)
+    assert usual.seconds(4) < 1.0  # would hide most of what was spent from the account
+
+
+# ── whose first token ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Kept:
+    """A verdict that kept so many drafts of each row."""
+
+    def __init__(self, *counts: int) -> None:
+        self.lists = [range(count) for count in counts], list(counts)
+
+
+def test_rows_are_told_apart_by_what_came_of_first_tokens() -> None:
+    good, bad = (Row(Request((1,), 1), 0, 0, 0, [1], frozenset(), 99) for _ in range(2))
+    first = FirstTokens(2)
+    assert first.takes(good, 0, SURE)
+    assert not first.takes(good, 0, SURE - 0.01)
+    for _ in range(30):
+        first.proposed([good, bad], [0, 0], [0.9, 0.9], [2, 2])
+        first.learn([good, bad], Kept(1, 0))  # type: ignore[arg-type]
+    assert first.takes(good, 0, 0.9)
+    assert not first.takes(bad, 0, 0.9)
+    for _ in range(60):  # the other one was no better
+        first.proposed([good, bad], [1, 1], [1.0, 1.0], [2, 0])
+        first.learn([good, bad], Kept(0, 0))  # type: ignore[arg-type]
+    assert first.takes(good, 0, 0.2)
+    assert not first.takes(bad, 0, 0.2)  # nothing was drafted for it
+    first.forget([bad])
+    assert first.takes(bad, 0, 0.9) == first.takes(Row(Request((1,), 1), 0, 0, 0, [1], frozenset(), 99), 0, 0.9)
+
+
+# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Alternating(Auto):
+    """Drafts up to 3 tokens by each choice in turn."""
+
+    limit = 3
+
+    def __init__(self, drafter: SumDrafter) -> None:
+        super().__init__(PairCosts(packed=True))
+        self.drafter, self.round = drafter, 0
+
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+        self.round += 1
+        self.drafter.use(self.round % len(self.drafter.choices))
+        self._longest = [min(row.max_draft_length, 3) for row in rows]
+        return self._longest
+
+    def learn(self, outcome: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+def test_choices_keep_the_joint_distribution(rule: Rule) -> None:
+    drafter = SumDrafter([SuffixDrafter("group")], ModelDrafter(table_model(Q), 4))
+    engine, rows = sampled(drafter, rule, Alternating(drafter))
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+    assert all(counts.accepted > 100 for counts in engine.stats.by_drafter.values())
+    assert set(engine.stats.by_drafter) == {"suffix", "model"}
+
+
+class Peeking(SumDrafter):
+    """Leaves a row to the other drafter for what the model has drawn for it."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        if tree.q is None:
+            return tree
+        kept = [tokens[:0] if tokens[:1] == [1] else tokens for tokens in tree.drafts]
+        made = DraftTree.of(kept, device=inputs.uniforms.device, steps=tree.steps)
+        return DraftTree(made.tokens, made.lengths, tree.q[: made.m], made.drafts, made.parents, made.steps)
+
+
+def test_a_choice_by_what_was_drawn_is_noticed() -> None:
+    """A sabotage."""
+    _, rows = sampled(Peeking([SuffixDrafter("group")], ModelDrafter(table_model(Q), 4)), Rejection())
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA

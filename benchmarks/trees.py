@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import shoal
+from held_out import decode, prompts
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
-from shoal.problems.generator import generate
 from shoal.sampling.acceptance import Rejection
 from shoal.types.requests import Request
 from shoal.types.stats import Stats
 
-SEED = 20
 WIDTHS = (2, 4)
 
 
@@ -42,7 +41,7 @@ class Found(NamedTuple):
 
 
 def counted(
-    pair: shoal.Shoal, prompts: list[list[int]], tree: str, width: int, nodes: int, depth: int, given: argparse.Namespace
+    pair: shoal.Shoal, asked: list[tuple[int, ...]], tree: str, width: int, nodes: int, depth: int, given: argparse.Namespace
 ) -> Stats:
     """All samples of one drafter, that many rows at a time."""
     assert pair.draft_model is not None
@@ -50,12 +49,8 @@ def counted(
     chain = tree == "chain"
     drafter = ModelDrafter(model, vocab) if chain else TreeDrafter(model, vocab, shape_of(tree, width, nodes))
     engine = pair.engine(depth, Rejection(), drafter=drafter)
-    for ids in prompts:
-        sampling = shoal.Sampling(temperature=given.temperature, seed=1)
-        engine.submit(Request(tuple(ids), given.n, sampling, shoal.Limits(max_new_tokens=given.tokens)))
-    while engine.step():
-        pass
-    return engine.stats
+    sampling, limits = shoal.Sampling(temperature=given.temperature, seed=1), shoal.Limits(max_new_tokens=given.tokens)
+    return decode(engine, [Request(ids, given.n, sampling, limits) for ids in asked])
 
 
 def variants(tree: str, nodes: int) -> list[tuple[str, int, int]]:
@@ -77,12 +72,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     given = parser.parse_args()
     pair = shoal.load(dtype="float32", max_batch=given.n)
-    prompts = [pair.tokenizer.encode(problem.prompt) for problem in generate(SEED, given.prompts, "templates")]
+    asked = prompts(pair, given.prompts)
     table = Table(*(Column(name, no_wrap=True) for name in ("nodes", "drafter", "tokens/pass", "drafted", "draft passes")))
     for nodes in given.nodes:
         for tree in ("chain", "rsd-c", "rsd-s", "dyspec", "k-seq"):
             found = [
-                Found(name, counted(pair, prompts, tree, width, nodes, depth, given))
+                Found(name, counted(pair, asked, tree, width, nodes, depth, given))
                 for name, width, depth in variants(tree, nodes)
             ]
             best = max(found, key=lambda one: one.stats.acceptance_length).cells()

@@ -32,6 +32,7 @@ from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
+from shoal.types.trees import Positions
 from test_eagle3 import CONFIG, WIDTH, random_heads
 from test_eagle3 import V as WORDS
 from test_heads import guessing
@@ -87,7 +88,7 @@ def test_a_table_of_what_the_target_said_takes_what_is_counted() -> None:
     (row, _), drafter = rows_of(VOCABULARY), RecyclingDrafter("group", k=8, nodes=0)
     row.tokens = row.tokens[-400:]
     logits = torch.randn(1, 400, VOCABULARY + 1000)
-    scores: Any = SimpleNamespace(positions=SimpleNamespace(drafts=[row.tokens[1:]]), logits=logits)
+    scores: Any = SimpleNamespace(positions=Positions([row], [row.tokens[1:]]), logits=logits)
     inputs = DraftInputs([row], [1], torch.zeros(1, 2), lambda q, u: u)
 
     def hear() -> None:

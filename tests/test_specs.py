@@ -284,6 +284,7 @@ def test_transformers_generate() -> None:
         options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
     with pytest.raises(
-        RequestError, match=r"draft_model must be a Transformers model, ngram or suffix or recycling or self, got 'gpt2'"
+        RequestError,
+        match=r"draft_model must be a Transformers model, ngram or suffix or recycling or trigrams or self, got 'gpt2'",
     ):
         model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")

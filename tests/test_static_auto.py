@@ -22,7 +22,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.compiled.transfer import Upload
-from shoal.sampling.acceptance import RULES
+from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
@@ -33,6 +33,7 @@ from test_static_pretend import runner as runner_on
 from test_static_pretend import waits
 
 LIMIT = 7
+CAPTURED = [name for name, rule in RULES.items() if decides_chains(rule())]
 
 
 class Confident:
@@ -150,7 +151,7 @@ def rounds_run(made: Engine) -> int:
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("few", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CAPTURED)
 def test_tokens_counts_and_questions_are_those_of_the_stages(
     rule: str, settings: str, few: int, ragged: bool, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:  # fmt: skip
@@ -165,7 +166,7 @@ def test_tokens_counts_and_questions_are_those_of_the_stages(
 
 
 @pytest.mark.parametrize("executor", ["eager", "graphed"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CAPTURED)
 def test_auto_decides_what_it_decides_by_stages(
     rule: str, executor: str, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:
@@ -320,7 +321,7 @@ def test_no_round_waits_for_a_capture_after_the_first_of_its_kind(device: Preten
 
 
 @pytest.mark.parametrize(("least", "steps"), [(0.0, LIMIT), (2.0, 1)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CAPTURED)
 def test_a_round_waits_twice_where_drafts_end_as_they_did(rule: str, least: float, steps: int, device: Pretend) -> None:
     """One upload before the drafts, one of the lengths that the host decides on; one launch per piece, and one of the target."""
     for i, counts in of_rounds(Confident(least), rule, device).items():

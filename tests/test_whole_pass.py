@@ -267,7 +267,7 @@ MUTANTS = {
     "nobody waits for products": ("#pragma omp barrier\n}", "}"),
     "states over what is normed": ("at.states = at.normed + a->tokens * model->width", "at.states = at.normed + model->width"),
     "attended over states": ("(model->heads + 2 * model->kv_heads) * model->dim;", "model->heads * model->dim;"),
-    "another token": ("at.ids[t] * width, width", "at.ids[0] * width, width"),
+    "another token": ("id = at.ids[t];", "id = at.ids[0];"),
     "another row's tokens": ("a->ids[row * a->id_row + column]", "a->ids[column]"),
     "positions from 0": ("[row * a->columns + column] : start + column", "[row * a->columns + column] : column"),
     "no depths": ("a->tree_positions ? a->tree_positions[row * a->columns + column] : start", "start"),

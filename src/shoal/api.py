@@ -71,9 +71,9 @@ def load(
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
-            model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR"),
-            or the target's own first layers ("self:exit=6"), see `shoal.drafting.names`; or any object of
-            `shoal.drafting.protocol.Drafter`, for one call at a time.
+            model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR") or
+            prompt tokens ("ppd:DIR"), or the target's own first layers ("self:exit=6"), see `shoal.drafting.names`; or any object
+            of `shoal.drafting.protocol.Drafter`, for one call at a time.
             None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.

@@ -101,7 +101,7 @@ class PairNames:
             "--draft",
             "-d",
             help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling, trigrams; or suffix+DIR "
-            "(auto+DIR); or DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR; or the target's own first layers: "
+            "(auto+DIR); or DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR, ppd:DIR; or the target's own first layers: "
             "self:exit=6. Without it, plain decoding.",
         ),
     ] = None

@@ -134,6 +134,30 @@ def eagle3(
     _train(Eagle3Trainer(out, source, texts, training, device), f"eagle3:{out}", json_output)
 
 
+@app.command()
+def ppd(
+    out: OutOption,
+    target: TargetOption = BUNDLED,
+    prompts: PromptsOption = None,
+    ahead: Annotated[int, typer.Option(min=1, max=16, help="Prompt tokens: the longest draft.")] = 3,
+    samples: SamplesOption = 2400,
+    new_tokens: NewTokensOption = 128,
+    steps: StepsOption = 160,
+    device: DeviceOption = "cpu",
+    json_output: JsonOption = False,
+) -> None:
+    """Prompt tokens of PPD, for `--draft ppd:DIR`: vectors by which the target itself guesses further ahead.
+
+    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    """
+    source, texts = _checked(target, out, prompts)
+    from shoal.train.heads import HeadsTraining
+    from shoal.train.ppd import PpdTrainer
+
+    training = HeadsTraining(heads=ahead, samples=samples, new_tokens=new_tokens, steps=steps)
+    _train(PpdTrainer(out, source, texts, training, device), f"ppd:{out}", json_output)
+
+
 def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | None, list[str]]:
     """The target as `shoal.load` takes it, and the prompts. Raises RequestError."""
     texts = listed_prompts(prompts or [])

@@ -77,7 +77,7 @@ class CapturedRounds:
             OutOfStep.
         """
         passes = self._target.static
-        if passes is None or passes.rounds_failure is not None or self._target.hidden_layers:
+        if passes is None or passes.rounds_failure is not None or self._target.ordinary_only:
             return None
         work = None
         try:
@@ -93,7 +93,7 @@ class CapturedRounds:
 
     def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
         """Names rounds for `build_next`, see `RoundKinds.want`."""
-        if self._target.static is not None and not self._target.hidden_layers:
+        if self._target.static is not None and not self._target.ordinary_only:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:

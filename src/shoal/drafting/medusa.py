@@ -11,10 +11,8 @@ Heads are independent of each other, so that a tree of their most probable token
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,9 +21,9 @@ from torch.nn import functional as F
 
 from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
 from shoal.drafting.hidden import PromptStates, last_kept
-from shoal.drafting.paths import probable
+from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
-from shoal.drafting.text import NOTHING, Guess, tree_of
+from shoal.drafting.text import NOTHING, tree_of
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
@@ -34,8 +32,6 @@ from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
-CHOICES = 10
-"""Tokens of a head that a tree may have: the paper's trees have no others."""
 ToVocabulary = Callable[[Tensor], Tensor]
 
 
@@ -133,7 +129,7 @@ class MedusaDrafter(Drafter):
         states = [state for state in found if state is not None]
         following = iter(self._following(torch.stack(states)) if states else ())
         guesses = [
-            NOTHING if state is None else _guess(next(following), length, self.max_nodes)
+            NOTHING if state is None else independent(next(following), length, self.max_nodes)
             for state, length in zip(found, inputs.lengths, strict=True)
         ]
         self._passes += bool(states)
@@ -148,10 +144,7 @@ class MedusaDrafter(Drafter):
 
     def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
         """Of each row and head the most probable tokens and their probabilities, by hidden states [rows, width]."""
-        logits = self._heads(states).float().transpose(0, 1)
-        top = logits.softmax(-1).topk(min(CHOICES, logits.shape[-1]) if self.max_nodes else 1, dim=-1)
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [[list(zip(*head, strict=True)) for head in zip(*row, strict=True)] for row in pairs]
+        return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
@@ -169,15 +162,3 @@ class MedusaDrafter(Drafter):
         taken = DraftCounters(self._passes, self._seconds)
         self._passes, self._seconds = 0, 0.0
         return taken
-
-
-def _guess(heads: list[list[tuple[int, float]]], length: int, nodes: int) -> Guess:
-    """The most probable paths; none where a state that is NaN has made NaN of the probabilities."""
-    if any(not math.isfinite(head[0][1]) for head in heads):
-        return NOTHING
-    return probable(0, partial(_after, heads), length, nodes)
-
-
-def _after(heads: list[list[tuple[int, float]]], depth: int) -> Iterator[tuple[int, float, int]]:
-    for token, chance in heads[depth] if depth < len(heads) else ():
-        yield token, min(chance, 0.999), depth + 1

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count, islice, pairwise
 from typing import TypeVar
+
+from torch import Tensor
 
 from shoal.drafting.text import NOTHING, Guess
 
 FLOOR = 0.05
 """Least probability of a path: less probable drafts cost a verified position each and bring next to nothing."""
+CHOICES = 10
+"""Tokens of a position that a tree may have: Medusa's trees have no others."""
 Place = TypeVar("Place")
 Following = Callable[[Place], Iterable[tuple[int, float, Place]]]
 """A place in a text -> tokens that may follow, their probabilities, and the places after them; the most probable first."""
@@ -19,6 +25,29 @@ Following = Callable[[Place], Iterable[tuple[int, float, Place]]]
 def probable(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
     """Paths of at most `length` tokens: a tree of so many nodes, or a chain where that is 0."""
     return tree(place, following, length, nodes) if nodes else chain(place, following, length)
+
+
+Choices = Sequence[tuple[int, float]]
+"""Tokens of a position and their probabilities, the most probable first."""
+
+
+def most_probable(logits: Tensor, choices: int) -> list[list[list[tuple[int, float]]]]:
+    """Of each row and position, by logits [rows, positions, vocab], so many `Choices`."""
+    top = logits.float().softmax(-1).topk(min(choices, logits.shape[-1]), dim=-1)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [[list(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in pairs]
+
+
+def independent(positions: Sequence[Choices], length: int, nodes: int) -> Guess:
+    """`probable` where what follows at a position does not depend on the tokens before; nothing where a probability is NaN."""
+    if any(not math.isfinite(choices[0][1]) for choices in positions):
+        return NOTHING
+    return probable(0, partial(_after, positions), length, nodes)
+
+
+def _after(positions: Sequence[Choices], depth: int) -> Iterator[tuple[int, float, int]]:
+    for token, chance in positions[depth] if depth < len(positions) else ():
+        yield token, min(chance, 0.999), depth + 1
 
 
 def chain(place: Place, following: Following[Place], length: int) -> Guess:

@@ -1,4 +1,4 @@
-"""Drafters that are trained heads on the target's hidden states, by their names: what `draft="medusa:DIR"` means. Torch is not
+"""Drafters that are trained for a target, by their names: what `draft="medusa:DIR"` means. Torch is not
 imported (`shoal.drafting.names`)."""
 
 from __future__ import annotations
@@ -87,8 +87,36 @@ class Eagle3:
         return Eagle3TreeDrafter(heads, reads, target, shape=self._trees.shape)
 
 
-HEADS: dict[str, type[Any]] = {"medusa": Medusa, "eagle3": Eagle3}
-"""Drafters that are trained heads, by name: a colon, their directory, and options after commas."""
+@dataclass(frozen=True)
+class Ppd:
+    """Prompt tokens by which the target guesses further ahead in the pass that verifies (`shoal.drafting.ppd`).
+
+    Attributes:
+        directory: holds them. nodes: of a draft tree, prompt tokens included; 0 = as many as pay, by measured times of passes.
+
+    Raises:
+        RequestError: more than 63 nodes, or nothing there.
+    """
+
+    directory: str
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        _require_heads(self.directory, "ppd", self.nodes)
+
+    @property
+    def name(self) -> str:
+        return f"ppd:nodes={self.nodes}" if self.nodes else "ppd"
+
+    def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.checkpoints import once
+        from shoal.drafting.ppd import PpdDrafter, load_ppd
+
+        return PpdDrafter(once(target, self.directory, load_ppd), self.nodes)
+
+
+HEADS: dict[str, type[Any]] = {"medusa": Medusa, "eagle3": Eagle3, "ppd": Ppd}
+"""Drafters that are trained heads or prompt tokens, by name: a colon, their directory, and options after commas."""
 TRAINED = tuple(HEADS.values())
 
 

@@ -29,6 +29,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
+from shoal.models.vectors import embedded
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
@@ -121,12 +122,14 @@ class Bridge:
         forward_context: AbstractContextManager[None],
         want_logits: bool,
         hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says; and the hidden states
         that were asked for, side by side (`shoal.models.runner.Runner.hidden_layers`).
 
         Args:
             forward_context: entered while the model computes. want_logits: False allows those of the last column only.
+            vectors: what negative ids stand for (`shoal.models.vectors`).
 
         Raises:
             UnsupportedModel: it does not return its hidden states.
@@ -144,10 +147,13 @@ class Bridge:
             options["attention_mask"] = masks.explicit_bias(self.hf.dtype)
         if hidden_layers:
             options["output_hidden_states"] = True
+        ids: Tensor | None = tokens
+        if vectors is not None:
+            ids, options["inputs_embeds"] = None, embedded(tokens, self.hf.get_input_embeddings(), vectors)
         with self._switched(NAME), forward_context:
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
-                found = self.hf(tokens, past_key_values=cache, use_cache=True, **options)
+                found = self.hf(ids, past_key_values=cache, use_cache=True, **options)
             finally:
                 _ordinary.reset(before)
         logits: Tensor = found.logits

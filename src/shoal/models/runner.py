@@ -27,6 +27,7 @@ from shoal.models.device_time import Spans
 from shoal.models.lean.drafting import LeanSteps
 from shoal.models.lean.forward import LeanPass, known_tokens
 from shoal.models.out_of_memory import explained
+from shoal.models.vectors import require_vectors
 from shoal.models.weights import nbytes
 from shoal.types.prefix import Prefix
 
@@ -47,6 +48,8 @@ class Runner:
         hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them: 0 = the embeddings, i = what
             layer i has computed, the number of layers = what the head gets. None are kept unless they are asked for. With them
             passes are neither static nor one call: none of those return hidden states.
+        vectors: what negative ids of a block stand for (`shoal.models.vectors`), [count, width] in the model's number format; None
+            = all ids are tokens. With them passes are not static.
         hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding columns are meaningless.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
         notes: what was measured and chosen at load, by subject.
@@ -72,6 +75,7 @@ class Runner:
         self.spans = Spans(self.device)
         self.hidden_layers: tuple[int, ...] = ()
         self.hidden: Tensor | None = None
+        self.vectors: Tensor | None = None
         self.static: compiled.Passes | None = None
         self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
@@ -188,7 +192,23 @@ class Runner:
         for; None while they have not."""
         if self.static is None:
             return None
-        return "a drafter reads hidden states" if self.hidden_layers else self.static.failure
+        if self.ordinary_only:
+            return f"a drafter {'reads hidden states' if self.hidden_layers else 'feeds vectors'}"
+        return self.static.failure
+
+    @property
+    def ordinary_only(self) -> bool:
+        """Whether a drafter reads hidden states or feeds vectors: then no pass is static or captured."""
+        return bool(self.hidden_layers) or self.vectors is not None
+
+    def use_vectors(self, vectors: Tensor) -> None:
+        """Negative ids of a block stand for these from now on, [count, width], as the model's embedding would give them.
+
+        Raises:
+            UnsupportedModel: the model takes ids alone, or several processes share it.
+        """
+        require_vectors(self.hf, self.name)
+        self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
@@ -196,7 +216,7 @@ class Runner:
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
-        other.hidden_layers, other.hidden = (), None
+        other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
@@ -206,7 +226,7 @@ class Runner:
         other.hf, other.lean, other.static = hf, lean, None
         other._bridge = self._bridge.of(hf)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
-        other.hidden_layers, other.hidden = (), None
+        other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
     def take_counters(self) -> tuple[int, float]:
@@ -262,7 +282,8 @@ class Runner:
         """Appends counts[b] tokens to each row's slot in one pass.
 
         Args:
-            slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on.
+            slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on. Negative
+                ids are `vectors`.
             counts: 1..q per row.
             parents: the draft tree that a row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = chains.
                 Keys are written in the order of the columns: `SlotCache.keep` moves an accepted path together.
@@ -279,7 +300,7 @@ class Runner:
         if plan.parents is not None and not self.takes_trees:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         with self._counted():
-            if self.static is not None and want_logits and not self.hidden_layers:
+            if self.static is not None and want_logits and not self.ordinary_only:
                 known = known_tokens(plan, tokens, self.known_ids)
                 return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, tokens, want_logits))
             return self._dynamic(plan, tokens, want_logits)
@@ -374,14 +395,14 @@ class Runner:
         """An ordinary pass, as long as its rows are."""
         self.cache.begin(plan)
         if self.lean is not None and not self.lean.decoder.stale:
-            logits, hidden = self.lean(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers)
+            logits, hidden = self.lean(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors)
         elif not want_logits and (layers := self._prompt_layers()) is not None:
             logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.known_ids)), self.cache, self._method)
             hidden = None
         else:
             known = plan.pack(known_tokens(plan, tokens, self.known_ids))
             logits, hidden = self._bridge.ordinary(
-                known, self.cache, self._method, self.forward_context(), want_logits, self.hidden_layers
+                known, self.cache, self._method, self.forward_context(), want_logits, self.hidden_layers, self.vectors
             )
             logits = plan.unpack(logits) if want_logits else logits
         self.hidden = None if hidden is None else plan.unpack(hidden)

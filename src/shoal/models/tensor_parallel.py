@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.errors import RequestError
+from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled import Passes
 from shoal.models.compiled.buckets import Bucket
@@ -84,6 +84,10 @@ class _Leading(Runner):
     def can_be_cut(self) -> bool:
         """No: the other ranks compute whole passes."""
         return False
+
+    def use_vectors(self, vectors: Tensor) -> None:
+        """Raises UnsupportedModel: the other ranks have no such inputs."""
+        raise UnsupportedModel(f"{self.name} is shared by several processes, and this drafter feeds vectors of its own")
 
     def use_static_passes(self, executor: str | None) -> None:
         """Of all ranks; none where these cannot be captured, and the load report says why."""

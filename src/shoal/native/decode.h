@@ -44,7 +44,7 @@ static int NAME(place)(const Pass *a, NAME(Between) at) {
         for (int64_t column = 0; column < count; column++, token++) {
             int64_t id = a->ids[row * a->id_row + column];
             if (id >= model->head.outputs) id = model->head.outputs - 1;
-            if (id < 0 || id >= model->vocabulary) return 2;
+            if (id < -a->vector_count || id >= model->vocabulary) return 2;
             at.ids[token] = id;
             at.positions[token] = a->tree_positions ? a->tree_positions[row * a->columns + column] : start + column;
             at.logit_rows[token] = row * a->columns + column;
@@ -57,8 +57,11 @@ static int NAME(place)(const Pass *a, NAME(Between) at) {
 static void NAME(embed)(const Pass *a, NAME(Between) at) {
     int64_t width = a->model->width;
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < a->tokens; t++)
-        memcpy(at.x + t * width, (const T *)a->model->embedding + at.ids[t] * width, width * sizeof(T));
+    for (int64_t t = 0; t < a->tokens; t++) {
+        int64_t id = at.ids[t];
+        const T *from = id < 0 ? (const T *)a->vectors + (-1 - id) * width : (const T *)a->model->embedding + id * width;
+        memcpy(at.x + t * width, from, width * sizeof(T));
+    }
 }
 
 static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {

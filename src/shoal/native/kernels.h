@@ -85,7 +85,9 @@ typedef struct {
     int64_t packed;                   /* 1: unused columns are left out of the pass */
     int64_t capacity;                 /* cells of a slot */
     int64_t id_row;                   /* ids from one row to the next */
-    const int64_t *ids;               /* [rows, columns or more] */
+    int64_t vector_count;
+    const int64_t *ids;               /* [rows, columns or more]; -1 - i: vector i */
+    const void *vectors;              /* [vector_count, width]: inputs that are no tokens */
     const int32_t *bounds;            /* [5, rows]: as in Attention, and slots */
     const int64_t *tree_positions;    /* [rows, columns]; NULL: a column is at its row's start and its own number */
     const int64_t *const *words;      /* [layers]: each [rows, columns]; NULL: all rows are chains */

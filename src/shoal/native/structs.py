@@ -94,7 +94,9 @@ class Pass(ctypes.Structure):
         ("model", ctypes.POINTER(Model)),
         ("stores", _POINTER),
         *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
-        *((name, _POINTER) for name in ("ids", "bounds", "tree_positions", "words", "cos", "sin", "workspace", "logits")),
+        *((name, _INTEGER) for name in ("vector_count",)),
+        *((name, _POINTER) for name in ("ids", "vectors", "bounds", "tree_positions", "words", "cos", "sin")),
+        *((name, _POINTER) for name in ("workspace", "logits")),
         ("last_only", _INTEGER),
     ]
 

@@ -57,6 +57,7 @@ class Scores:
         faults: columns that were asked for and have no distribution, some of them on paths that may be rejected.
         named: makes of a fault what users are told.
         hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width]; None where it reads none.
+        columns: logits of all columns of a pass with probes (`shoal.types.trees.Probes`), [rows, columns, vocab]; else None.
     """
 
     logits: Tensor
@@ -64,6 +65,7 @@ class Scores:
     faults: Faults = field(default_factory=dict)
     named: Callable[[ShoalError], ShoalError] = lambda error: error
     hidden: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def greedy(self) -> bool:

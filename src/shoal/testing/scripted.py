@@ -61,13 +61,20 @@ class ScriptedModel(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.head
 
+    def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """An id is its own embedding, one number."""
+        return lambda ids: ids[..., None].to(self.dtype)
+
     def forward(
-        self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False, position_ids: Tensor | None = None,
-        logits_to_keep: int = 0, output_hidden_states: bool = False,
+        self, tokens: Tensor | None, past_key_values: Any = None, use_cache: bool = False, position_ids: Tensor | None = None,
+        logits_to_keep: int = 0, output_hidden_states: bool = False, inputs_embeds: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """tokens [rows, q] -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history comes from it. Hidden
-        states are those of its `features`, whichever layer is asked for."""
+        """tokens [rows, q], or their embeddings -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history
+        comes from it. Hidden states are those of its `features`, whichever layer is asked for."""
         self.forwards += 1
+        if inputs_embeds is not None:
+            tokens = inputs_embeds[..., 0].long()
+        assert tokens is not None
         if past_key_values is None:
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
             return SimpleNamespace(logits=self._said(tokens, positions))

@@ -63,4 +63,4 @@ def optimizers(model: nn.Module, matrix_lr: float = 0.02, vector_lr: float = 3e-
     chosen = {id(p) for p in matrices}
     others = [p for p in named.values() if id(p) not in chosen]
     adam = torch.optim.AdamW(others, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return [Muon(matrices, lr=matrix_lr), adam]
+    return [Muon(matrices, lr=matrix_lr), adam] if matrices else [adam]

@@ -24,6 +24,21 @@ MOST_NODES = 63
 
 
 @dataclass(frozen=True)
+class Probes:
+    """Columns of a pass that the drafter alone reads, behind the nodes of a tree. What they are fed is no token but a vector of the
+    drafter's (`shoal.models.runner.Runner.vectors`). No node sees them, and none of them stays in the cache.
+
+    Attributes:
+        vectors: of each row's probes, the number of the vector.
+        after: of each row's probes, the column that it follows: 0 is the root, 1 + i node i of n, 1 + n + j its probe j. Columns
+            come before those that follow them.
+    """
+
+    vectors: Sequence[Sequence[int]]
+    after: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """What a drafter proposes for every row.
 
@@ -38,6 +53,7 @@ class DraftTree:
         steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
         siblings: how the nodes of all rows were drawn, where trees may branch and their q is known.
         drafters: of each row's nodes, the names of the drafters that proposed them; None = the engine's drafter proposed all.
+        probes: columns that the drafter adds to the pass for itself; None = none.
     """
 
     tokens: Tensor
@@ -48,6 +64,7 @@ class DraftTree:
     steps: int = 0
     siblings: Siblings | None = None
     drafters: Sequence[Sequence[str]] | None = None
+    probes: Probes | None = None
 
     @staticmethod
     def of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.decoder import Decoder, Norm
 from shoal.models.lean.whole import WholePass
+from shoal.models.vectors import embedded
 
 
 class Operations(Protocol):
@@ -65,6 +67,7 @@ class LeanPass:
         method: Method,
         want_logits: bool,
         hidden_layers: Sequence[int] = (),
+        vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """A pass over the plan's tokens.
 
@@ -72,17 +75,18 @@ class LeanPass:
             tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last one.
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
             hidden_layers: hidden states wanted (`shoal.models.runner.Runner`). A pass in one call has none.
+            vectors: what negative ids stand for (`shoal.models.vectors`).
 
         Returns:
             Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q, layers * width], or packed
             [1, tokens, layers * width]; None where none are wanted.
         """
-        logits = None if self.whole is None or hidden_layers else self.whole(plan, tokens, cache, want_logits)
+        logits = None if self.whole is None or hidden_layers else self.whole(plan, tokens, cache, want_logits, vectors)
         if logits is not None:
             return logits, None
         decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
         do = self._begin(plan, cache, method)
-        x = decoder.embedding.index_select(0, tokens.flatten())
+        x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
         kept = {0: x.clone()} if 0 in hidden_layers else {}  # the next layer may overwrite its input
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))

@@ -52,20 +52,25 @@ class WholePass:
         """The passes of some of the same layers."""
         return WholePass(decoder, self.angles)
 
-    def __call__(self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool) -> Tensor | None:
+    def __call__(
+        self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool, vectors: Tensor | None = None
+    ) -> Tensor | None:  # fmt: skip
         if not takes(plan):
             return None
         decoder = self.decoder
         logits = torch.empty(plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
-        work = self.prepared(plan, tokens, cache, logits if want_logits else None)
+        work = self.prepared(plan, tokens, cache, logits if want_logits else None, vectors=vectors)
         require_done(self._decode(work.pass_))
         return logits
 
-    def prepared(self, plan: Plan, tokens: Tensor, cache: SlotCache, logits: Tensor | None, ahead: int = 0) -> Prepared:
+    def prepared(
+        self, plan: Plan, tokens: Tensor, cache: SlotCache, logits: Tensor | None, ahead: int = 0, vectors: Tensor | None = None
+    ) -> Prepared:  # fmt: skip
         """The pass, ready to be computed.
 
         Args:
             logits: receives those of all columns. ahead: positions of later passes that the same struct will compute.
+            vectors: what negative ids stand for (`shoal.models.vectors`).
         """
         decoder = self.decoder
         if len(cache) < len(decoder.layers):
@@ -76,12 +81,13 @@ class WholePass:
         cos, sin = self.angles.reach(plan.reach + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
         workspace = torch.empty((2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
+        inputs = (0, ids.data_ptr(), None) if vectors is None else (len(vectors), ids.data_ptr(), vectors.data_ptr())
         pass_ = Pass(
             self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
-            ids.shape[1], ids.data_ptr(), bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
+            ids.shape[1], *inputs, bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
             cos.data_ptr(), sin.data_ptr(), workspace.data_ptr(), None if logits is None else logits.data_ptr(),
         )  # fmt: skip
-        return Prepared(pass_, bounds, (ids, stores, trees, cos, sin, workspace, logits))
+        return Prepared(pass_, bounds, (ids, vectors, stores, trees, cos, sin, workspace, logits))
 
 
 class Prepared(NamedTuple):

@@ -1,0 +1,105 @@
+"""Prompt tokens of PPD learn what their target would say further on, from its own samples; the target stays as it is.
+
+Chen et al. 2024 (arXiv 2405.18628), section 3.2: prompt tokens stand at many places of a window, each time behind all tokens
+before, and what the target says at the i-th is compared with what it says i positions on, where it sees the tokens that were there.
+Those of one place see none of another. The loss of the i-th counts 0.8^i of the first. Only the vectors learn: the window itself is
+computed once without gradients, and its keys and values are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.drafting.paths import CHOICES
+from shoal.drafting.ppd import FILE, TENSOR
+from shoal.train.heads import DECAY, HeadsTrainer
+
+PLACES = 64
+"""Places of a window, evenly spread, where prompt tokens stand; less in short windows."""
+
+
+class PpdTrainer(HeadsTrainer):
+    """Trains prompt tokens; at first they are the tokens that the target writes most."""
+
+    file = FILE
+
+    def made(self) -> nn.Module:
+        embedding = self.target.get_input_embeddings()
+        ids, counts = np.unique(self.samples.tokens(held_out=False), return_counts=True)
+        often = ids[np.argsort(-counts, kind="stable")][np.arange(self.training.heads) % len(ids)]
+        with torch.no_grad():
+            first = embedding(torch.from_numpy(often.astype(np.int64)).to(self.device))  # type: ignore[operator]
+        return nn.Embedding.from_pretrained(first.clone(), freeze=False)
+
+    def _said(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each prompt token its logits at all places, (batch, places, vocab), and the target's of the same positions."""
+        count, (batch, length) = self.training.heads, tokens.shape
+        stride = max(1, -(-(length - count) // PLACES))
+        places = torch.arange(int(tokens.sum()) % stride, length - count, stride, device=tokens.device)
+        with torch.no_grad():
+            found = self.target(input_ids=tokens, use_cache=True)
+        vectors = prompts(torch.arange(count, device=tokens.device)).repeat(len(places), 1)
+        said = self.target(
+            inputs_embeds=vectors[None].expand(batch, -1, -1), past_key_values=found.past_key_values, use_cache=True,
+            attention_mask=hidden_but_own(places, count, length).to(vectors.dtype).expand(batch, -1, -1, -1),
+            position_ids=(places[:, None] + 1 + torch.arange(count, device=tokens.device)).flatten()[None].expand(batch, -1),
+        ).logits.unflatten(1, (len(places), count))  # fmt: skip
+        for i in range(count):
+            yield said[:, :, i], found.logits[:, places + 1 + i]
+
+    def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
+        passes = self._said(heads, tokens)
+        losses = [F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1)) for said, right in passes]
+        return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
+
+    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(self._said(self.model, tokens))
+
+    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
+        """A point mass is accepted with the probability that the target gives it."""
+        return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        assert isinstance(self.model, nn.Embedding)
+        return {TENSOR: self.model.weight.detach()}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "ppd", "hidden_size": self.width, "vocab_size": self.vocab_size,
+            "accuracies": [[round(chance, 4) for chance in row] for row in self.accuracies().tolist()],
+        }  # fmt: skip
+
+    @torch.inference_mode()
+    def accuracies(self) -> Tensor:
+        """Of each prompt token, how often the target draws its most probable guess, its second, ..., [m, guesses], on samples that
+        were not learned from: what sizes of trees are chosen by."""
+        windows = self._windows(self.samples.tokens(held_out=True))
+        found = []
+        for step in range(len(windows.rows) // windows.batch_size):
+            said = self.said(torch.from_numpy(windows[step]).to(self.device))
+            found.append(torch.stack([_by_rank(q, p) for q, p in said]))
+        return torch.stack(found).mean(0)
+
+
+def _by_rank(q: Tensor, p: Tensor) -> Tensor:
+    """The target's mean probabilities of the guesses, the most probable guess first, [guesses]."""
+    guesses = q.topk(min(CHOICES, q.shape[-1]), dim=-1).indices
+    return p.softmax(-1).gather(-1, guesses).flatten(0, 1).mean(0)
+
+
+def hidden_but_own(places: Tensor, count: int, length: int) -> Tensor:
+    """The additive mask of `count` prompt tokens behind each place, over a window of so many tokens and themselves,
+    [1, 1, places * count, length + places * count]: they see the window up to their place, and their own place's tokens up to
+    themselves."""
+    places, number = places.repeat_interleave(count), torch.arange(len(places) * count, device=places.device)
+    window = torch.arange(length, device=places.device) <= places[:, None]
+    own = (places[:, None] == places) & (number[:, None] >= number)
+    seen = torch.cat([window, own], dim=1)
+    return torch.zeros(seen.shape, device=places.device).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]

@@ -155,7 +155,7 @@ class PpdDrafter(Drafter):
     def _counts(
         self, plan: TreePlan, row: Row, draft: Sequence[int], parents: Sequence[int], depths: Sequence[int]
     ) -> list[int]:  # fmt: skip
-        """Prompt tokens behind each column: none that would guess what the row has no limits for."""
+        """Prompt tokens behind each column: none that would guess beyond the end of the row."""
         chances = [dict(choices) for choices in self._known.get(row, [])]
         own = [chances[depth - 1][token] for token, depth in zip(draft, depths[1:], strict=True)]
         ending = ends(parents, reached(parents, own))

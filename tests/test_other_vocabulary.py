@@ -22,7 +22,7 @@ from shoal.cli.check_prompts import PromptSet
 from shoal.cli.check_vocabulary import vocabulary
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
-from shoal.drafting.other_vocabulary import SLEM, TLI, Choice, OtherVocabularyDrafter
+from shoal.drafting.other_vocabulary import SLEM, TLI, Choice, OtherVocabularyDrafter, Tally
 from shoal.drafting.shared import SharedIds
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
@@ -180,7 +180,7 @@ def drafter_of(
     draft: Runner, vocab_size: int, found: Vocabularies, *methods: str, cost: float = 0.1
 ) -> OtherVocabularyDrafter:
     choice = Choice.of(found, cost)
-    choice.methods = {method: choice.methods[method] for method in methods} if methods else choice.methods
+    choice.methods = {method: Tally() for method in methods} if methods else choice.methods
     return OtherVocabularyDrafter(draft.fork(), vocab_size, found, choice)
 
 
@@ -431,10 +431,13 @@ def test_logits_of_the_target_are_those_of_the_same_words() -> None:
     assert ids.of_draft(torch.tensor([0, 1, 2, 3])).tolist() == [4, 5, 2, 0]
 
 
-def counted(rule: Rule, *methods: str, lookahead: Any = 2, samples: int = 1500, change: Any = None) -> tuple[float, Engine]:
-    """p-value of the joint law of three tokens through the engine."""
-    target, draft = table_model(P), table_model(Q)
-    drafter = drafter_of(draft, len(VOCAB), letters(VOCAB, OTHERS), *methods)
+def counted(
+    rule: Rule, *methods: str, lookahead: Any = 2, samples: int = 1500, change: Any = None, says: Tensor = Q,
+    words: Sequence[str] = OTHERS,
+) -> tuple[float, Engine]:  # fmt: skip
+    """p-value of the joint law of three tokens through the engine. says: the table of the drafter, which has these words."""
+    target, draft = table_model(P), table_model(says)
+    drafter = drafter_of(draft, len(VOCAB), letters(VOCAB, words), *methods)
     if change is not None:
         propose = drafter.propose
         drafter.propose = lambda inputs: change(propose(inputs))  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.names import drafting_of
-from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
+from shoal.drafting.other_vocabulary import Choice, model_drafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.self_drafting import SelfDrafting
 from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting
@@ -200,10 +200,11 @@ class Shoal:
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
         self.drafting = drafting
-        self.vocabularies, self.shared = (None, None) if proposable is None else (proposable.vocabularies, proposable.shared)
+        self._proposable = proposable or trimming.Proposable()
+        self.vocabularies, self.shared = self._proposable.vocabularies, self._proposable.shared
         self.choice: Choice | None = None
         if self.vocabularies is not None and draft_model is not None:
-            self.choice = Choice.of(self.vocabularies, draft_model.parameter_bytes / max(target.parameter_bytes, 1))
+            self.choice = Choice.of_pair(self.vocabularies, target, draft_model)
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
@@ -385,9 +386,7 @@ class Shoal:
 
     def model_drafter(self, model: Runner) -> ModelDrafter:
         """The draft model as a drafter, for a new engine."""
-        if self.vocabularies is None or self.choice is None:
-            return ModelDrafter(model.fork(), self.target.vocab_size, self.shared)
-        return OtherVocabularyDrafter(model.fork(), self.target.vocab_size, self.vocabularies, self.choice)
+        return model_drafter(model, self.target.vocab_size, self._proposable, self.choice)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:

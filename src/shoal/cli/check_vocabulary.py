@@ -72,6 +72,8 @@ def vocabulary(case: Case) -> Iterator[CheckResult]:
         return
     counts = Counter(token for row in written(case) for token in row)
     shared = set() if shared_tokens is None else set(shared_tokens.target)
+    if found is not None and found.trie is not None:
+        shared = set(found.trie.sequences)  # a drafter of bytes or characters writes the others
     share = sum(count for token, count in counts.items() if token in shared) / max(counts.total(), 1)
     size = f"{len(shared)} of {case.model.target.vocab_size} ids"
     figure = f"the drafter can propose {share:.1%} of the tokens that the target wrote ({size})"

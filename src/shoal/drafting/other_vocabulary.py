@@ -1,12 +1,14 @@
 """A draft model whose tokenizer is another one than the target's.
 
-Two methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens for its cost:
+Methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens for its cost:
 
 - TLI, token-level intersection: the drafter samples among the tokens that both vocabularies have, from its distribution
   renormalised over them, which is an exact q.
 - SLEM, string-level exact match: the drafter writes text, the most probable token after each; in the target's tokens these are
   point masses. They are the drafter's argmax also where rows sample: drafts drawn by a round's uniforms would say, in a round of
   numbered uniforms, something of those by which later positions are verified.
+- SLRS, string-level rejection sampling, in place of TLI where the drafter writes bytes or characters: its tokens are the target's,
+  by the probabilities with which it writes their bytes. With those that it has itself, this is TLI.
 
 Which is better is measured by counts of past rounds, which depend on no uniform of a later position.
 """
@@ -21,8 +23,10 @@ from shoal.drafting.contexts import Contexts
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.slots import DraftSlots
+from shoal.drafting.string_rejection import ROOM, StringRejection
 from shoal.drafting.strings import StringDrafts
 from shoal.models.runner import Runner
+from shoal.models.trimming import Proposable
 from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
@@ -30,7 +34,7 @@ from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
-TLI, SLEM = "TLI", "SLEM"
+TLI, SLEM, SLRS = "TLI", "SLEM", "SLRS"
 LAG = 16
 """Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of the drafter's."""
 TRIED = 8
@@ -83,10 +87,17 @@ class Choice:
     _counted: int = 0
 
     @staticmethod
-    def of(vocabularies: Vocabularies, cost: float) -> Choice:
-        """Without TLI where the vocabularies share nothing."""
-        methods = [SLEM] if vocabularies.shared is None else [TLI, SLEM]
+    def of(vocabularies: Vocabularies, cost: float, *, trees: bool = True) -> Choice:
+        """With SLRS for drafters that write bytes or characters and take draft trees themselves, else with TLI where the
+        vocabularies share something."""
+        exact = SLRS if trees and vocabularies.trie is not None else TLI
+        methods = [SLEM] if exact == TLI and vocabularies.shared is None else [exact, SLEM]
         return Choice(cost, {method: Tally() for method in methods})
+
+    @staticmethod
+    def of_pair(vocabularies: Vocabularies, target: Runner, draft: Runner) -> Choice:
+        """For models of these sizes."""
+        return Choice.of(vocabularies, draft.parameter_bytes / max(target.parameter_bytes, 1), trees=draft.takes_trees)
 
     @property
     def best(self) -> str:
@@ -108,18 +119,22 @@ class Choice:
 
 
 class OtherVocabularyDrafter(ModelDrafter):
-    """Proposes by TLI or SLEM.
+    """Proposes by the methods of a choice.
 
     Args:
         runner: the draft model, with a cache that nobody else uses. vocab_size: the target's.
         vocabularies: the target's and its own. choice: of the pair.
+
+    Raises:
+        PairMismatch: the choice has SLRS, and the drafter is none for it.
     """
 
     def __init__(self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: Choice) -> None:
         super().__init__(runner, vocab_size, vocabularies.shared)
-        self.memory = self._slots = OwnSlots(runner, vocabularies.ratio)
+        self.memory = self._slots = OwnSlots(runner, vocabularies.ratio, ROOM if SLRS in choice.methods else 0)
         self.contexts, self.choice = Contexts(vocabularies), choice
         self._strings = StringDrafts(self, self.contexts, vocabularies)
+        self._rejection = StringRejection(self, self.contexts, vocabularies) if SLRS in choice.methods else None
         self._passes = 0
         self._asked: set[Row] = set()
 
@@ -130,11 +145,14 @@ class OtherVocabularyDrafter(ModelDrafter):
         for row in inputs.rows:
             self._follow(row)
         method = self.choice.next()
+        rejection = self._rejection if method == SLRS else None
         ahead = self._strings.steps(inputs.lengths) if method == SLEM else max(inputs.lengths)
-        inputs = self._that_fit(inputs, ahead)
+        inputs = self._that_fit(inputs, ahead if rejection is None else rejection.steps(inputs.lengths))
         if not max(inputs.lengths):
             return DraftTree.empty(len(inputs.rows), inputs.uniforms.device, 1)
-        if method == SLEM:
+        if rejection is not None:
+            tree = rejection.propose(inputs)
+        elif method == SLEM:
             tree = self._strings.propose(inputs, ahead)
         else:
             tree = super().propose(inputs)
@@ -190,19 +208,19 @@ class OwnSlots(DraftSlots):
     """Slots whose tokens are not the target's: all sizes that the engine gives are in those.
 
     Args:
-        ratio: of the drafter's tokens to the target's, in usual texts.
+        ratio: of the drafter's tokens to the target's, in usual texts. beside: tokens of a row beside its text and drafts.
     """
 
-    def __init__(self, runner: Runner, ratio: float) -> None:
+    def __init__(self, runner: Runner, ratio: float, beside: int = 0) -> None:
         super().__init__(runner, LAG)
-        self._ratio = SPARE * ratio
+        self._ratio, self._beside = SPARE * ratio, LAG + beside
 
     def _own(self, capacity: int) -> int:
-        return ceil(self._ratio * capacity) + LAG
+        return ceil(self._ratio * capacity) + self._beside
 
     @property
     def context(self) -> int:
-        return max(int((self._runner.context - LAG) / self._ratio), 0)
+        return max(int((self._runner.context - self._beside) / self._ratio), 0)
 
     @property
     def shares(self) -> bool:
@@ -219,3 +237,10 @@ class OwnSlots(DraftSlots):
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         super().trim(slots, self._own(capacity))
+
+
+def model_drafter(runner: Runner, vocab_size: int, proposable: Proposable, choice: Choice | None) -> ModelDrafter:
+    """A draft model as a drafter, for a new engine. choice: by which method it drafts, where its tokenizer is another one."""
+    if proposable.vocabularies is None or choice is None:
+        return ModelDrafter(runner.fork(), vocab_size, proposable.shared)
+    return OtherVocabularyDrafter(runner.fork(), vocab_size, proposable.vocabularies, choice)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shoal.models.spelling import PROBE, Spelling
+from shoal.models.token_trie import TokenTrie, token_trie
 
 USUAL = f"""{PROBE}
 
@@ -47,12 +48,24 @@ class Vocabularies:
 
     Attributes:
         shared: None where there is nothing. kept: the drafter's ids of its logits, where it has not all of them.
+        sizes: ids that each model has.
     """
 
     target: Spelling
     draft: Spelling
     shared: SharedTokens | None
     kept: tuple[int, ...] | None = None
+    sizes: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def trie(self) -> TokenTrie | None:
+        """The target's tokens as the drafter writes them; None where some token of the drafter begins with another one, or it has
+        not all of its logits."""
+        if self.kept is not None:
+            return None
+        shared = () if self.shared is None else zip(self.shared.target, self.shared.draft, strict=True)
+        special = {ours: theirs for ours, theirs in shared if ours not in self.target.pieces}
+        return token_trie(self.target, self.draft, special, *self.sizes)
 
     @cached_property
     def ratio(self) -> float:
@@ -75,6 +88,6 @@ def vocabularies(target: Spelling, draft: Spelling, target_size: int, draft_size
         pairs[ends[0]] = ends[1]
     kept = sorted((i, j) for i, j in pairs.items() if i < target_size and j < draft_size)
     if not kept:
-        return Vocabularies(target, draft, None)
+        return Vocabularies(target, draft, None, sizes=(target_size, draft_size))
     ours, theirs = zip(*kept, strict=True)
-    return Vocabularies(target, draft, SharedTokens(ours, theirs, theirs, target_size))
+    return Vocabularies(target, draft, SharedTokens(ours, theirs, theirs, target_size), sizes=(target_size, draft_size))

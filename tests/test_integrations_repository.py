@@ -133,11 +133,11 @@ def test_stop_strings_with_the_tokenizer(pair: tuple[Any, Any], where: str, monk
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [({"assistant_tokenizer": tiny_tokenizer()}, "assistant_tokenizer"), ({"synced_gpus": True}, "synced_gpus")],
+    [({"assistant_tokenizer": tiny_tokenizer()}, "give tokenizer= beside it"), ({"synced_gpus": True}, "synced_gpus")],
 )
 def test_what_the_repository_form_refuses(pair: tuple[Any, Any], asked: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        pair[0].generate(PROMPT, max_new_tokens=2, **asked, **REPOSITORY)
+        pair[0].generate(PROMPT, max_new_tokens=2, assistant_model=pair[1], **asked, **REPOSITORY)
 
 
 def test_a_model_whose_repository_holds_the_file(tmp_path: Path, ran: list[Stats]) -> None:

@@ -285,6 +285,6 @@ def test_transformers_generate() -> None:
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
     with pytest.raises(
         RequestError,
-        match=r"draft_model must be a Transformers model, ngram or suffix or recycling or trigrams or self, got 'gpt2'",
+        match="draft_model must be a Transformers model, its directory, ngram, suffix, recycling, trigrams or self, got 7",
     ):
-        model.generate(ids, custom_generate=shoal.custom_generate, draft_model="gpt2")
+        model.generate(ids, custom_generate=shoal.custom_generate, draft_model=7, max_new_tokens=2)

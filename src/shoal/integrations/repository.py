@@ -26,7 +26,7 @@ def generate(
     inputs: Tensor | None = None, generation_config: Any = None, *, model: Any, stopping_criteria: Any = None,
     streamer: Any = None, assistant_model: Any = None, draft_model: Any = None, tokenizer: Any = None,
     assistant_tokenizer: Any = None, synced_gpus: bool | None = None, lookahead: Any = None, attention: str = "auto",
-    max_batch: int | str = "auto", **options: Any,
+    max_batch: int | str = "auto", rule: str = "coupled", **options: Any,
 ) -> Any:  # fmt: skip
     """`generate` with shoal as its decoding method.
 
@@ -34,8 +34,9 @@ def generate(
         streamer: receives the prompt [1, length] and then every token [1], as from `generate`; for one row only. Its `end` is
             called even if the call fails, so that a thread that reads it stops.
         assistant_model: the drafter, with `num_return_sequences` of any size; the same as `draft_model`.
-        tokenizer: for `stop_strings`.
-        lookahead, attention, max_batch: see `shoal.custom_generate`.
+        tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another tokenizer, as in Transformers'
+            universal assisted generation.
+        lookahead, attention, max_batch, rule: see `shoal.custom_generate`.
 
     Returns:
         See `shoal.custom_generate`.
@@ -44,14 +45,14 @@ def generate(
         RequestError: several rows and a streamer, or a reason that `shoal.custom_generate` names.
     """
     try:
-        _validate(assistant_model, draft_model, assistant_tokenizer, synced_gpus)
+        _validate(assistant_model, draft_model, synced_gpus)
         criteria, rest = _stop_strings(model, generation_config, stopping_criteria, tokenizer, options)
         drafter = draft_model if assistant_model is None else assistant_model
 
         def decoding(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
             return decode(
                 model, input_ids, draft_model=drafter, lookahead=lookahead, attention=attention, max_batch=max_batch,
-                streamer=streamer, **prepared,
+                rule=rule, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer, streamer=streamer, **prepared,
             )  # fmt: skip
 
         # Not `model.generate`: if the model's own repository has this function, `model.generate` is this function.
@@ -63,11 +64,9 @@ def generate(
             streamer.end()
 
 
-def _validate(assistant: Any, drafter: Any, assistant_tokenizer: Any, synced_gpus: bool | None) -> None:
+def _validate(assistant: Any, drafter: Any, synced_gpus: bool | None) -> None:
     if assistant is not None and drafter is not None:
         raise RequestError("assistant_model and draft_model are the same thing: give one of them")
-    if assistant_tokenizer is not None:
-        raise RequestError("a drafter must share the target's tokenizer: assistant_tokenizer is not supported")
     if synced_gpus:
         raise RequestError("shoal decodes with one process per model: synced_gpus is not supported")
 

@@ -1,14 +1,17 @@
 """`model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`: the Transformers integration.
 
 `generate` prepares prompts, processors and criteria as usual and returns what it always returns; shoal replaces the decoding loop.
-To a callable `generate` does not pass `tokenizer`, `streamer` and `assistant_model`; `shoal.integrations.repository` receives them.
+To a callable `generate` does not pass `tokenizer`, `assistant_tokenizer`, `streamer` and `assistant_model`;
+`shoal.integrations.repository` receives them.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,24 +20,23 @@ from torch import Tensor, nn
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
-from shoal.config import Speculation
-from shoal.drafting.model import ModelDrafter
-from shoal.drafting.names import drafting_of
-from shoal.drafting.protocol import Drafter
-from shoal.drafting.specs import DRAFTINGS, WITH_MODEL
-from shoal.drafting.stored import require_tokenizer, stored
+from shoal.config import LOSSY_RULES, Speculation
+from shoal.drafting.sums import SumDrafter
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
+from shoal.integrations.drafts import Tokenizers, drafter_of
 from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
-from shoal.models import loading, pairing
+from shoal.models import loading
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
-from shoal.sampling.acceptance import Coupled
+from shoal.sampling.acceptance import RULES
 from shoal.sampling.purity import require_stateless
+
+LOG = logging.getLogger("shoal")
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 IGNORED_TENSORS = ("attention_mask", "position_ids", "cache_position")
@@ -45,21 +47,27 @@ itself raises an error then."""
 
 _runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
 _batch_sizes = BatchSizes()
-_pair_costs: weakref.WeakKeyDictionary[Any, dict[str | None, PairCosts]] = weakref.WeakKeyDictionary()
-"""By target, and by the name of a drafter without a model."""
+_pair_costs: weakref.WeakKeyDictionary[Any, dict[Any, PairCosts]] = weakref.WeakKeyDictionary()
+"""By target, and by what drafts for it."""
 
 
 def custom_generate(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", **model_kwargs: Any,
+    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", rule: str = "coupled", tokenizer: Any = None,
+    assistant_tokenizer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """Batched speculative decoding as `generate`'s decoding method.
 
     Args:
         input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are computed once.
-        draft_model: a Transformers model with the same vocabulary; or a drafter without a model, by its name or as an object, see
-            `shoal.load`; None = plain decoding.
-        lookahead: see `shoal.Speculation`. attention: see `shoal.models.attention`. max_batch: see `shoal.load`.
+        draft_model: a Transformers model; or whatever `draft=` of `shoal.load` may be: a drafter's name, the directory of a
+            draft model (or a Hub id that is in the cache), also with trees ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an
+            object. What has a name is loaded once. None = plain decoding.
+        lookahead, rule: see `shoal.Speculation`; a lossy rule is also said in a warning. attention: see
+            `shoal.models.attention`. max_batch: see `shoal.load`.
+        tokenizer, assistant_tokenizer: the target's and the draft model's, to find out whether they differ; None = those that lie
+            where the models were loaded from, and without both the sizes of the vocabularies decide. `generate` does not pass
+            these two to a callable: bind them with `functools.partial`.
         model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to remove the padding of either side
             from the prompts; processors and criteria see it, as in `generate`. (`generate` passes a named parameter twice.)
 
@@ -71,22 +79,24 @@ def custom_generate(
         Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
         if they were requested (zeros after a row's end) and `past_key_values` None. One number is taken from torch's generator and
         used as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens, whatever the drafts and the
-        other prompts of the batch are.
+        other prompts of the batch are (by another rule than "coupled" they depend on the drafts).
 
     Raises:
         RequestError: beam search and other methods, inputs that are not ids, outputs that shoal does not have (attentions, hidden
-            states), arguments that `generate` does not pass to a callable, or training mode with dropout.
+            states), arguments that `generate` does not pass to a callable, training mode with dropout, or no such drafter or rule.
+        PairMismatch: the draft model cannot propose for this target.
     """
     _reject_arguments_not_passed()
     return decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config, draft_model, lookahead, attention, max_batch,
-        **model_kwargs,
+        rule, tokenizer, assistant_tokenizer, **model_kwargs,
     )  # fmt: skip
 
 
 def decode(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", streamer: Any = None, **model_kwargs: Any,
+    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", rule: str = "coupled", tokenizer: Any = None,
+    assistant_tokenizer: Any = None, streamer: Any = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """`custom_generate` with a streamer.
 
@@ -98,6 +108,8 @@ def decode(
     """
     _validate(generation_config, model_kwargs)
     require_stateless(logits_processor)
+    speculation = Speculation() if lookahead is None else Speculation(lookahead=lookahead)
+    speculation = replace(speculation, rule="coupled" if rule == "auto" else rule)
     if streamer is not None and len(input_ids) > 1:
         raise RequestError(
             f"a streamer follows one row, and here are {len(input_ids)}: use shoal.load(model).stream for several"
@@ -105,7 +117,9 @@ def decode(
     mask = model_kwargs.get("attention_mask")
     batch = GenerateBatch(input_ids, mask, logits_processor, stopping_criteria, generation_config)
     with evaluating(*((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))):
-        engine = _engine(model, draft_model, lookahead, attention, max_batch)
+        engine = _engine(model, draft_model, speculation, attention, max_batch, Tokenizers(tokenizer, assistant_tokenizer))
+        if speculation.rule in LOSSY_RULES:
+            LOG.warning(LOSSY_RULES[speculation.rule])
         stream = Stream(engine, batch.requests(), text=False)
         if streamer is not None:
             _feed(streamer, stream, input_ids)
@@ -113,29 +127,18 @@ def decode(
     return batch.output(stream.rows)
 
 
-def _engine(model: Any, draft_model: Any, lookahead: Any, attention: str, max_batch: int | str) -> Engine:
+def _engine(
+    model: Any, draft_model: Any, speculation: Speculation, attention: str, max_batch: int | str, tokenizers: Tokenizers
+) -> Engine:
     target = _runner(model, attention)
-    drafter, name = _drafter(draft_model, target, attention)
-    pair_costs = _pair_costs.setdefault(model, {}).setdefault(name, PairCosts(packed=target.skips_padding))
-    controller = controllers.by_name(Speculation().lookahead if lookahead is None else lookahead, pair_costs)
-    size = _batch_sizes.of(max_batch, model, lookahead)
-    return Engine(target, drafter, controller, max_batch=size, rule=Coupled())
-
-
-def _drafter(draft_model: Any, target: Runner, attention: str) -> tuple[Drafter | None, str | None]:
-    """The drafter, and its name if it is no model. Raises RequestError: it is none."""
-    if draft_model is None:
-        return None, None
-    if isinstance(draft_model, nn.Module):
-        draft = _runner(draft_model, attention)
-        pairing.compared(target, draft)
-        return ModelDrafter(draft.fork(), target.vocab_size), None
-    drafting = drafting_of(draft_model)
-    if stored(drafting):
-        require_tokenizer(drafting, loading.tokenizer_at_hand(target.hf))
-    if drafting is None or isinstance(drafting, WITH_MODEL):
-        raise RequestError(f"draft_model must be a Transformers model, {' or '.join(DRAFTINGS)}, got {draft_model!r:.80}")
-    return drafting.drafter(target), drafting.name
+    drafter = drafter_of(draft_model, target, attention, tokenizers)
+    # An object of the protocol by its class: it may be made anew for each call, and need not be hashable.
+    key = draft_model if draft_model is None or isinstance(draft_model, (str, nn.Module)) else type(draft_model)
+    pair_costs = _pair_costs.setdefault(model, {}).setdefault(key, PairCosts(packed=target.skips_padding))
+    choices = drafter if isinstance(drafter, SumDrafter) else None
+    controller = controllers.by_name(speculation.lookahead, pair_costs, choices)
+    size = _batch_sizes.of(max_batch, model, speculation.lookahead)
+    return Engine(target, drafter, controller, max_batch=size, rule=RULES[speculation.rule]())
 
 
 def _runner(model: Any, attention: str) -> Runner:

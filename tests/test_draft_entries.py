@@ -16,12 +16,18 @@ import shoal
 from serving import served
 from shoal.cli import run
 from shoal.config import LOSSY_RULES
+from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch, RequestError
 from shoal.evaluation.sampling import BATCHED, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
 from shoal.integrations import drafts
+from shoal.lookahead.fixed import Fixed
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.drafters import RandomTrees
+from shoal.testing.scripted import hashed, scripted
 from shoal.types.stats import Stats
+from test_eagle3 import save_eagle3
+from test_heads import save_medusa
 from test_other_vocabulary import TEXTS, byte_level, sentence_piece
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return"
@@ -202,3 +208,60 @@ def test_typical_acceptance_by_every_entry(
     assert LOSSY_RULES["typical"] in caplog.text
     with pytest.raises(RequestError, match="rule must be"):
         model.generate(ids, rule="greedy", **asked)
+
+
+# ── what does not fit ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unfit(places: dict[str, Path], root: Path) -> dict[str, tuple[str, str]]:
+    """Specs with one fault each, and what is said of them."""
+    made = [
+        "index",
+        "--tokenizer",
+        str(places["other"]),
+        "--out",
+        str(root / "other.index"),
+        str(places["root"] / "code.txt"),
+    ]
+    assert run(made) == 0
+    (root / "cut.index").write_bytes(places["index"].read_bytes()[:-20])
+    wide, fewer = save_medusa(root / "wide", width=16), save_medusa(root / "fewer", layers=1)
+    (fewer / "config.json").write_text(json.dumps({"medusa_num_heads": 9, "medusa_num_layers": 1}))
+    shapes = save_eagle3(root / "shapes", draft_vocab_size=60)
+    return {
+        "another target": (f"medusa:{wide}", "hidden states of 16 v 32: heads of another target"),
+        "missing tensors": (
+            f"medusa:{fewer}",
+            "of the 27 tensors of its heads, for example 3.0.linear.bias; download or train",
+        ),
+        "wrong shapes": (f"eagle3:{shapes}", "lm_head.weight is [120, 32] and should be [60, 32]: heads of another target"),
+        "no heads": (f"medusa:{places['draft']}", "its config.json has no medusa_num_heads"),
+        "heads as a model": (str(wide), f"{wide} holds trained heads, no model: write medusa:{wide}"),
+        "heads in a sum": (f"suffix+{shapes}", f"{shapes} holds trained heads, no model: write eagle3:{shapes}"),
+        "trees of heads": (f"{shapes}:tree=rsd-s", f"{shapes} holds trained heads, no model: write eagle3:{shapes}"),
+        "another tokenizer": (
+            f"suffix:index={root}/other.index",
+            "is one of another tokenizer: build it with `shoal index` for",
+        ),
+        "cut short": (f"suffix:index={root}/cut.index", "cut short (its end is not that of an index): build it again with"),
+        "a large tree": (
+            f"{places['draft']}:tree=rsd-s,nodes=64",
+            "a draft tree has at most 63 nodes and at least its width",
+        ),
+    }
+
+
+def test_one_error_for_what_does_not_fit(
+    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for what, (spec, message) in unfit(places, tmp_path).items():
+        capsys.readouterr()
+        assert run(["generate", "-p", CODE, "--json", *common(places, spec)]) == 2, what
+        said = json.loads(capsys.readouterr().out)["error"]["message"]
+        assert message in said, what
+        assert said.count(message) == 1, what
+
+
+def test_a_drafter_of_trees_that_are_too_large_is_refused() -> None:
+    with pytest.raises(RequestError, match="RandomTrees proposes trees of 64 nodes, and a draft tree has at most 63"):
+        Engine(scripted(hashed(6), 6), RandomTrees(6, max_nodes=64), Fixed(3))

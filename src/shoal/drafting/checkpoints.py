@@ -44,6 +44,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def whole_number(config: dict[str, Any], directory: Path, *names: str, default: int | None = None) -> int:
     """The first of these numbers that a config has, at least 1. Raises RequestError: it has none, or something else."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
+    if value is None:
+        raise RequestError(f"no such heads in {directory}: its config.json has no {' and no '.join(names)}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise RequestError(f"{directory}/config.json needs a whole number >= 1 for {names[0]}, got {value!r}")
     return value
@@ -74,7 +76,8 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None
     missing = sorted(name for name in wanted if name not in tensors)
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for example {missing[0]}"
+            f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for example {missing[0]}; "
+            "download or train them again"
         )
     for name, parameter in wanted.items():
         if tensors[name].shape != parameter.shape:

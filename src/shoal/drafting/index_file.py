@@ -134,6 +134,8 @@ def open_index(path: str) -> Index:
     try:
         state = os.stat(path)
         return _opened(str(Path(path).resolve()), state.st_size, state.st_mtime_ns, state.st_ino)
+    except RequestError:  # a ValueError, too
+        raise
     except OSError as error:
         raise RequestError(f"cannot read index {path!r}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, struct.error) as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.drafting.model_trees import ModelTrees
 from shoal.drafting.specs import AUTO, BUNDLED, DRAFTINGS, SELF, Drafting, Given, Suffix, Sum
-from shoal.drafting.trained import HEADS
+from shoal.drafting.trained import HEADS, heads_in
 from shoal.errors import RequestError
 
 
@@ -84,6 +84,7 @@ def _sum(text: str) -> Sum:
     if len({*kinds}) < len(kinds):
         raise RequestError(f"a sum has each drafter once, got {text!r}")
     _require_one_bundled(source)
+    _require_no_heads(source)
     return Sum(tuple(_chains(one, text) if getattr(one, "nodes", 0) else one for one in texts if one is not None), source)
 
 
@@ -114,7 +115,8 @@ def _chains(drafting: Any, text: str) -> Drafting:
 
 
 def _require_model_name(text: str, name: str) -> None:
-    """Raises RequestError for what is no path, and is no model's name or is much like that of a drafter."""
+    """Raises RequestError for heads, and for what is no path, and is no model's name or is much like that of a drafter."""
+    _require_no_heads(text)
     if any(character in text for character in "/\\") or Path(text).exists():
         return
     close = get_close_matches(name, [*DRAFTINGS, *HEADS], n=1, cutoff=0.75)
@@ -123,6 +125,12 @@ def _require_model_name(text: str, name: str) -> None:
         raise RequestError(
             f"{name!r} is no drafter, and no directory here: {meant} A model is named by its Hub id or directory"
         )
+
+
+def _require_no_heads(source: str) -> None:
+    """Raises RequestError: a directory of heads is given as a model's."""
+    if kind := heads_in(Path(source)):
+        raise RequestError(f"{source} holds trained heads, no model: write {kind}:{source}")
 
 
 def _options(name: str, known: dict[str, Any], text: str, example: str) -> dict[str, Any]:

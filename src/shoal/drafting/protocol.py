@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.errors import InternalError, UnsupportedModel
+from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.trees import MOST_NODES, DraftTree
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
 """q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows] int64."""
@@ -207,7 +207,11 @@ def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:
 
 
 def require_trees(target: Runner, drafter: Drafter) -> None:
-    """Raises UnsupportedModel: the drafter's trees branch, and the target cannot verify such."""
+    """Raises RequestError: the drafter's trees are too large. UnsupportedModel: they branch, and the target cannot verify such."""
+    if drafter.max_nodes > MOST_NODES:
+        raise RequestError(
+            f"{name_of(drafter)} proposes trees of {drafter.max_nodes} nodes, and a draft tree has at most {MOST_NODES}"
+        )
     if drafter.max_nodes and not target.takes_trees:
         raise UnsupportedModel(
             f"{target.name} takes no position for each token, which draft trees need: give a drafter that proposes chains"

@@ -3,6 +3,7 @@ imported (`shoal.drafting.names`)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,18 @@ class Ppd:
 HEADS: dict[str, type[Any]] = {"medusa": Medusa, "eagle3": Eagle3, "ppd": Ppd}
 """Drafters that are trained heads or prompt tokens, by name: a colon, their directory, and options after commas."""
 TRAINED = tuple(HEADS.values())
+
+
+def heads_in(directory: Path) -> str | None:
+    """The name of the heads that a directory holds, by its files; None for anything else, such as a model."""
+    for name, pattern in {"medusa": "medusa_lm_head.*", "ppd": "prompt_tokens.*"}.items():
+        if any(directory.glob(pattern)):
+            return name
+    try:
+        architectures = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return "eagle3" if "eagle3" in str(architectures).lower() else None
 
 
 def _require_heads(directory: str, name: str, nodes: int) -> None:

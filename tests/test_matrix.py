@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.models import formats
 from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, FORMS, FUSED, INPUT_MAJOR, PACKED, Matrix
 
 SHAPES = [(1, 1), (24, 16), (100, 70), (33, 257)]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 """Largest difference of products of unit size: bfloat16 rounds before or after the fused operation."""
+
+
+def can_hold(form: str, dtype: torch.dtype) -> bool:
+    """Not every CPU packs bfloat16."""
+    return form != PACKED or dtype in formats.cpu().packs
 
 
 def weights(out: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -32,6 +38,8 @@ def test_activations_have_one_list_of_names() -> None:
 @pytest.mark.parametrize("biased", [True, False])
 @torch.no_grad()
 def test_every_form_computes_the_same(form: str, dtype: torch.dtype, biased: bool) -> None:
+    if not can_hold(form, dtype):
+        pytest.skip("this CPU packs no bfloat16")
     for out, width in SHAPES:
         weight, bias = weights(out, width, dtype)
         matrix = Matrix(weight, bias if biased else None, form)
@@ -52,7 +60,7 @@ def test_every_form_computes_the_same(form: str, dtype: torch.dtype, biased: boo
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("table", [True, False])
 def test_weights_come_back_exactly_and_updates_reach_the_products(form: str, table: bool) -> None:
-    for dtype in TOLERANCE:
+    for dtype in (dtype for dtype in TOLERANCE if can_hold(form, dtype)):
         weight, bias = weights(100, 70, dtype)
         kept = weight.clone()
         matrix = Matrix(weight, bias, form, table=table)

@@ -145,6 +145,35 @@ def test_the_kernel_is_the_definition_at_the_edges(case: str, dtype: torch.dtype
     assert excess(inputs if scale is None else replace(inputs, scale=scale)) <= 1
 
 
+def some_together(dtype: torch.dtype = torch.float32, **options: Any) -> AttentionInputs:
+    """Rows that share a prompt, most of them neighbours, and rows of a prompt that begins or ends elsewhere, or of none."""
+    prefixes = [*[Prefix(12, 18)] * 2, Prefix(12, 10), Prefix(12, 18), Prefix(13, 18), None, *[Prefix(12, 18)] * 9]
+    starts = [18 + 5 * row % 37 for row in range(len(prefixes))]
+    counts = [(1, 1, 3, 1, 2)[row % 5] for row in range(len(prefixes))]
+    return build(
+        starts, counts, dtype, prefixes=prefixes, **{"dim": 20, "value_dim": 12, "kv_heads": 3, "sinks": True, **options}
+    )
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "chains": {},
+    "a soft cap": {"softcap": 2.0, "group": 1},
+    "many queries": {"group": 9, "kv_heads": 1, "dim": 64, "value_dim": 80},
+    "trees": {"parents": [random_tree((0, 0, 2, 0, 1)[row % 5], torch.Generator().manual_seed(row)) for row in range(15)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TOGETHER)
+def test_rows_that_share_a_prompt_have_the_bits_they_have_alone(case: str, dtype: torch.dtype) -> None:
+    """With a window, though it be longer than all rows, each row reads the prompt by itself."""
+    inputs = some_together(dtype, **TOGETHER[case])
+    assert excess(inputs) <= 1
+    for count in (1, 2):
+        with threads(count):
+            assert torch.equal(native(inputs), native(replace(inputs, window=10**6)))
+
+
 # ── attention: what it does not look at ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -470,10 +499,10 @@ ATTENTION_MUTANTS = {
     "offset ignored": ("int64_t offset = a->bounds[2 * a->rows + row],", "int64_t offset = 0 * a->bounds[2 * a->rows + row],"),
     "another prompt": ("(const T *)a->shared_key + base * a->shared_key_token", "(const T *)a->shared_key"),
     "another prompt's values": ("(const T *)a->shared_value + base * a->shared_value_token", "(const T *)a->shared_value"),
-    "wrong head of the group": ("from + i / count * a->query_head", "from + (group - 1 - i / count) * a->query_head"),
+    "wrong head of the group": ("from + i / own->count * a->query_head", "from + (group - 1 - i / own->count) * a->query_head"),
     "no maximum": ("exponential(load(scores + t) - highest)", "exponential(load(scores + t))"),
     "sink forgotten": ("(sink == -INFINITY ? 0.0f : expf(sink - highest))", "0.0f"),
-    "another head's sink": ("a->sinks[head * group + i / count]", "a->sinks[head * group]"),
+    "another head's sink": ("a->sinks[head * group + i / own->count]", "a->sinks[head * group]"),
     "tail lanes unmasked": ("t = high; t < span; t++) scores[t] = -INFINITY", "t = high; t < 0; t++) scores[t] = -INFINITY"),
     "softcap forgotten": ("cap * tanhf(scores[t] * scale / cap)", "scores[t] * scale"),
     "unscaled": ("load(scores + t) * scale", "load(scores + t)"),
@@ -485,6 +514,14 @@ ATTENTION_MUTANTS = {
         "for (; i < n - 1; i++) to[i] = NAME(widen)(from[i]);",
     ),
 }  # fmt: skip
+TOGETHER_MUTANTS = {
+    "rows of another prompt": ("bases[next] == bases[row] && ", ""),
+    "rows of a shorter prompt": ("offsets[next] == offsets[row] && ", ""),
+    "own keys of the first row": ("/ LANES * LANES : 0;", "/ LANES * LANES + LANES : 0;"),
+    "the first row's queries": ("query + own->from * width, theirs", "query, theirs"),
+    "the first row's weights": ("scores + own->from * span + t, sums", "scores + t, sums"),
+    "queries forgotten": ("NAME(score)(rows, all, query", "NAME(score)(rows, all - 1, query"),
+}
 TREE_MUTANTS = {
     "word ignored": ("if (!(seen.word >> c & 1))", "if (0)"),
     "word of another column": (
@@ -537,6 +574,7 @@ def heads_excess() -> float:
 
 COMPARED: dict[str, Callable[[], float]] = {
     **dict.fromkeys(ATTENTION_MUTANTS, lambda: max(map(excess, weak()))),
+    **dict.fromkeys(TOGETHER_MUTANTS, lambda: excess(some_together())),
     **dict.fromkeys(TREE_MUTANTS, lambda: max(map(excess, weak_trees()))),
     **dict.fromkeys(HEADS_MUTANTS, heads_excess),
 }
@@ -544,12 +582,12 @@ COMPARED: dict[str, Callable[[], float]] = {
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
-    made = wrong_kernels((ATTENTION_MUTANTS | TREE_MUTANTS | HEADS_MUTANTS)[name])
+    made = wrong_kernels((ATTENTION_MUTANTS | TOGETHER_MUTANTS | TREE_MUTANTS | HEADS_MUTANTS)[name])
     with patch.object(building, "library", lambda: made), patch.object(native_attention, "library", lambda: made):
         assert COMPARED[name]() > 50
 
 
-@pytest.mark.parametrize("name", ["sink forgotten", "word ignored", "eps forgotten"])
+@pytest.mark.parametrize("name", ["sink forgotten", "word ignored", "eps forgotten", "queries forgotten"])
 def test_the_same_comparisons_pass_the_right_kernels(name: str) -> None:
     made = compiled_as_wrong_ones_are()
     with patch.object(building, "library", lambda: made), patch.object(native_attention, "library", lambda: made):

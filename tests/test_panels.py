@@ -121,7 +121,9 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     x, other = some(11, 24, dtype=torch.float32), some(11, 56, dtype=torch.float32)
     expected = x.double() @ weight.double().t() + bias.double() + other.double()
     with patch.object(panels, "library", lambda: made):
-        return not error(PanelMatrix(weight, bias).linear_add(x, other), expected) < 8
+        matrix = PanelMatrix(weight, bias)  # few registers hold several panels of one token only
+        found = torch.cat([matrix.linear_add(x[part], other[part]) for part in (slice(10), slice(10, 11))])
+        return not max(error(found, expected), error(matrix.linear_add(x, other), expected)) < 8
 
 
 @pytest.mark.parametrize(("right", "wrong"), [

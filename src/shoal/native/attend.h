@@ -119,68 +119,155 @@ INLINE void NAME(add_values)(int queries, const T *rows[LANES], int64_t dim, con
     for (; d < dim; d += LANES) NAME(add_weighted)(queries, 1, rows, d, dim - d, weights, sums, width, span);
 }
 
-/* One row and one KV head: the scores of all its queries, their softmax, the sums of values. Keys come in blocks of LANES; behind
-   the last there are zeros, which nobody sees. Returns 0, or 1: no memory. */
-static int NAME(attend_head)(const Attention *a, int64_t row, int64_t head) {
-    int64_t group = a->heads / a->kv_heads, width = rounded_up(a->dim), value_width = rounded_up(a->value_dim);
-    int64_t start = a->bounds[row], count = a->bounds[a->rows + row], total = start + count, queries = group * count;
-    int64_t offset = a->bounds[2 * a->rows + row], base = a->bounds[3 * a->rows + row], origin = total;
+/* One row of a bundle: its part of the scratch memory, and where its keys and values are. */
+typedef struct {
+    int64_t row, queries, from;       /* the queries before it in the bundle */
+    int64_t start, count, origin, span;
+    NAME(Tokens) keys, values;
+} NAME(Member);
+
+INLINE NAME(Member) NAME(member)(const Attention *a, int64_t row, int64_t head, int64_t from) {
+    int64_t start = a->bounds[row], count = a->bounds[a->rows + row], total = start + count;
+    int64_t offset = a->bounds[2 * a->rows + row], base = a->bounds[3 * a->rows + row], least = total;
     for (int64_t j = 0; j < count; j++) {
         int64_t first = NAME(sight)(a, row, j).first;
-        if (first < origin) origin = first;
+        if (first < least) least = first;
     }
-    int64_t least = origin;
-    origin = origin / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
-    int64_t span = rounded_up(total - origin), wide = width > value_width ? width : value_width;
-    float *query = scratch(queries * (width + span + value_width) + wide);
-    if (!query) return 1;
-    float *scores = query + queries * width, *sums = scores + queries * span, *zeros = sums + queries * value_width;
-    memset(sums, 0, (queries * value_width + wide) * sizeof(float));
-    NAME(Tokens) keys = {
+    int64_t origin = least / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
+    NAME(Member) made = {row, a->heads / a->kv_heads * count, from, start, count, origin, rounded_up(total - origin)};
+    made.keys = (NAME(Tokens)){
         (const T *)a->shared_key + base * a->shared_key_token + head * a->shared_key_head,
         (const T *)a->key + a->key_rows[row] + head * a->key_head,
-        a->shared_key_token, a->key_token, a->dim, offset, least, total, (const T *)zeros,
+        a->shared_key_token, a->key_token, a->dim, offset, least, total, NULL,
     };
-    NAME(Tokens) values = {
+    made.values = (NAME(Tokens)){
         (const T *)a->shared_value + base * a->shared_value_token + head * a->shared_value_head,
         (const T *)a->value + a->value_rows[row] + head * a->value_head,
-        a->shared_value_token, a->value_token, a->value_dim, offset, least, total, (const T *)zeros,
+        a->shared_value_token, a->value_token, a->value_dim, offset, least, total, NULL,
     };
-    const T *from = (const T *)a->query + a->query_rows[row] * a->query_token + head * group * a->query_head, *rows[LANES];
-    for (int64_t i = 0; i < queries; i++)
-        NAME(widened)(query + i * width, from + i / count * a->query_head + i % count * a->query_token, a->dim);
+    return made;
+}
 
-    for (int64_t t = 0; t < span; t += LANES) {
-        NAME(block)(rows, &keys, origin + t, &values, origin);
-        NAME(score)(rows, queries, query, scores + t, a->dim, width, span);
+INLINE void NAME(add_all_values)(int64_t queries, const T *rows[LANES], int64_t dim, const float *weights, float *sums,
+                                 int64_t width, int64_t span) {
+    int64_t i = 0;
+    for (; i + 4 <= queries; i += 4) NAME(add_values)(4, rows, dim, weights + i * span, sums + i * width, width, span);
+    for (; i + 2 <= queries; i += 2) NAME(add_values)(2, rows, dim, weights + i * span, sums + i * width, width, span);
+    for (; i < queries; i++) NAME(add_values)(1, rows, dim, weights + i * span, sums + i * width, width, span);
+}
+
+/* Weights [queries, span] of the queries of a bundle; see attend_bundle. */
+INLINE void NAME(score_bundle)(const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t head, int64_t together,
+                               const float *query, float *scores, int64_t span) {
+    int64_t group = a->heads / a->kv_heads, width = rounded_up(a->dim);
+    int64_t all = bundle[members - 1].from + bundle[members - 1].queries;
+    const T *rows[LANES];
+    for (int64_t t = 0; t < together; t += LANES) {
+        NAME(block)(rows, &bundle->keys, t, NULL, 0);
+        NAME(score)(rows, all, query, scores + t, a->dim, width, span);
     }
-    for (int64_t i = 0; i < queries; i++) {
-        float sink = a->sinks ? a->sinks[head * group + i / count] : -INFINITY;
-        NAME(soften)(a, scores + i * span, span, origin, NAME(sight)(a, row, i % count), start, count, sink);
+    for (const NAME(Member) *own = bundle; own < bundle + members; own++) {
+        int last = own + 1 == bundle + members;
+        const NAME(Tokens) *next = last ? &bundle->values : &own[1].keys;
+        float *theirs = scores + own->from * span;
+        for (int64_t t = together; t < own->span; t += LANES) {
+            NAME(block)(rows, &own->keys, own->origin + t, next, last ? bundle->origin : together);
+            NAME(score)(rows, own->queries, query + own->from * width, theirs + t, a->dim, width, span);
+        }
+        for (int64_t i = 0; i < own->queries; i++) {
+            float sink = a->sinks ? a->sinks[head * group + i / own->count] : -INFINITY;
+            NAME(Sight) seen = NAME(sight)(a, own->row, i % own->count);
+            NAME(soften)(a, theirs + i * span, own->span, own->origin, seen, own->start, own->count, sink);
+        }
     }
-    for (int64_t t = 0; t < span; t += LANES) {
-        NAME(block)(rows, &values, origin + t, NULL, 0);
-        int64_t i = 0, n = a->value_dim, to = value_width;
-        for (; i + 4 <= queries; i += 4) NAME(add_values)(4, rows, n, scores + i * span + t, sums + i * to, to, span);
-        for (; i + 2 <= queries; i += 2) NAME(add_values)(2, rows, n, scores + i * span + t, sums + i * to, to, span);
-        for (; i < queries; i++) NAME(add_values)(1, rows, n, scores + i * span + t, sums + i * to, to, span);
+}
+
+/* The sums of values [queries, width] by these weights. */
+INLINE void NAME(add_bundle)(const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t together,
+                             const float *scores, float *sums, int64_t span) {
+    int64_t width = rounded_up(a->value_dim), all = bundle[members - 1].from + bundle[members - 1].queries;
+    const T *rows[LANES];
+    for (int64_t t = 0; t < together; t += LANES) {
+        NAME(block)(rows, &bundle->values, t, NULL, 0);
+        NAME(add_all_values)(all, rows, a->value_dim, scores + t, sums, width, span);
     }
-    for (int64_t i = 0; i < queries; i++) {
-        T *out = (T *)a->out + ((a->query_rows[row] + i % count) * a->heads + head * group + i / count) * a->value_dim;
-        for (int64_t d = 0; d < a->value_dim; d++) out[d] = NAME(narrow)(sums[i * value_width + d]);
+    for (const NAME(Member) *own = bundle; own < bundle + members; own++) {
+        const NAME(Tokens) *next = own + 1 == bundle + members ? NULL : &own[1].values;
+        for (int64_t t = together; t < own->span; t += LANES) {
+            NAME(block)(rows, &own->values, own->origin + t, next, together);
+            NAME(add_all_values)(own->queries, rows, a->value_dim, scores + own->from * span + t, sums + own->from * width, width,
+                                 span);
+        }
+    }
+}
+
+/* One KV head of the rows of a bundle: the scores of all their queries, their softmax, the sums of values. Keys come in blocks of
+   LANES; behind the last there are zeros, which nobody sees. The blocks before key `together` are the same for all rows and are read
+   once. Returns 0, or 1: no memory. */
+static int NAME(attend_bundle)(const Attention *a, int64_t first, int64_t members, int64_t head, int64_t together) {
+    int64_t group = a->heads / a->kv_heads, width = rounded_up(a->dim), to = rounded_up(a->value_dim), all = 0, span = 0;
+    NAME(Member) bundle[BUNDLE];
+    for (int64_t m = 0; m < members; m++) {
+        bundle[m] = NAME(member)(a, first + m, head, all);
+        all += bundle[m].queries;
+        if (bundle[m].span > span) span = bundle[m].span;
+    }
+    int64_t wide = width > to ? width : to;
+    float *query = scratch(all * (width + span + to) + wide);
+    if (!query) return 1;
+    float *scores = query + all * width, *sums = scores + all * span, *zeros = sums + all * to;
+    memset(sums, 0, (all * to + wide) * sizeof(float));
+    for (int64_t m = 0; m < members; m++) {
+        NAME(Member) *own = bundle + m;
+        own->keys.zeros = own->values.zeros = (const T *)zeros;
+        const T *from = (const T *)a->query + a->query_rows[own->row] * a->query_token + head * group * a->query_head;
+        for (int64_t i = 0; i < own->queries; i++)
+            NAME(widened)(query + (own->from + i) * width, from + i / own->count * a->query_head + i % own->count * a->query_token,
+                          a->dim);
+    }
+    NAME(score_bundle)(a, bundle, members, head, together, query, scores, span);
+    NAME(add_bundle)(a, bundle, members, together, scores, sums, span);
+    for (int64_t m = 0; m < members; m++) {
+        const NAME(Member) *own = bundle + m;
+        for (int64_t i = 0; i < own->queries; i++) {
+            int64_t token = a->query_rows[own->row] + i % own->count;
+            T *out = (T *)a->out + (token * a->heads + head * group + i / own->count) * a->value_dim;
+            for (int64_t d = 0; d < a->value_dim; d++) out[d] = NAME(narrow)(sums[(own->from + i) * to + d]);
+        }
     }
     return 0;
 }
 
-/* Sets `failed` where there is no memory. */
+/* How many rows from `row` on, before `end`, share its prompt and are few enough queries to be worth reading it once. */
+INLINE int64_t NAME(members)(const Attention *a, int64_t row, int64_t end) {
+    const int32_t *counts = a->bounds + a->rows, *offsets = counts + a->rows, *bases = offsets + a->rows;
+    int64_t group = a->heads / a->kv_heads, queries = group * counts[row], next = row + 1;
+    if (a->window || offsets[row] < LANES || a->bounds[row] < offsets[row]) return 1;
+    while (next < end && bases[next] == bases[row] && offsets[next] == offsets[row] && a->bounds[next] >= offsets[row]) {
+        queries += group * counts[next];
+        if (queries > QUERIES) break;
+        next++;
+    }
+    return next - row;
+}
+
+/* Sets `failed` where there is no memory. Rows come in parts of at most BUNDLE, several for each thread where there are as many. */
 static void NAME(share_of_attend)(const Attention *a, int *failed) {
+    int64_t part = a->rows * a->kv_heads / (2 * a->threads);
+    part = part < 1 ? 1 : part > BUNDLE ? BUNDLE : part;
 #pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t head = 0; head < a->kv_heads; head++)
-            if (NAME(attend_head)(a, row, head)) {
+    for (int64_t begin = 0; begin < a->rows; begin += part)
+        for (int64_t head = 0; head < a->kv_heads; head++) {
+            int64_t end = begin + part < a->rows ? begin + part : a->rows, members;
+            for (int64_t row = begin; row < end; row += members) {
+                members = NAME(members)(a, row, end);
+                int64_t together = members > 1 ? a->bounds[2 * a->rows + row] / LANES * LANES : 0;
+                if (NAME(attend_bundle)(a, row, members, head, together)) {
 #pragma omp atomic write
-                *failed = 1;
+                    *failed = 1;
+                }
             }
+        }
 }
 
 /* Returns 0, or 1: no memory. */

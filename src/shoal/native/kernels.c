@@ -43,6 +43,8 @@ static inline uint16_t narrow_bfloat16(float x) {
 /* Sixteen lanes; the compiler cuts them up for processors with narrower registers. */
 #define LANES 16
 #define AHEAD 16 /* keys that memory is asked for before they are used */
+#define BUNDLE 8 /* rows that read their shared prompt together, at most, */
+#define QUERIES 64 /* and their queries of one KV head */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from sys import getsizeof
 
 from shoal.drafting.answer_file import AnswerFile
-from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
+from shoal.drafting.automaton import ROOT, TOKEN_BYTES, Place, SuffixAutomaton
+from shoal.drafting.text import NUMBER_BYTES, number_bytes
 from shoal.types.requests import Row
 
 LONGEST = 64
 """Most tokens of a row that are matched: longer matches say no more about what follows."""
+
+
+PLACE_BYTES = 9
+"""Of a token's place in a list, about."""
 
 
 class Answers:
@@ -34,7 +40,14 @@ class Answers:
 
     @property
     def bytes(self) -> int:
-        return self._automaton.bytes
+        """Memory that it takes, to a few percent."""
+        texts = [tokens for tokens, _ in self._texts]
+        return self._automaton.bytes + sum(map(getsizeof, texts)) + number_bytes(texts)
+
+    @staticmethod
+    def most_bytes(limit: int) -> int:
+        """The most that it takes."""
+        return TOKEN_BYTES * limit + (PLACE_BYTES + NUMBER_BYTES) * limit // 2
 
     def leave(self, row: Row, whole: bool) -> None:
         """A row has left; whole: its text is an answer."""

@@ -55,7 +55,7 @@ class SuffixDrafter(TextDrafter):
         self._texts: dict[int, GrowingTexts] = {}  # by the identity of the request, or of the row
         remembers = scope == "engine" or answers is not None
         self._answers = Answers(limit, answers) if remembers else None
-        self.keeps = Keeps(TOKEN_BYTES, tokens=limit, always=TOKEN_BYTES * limit if remembers else 0)
+        self.keeps = Keeps(TOKEN_BYTES, tokens=limit, always=Answers.most_bytes(limit) if remembers else 0)
 
     def _texts_of(self, row: Row) -> GrowingTexts:
         key = id(row) if self._scope == "row" else id(row.request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,16 @@ class TextDrafter(Drafter):
     @property
     def seconds_preparing(self) -> float:
         return self._preparing
+
+
+NUMBER_BYTES = 28
+"""Of a whole number of more than a byte."""
+
+
+def number_bytes(texts: Iterable[Iterable[int]], elsewhere: Iterable[Iterable[int]] = ()) -> int:
+    """Bytes of the different number objects in these texts that no text elsewhere has. Python has the numbers of a byte anyway."""
+    known = {id(token) for text in elsewhere for token in text}
+    return NUMBER_BYTES * len({id(token) for text in texts for token in text if token > 256} - known)
 
 
 def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from sys import getsizeof
 
 from shoal.drafting.paths import probable
 from shoal.drafting.playouts import explored
 from shoal.drafting.protocol import Keeps
-from shoal.drafting.recycling import RecyclingDrafter
-from shoal.drafting.text import Guess
+from shoal.drafting.recycling import NUMBERS_BYTES, PLACE_BYTES, RecyclingDrafter
+from shoal.drafting.text import Guess, number_bytes
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5
 """Counts of tokens never seen."""
 BACKED_OFF = 0.4
 """Factor of probabilities by the last token alone, as of "stupid backoff" (Brants et al. 2007)."""
-CONTEXT_BYTES = 600
-"""Of a context, about, with its tokens, their counts and its place in the table."""
-COUNT_BYTES = 104
-"""Of a count, about."""
+COUNT_BYTES = getsizeof(0.0)
 Context = tuple[int, ...]
 """The last two tokens, or the last."""
 
@@ -68,8 +66,11 @@ class Trigrams:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, about."""
-        return CONTEXT_BYTES * len(self.table) + COUNT_BYTES * sum(map(len, self.table.values()))
+        """Memory that it takes, to a few percent. Tokens that were read have their numbers elsewhere while their rows are here."""
+        known = self.table.values()
+        tables = getsizeof(self.table) + sum(map(getsizeof, self.table)) + sum(map(getsizeof, known))
+        numbers = number_bytes((*self.table, *known), elsewhere=(row.tokens for row in self.read))
+        return tables + COUNT_BYTES * sum(map(len, known)) + numbers
 
 
 class TrigramDrafter(RecyclingDrafter):
@@ -85,7 +86,8 @@ class TrigramDrafter(RecyclingDrafter):
     def __init__(self, scope: str = "group", k: int = 8, nodes: int = 8, limit: int = 1 << 15, playouts: int = 0) -> None:
         super().__init__(scope, k, nodes)
         self._limit, self._playouts = limit, playouts
-        most = CONTEXT_BYTES + 2 * k * COUNT_BYTES
+        counted = dict.fromkeys(range(2 * k), 0.0)
+        most = PLACE_BYTES + getsizeof((0, 0)) + getsizeof(counted) + 2 * k * NUMBERS_BYTES
         self.keeps = Keeps(2 * most, tokens=limit, always=most * limit if scope == "engine" else 0)
 
     def _new(self, request: Request) -> Trigrams:

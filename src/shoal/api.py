@@ -17,6 +17,7 @@ from torch import nn
 from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.names import drafting_of
 from shoal.drafting.other_vocabulary import Choice, model_drafter
 from shoal.drafting.protocol import Drafter
@@ -132,6 +133,8 @@ def load(
     for source, one in ((target, runner), (model, draft_runner)):
         if one is not None:
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
+    if draft_runner is not None:
+        exits_of(draft_runner)  # exits that it does not have are refused here
     if drafting is not None and isinstance(drafting, (*TRAINED, SelfDrafting)):
         drafting.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
     pair = Shoal(

@@ -63,6 +63,10 @@ def drafter(
         int | None,
         typer.Option(min=1, help="Hidden size. Without: a quarter of a target's of 2,048 or more, half from 1,024 on."),
     ] = None,
+    exits: Annotated[
+        list[int] | None,
+        typer.Option("--exits", min=1, help="Layers after which it shall draft, too, where it is sure. Repeatable."),
+    ] = None,
     samples: SamplesOption = 2400,
     new_tokens: NewTokensOption = 128,
     corpus_steps: Annotated[int, typer.Option("--corpus-steps", min=1, help="Of the optimiser in the first stage.")] = 320,
@@ -80,7 +84,8 @@ def drafter(
     from shoal.train.drafter import DrafterTrainer, DrafterTraining
 
     training = DrafterTraining(
-        samples=samples, new_tokens=new_tokens, steps=steps, corpus_steps=corpus_steps, layers=layers, width=width
+        samples=samples, new_tokens=new_tokens, steps=steps, corpus_steps=corpus_steps, layers=layers, width=width,
+        exits=tuple(exits or ()),
     )  # fmt: skip
     _train(DrafterTrainer(out, source, texts, documents, training, device), str(out), json_output)
 

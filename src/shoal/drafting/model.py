@@ -71,7 +71,7 @@ class ModelDrafter(Drafter):
             for row, length in zip(inputs.rows, before, strict=True):
                 self.runner.cache.rollback(self._slot(row), length)
             faults: Faults = {}
-            tree = self._drafted(inputs, _OrdinarySteps(self, inputs, faults), faults)
+            tree = self._drafted(inputs, OrdinarySteps(self, inputs, faults), faults)
         assert tree is not None
         self.leave_out(inputs.rows, inputs.lengths, before)
         return tree
@@ -239,27 +239,29 @@ def _drawable(tokens: Sequence[int]) -> list[int]:
     return list(itertools.takewhile(lambda token: token >= 0, tokens))
 
 
-class _OrdinarySteps:
+class OrdinarySteps:
     """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far.
 
     A step reads one value from the device, whether each row has a distribution (`probabilities`); a second where drafts may be
     shortened, and one more where a control reads what was drafted.
+
+    Attributes:
+        slots: of the rows. steps: made so far. last: tokens drawn in the step before, [rows]; None in the first.
     """
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
         self._drafter, self._rows, self._inputs, self._faults = drafter, inputs.rows, inputs, faults
-        self._slots = drafter.slots(inputs.rows)
+        self.slots = drafter.slots(inputs.rows)
         self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
         self._needs_q = needs_q(inputs)
         self._histories: list[list[int]] = [[] for _ in self._rows]
-        self._steps = 0
-        self._last: Tensor | None = None
-        """Tokens drawn in the step before, [rows]."""
+        self.steps = 0
+        self.last: Tensor | None = None
 
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> Drawn:
-        logits = self._drafter.of_target(self._logits(lengths))
-        positions = Positions(self._rows, self._histories, first=self._steps)
+        logits = self._drafter.of_target(self.logits(lengths))
+        positions = Positions(self._rows, self._histories, first=self.steps)
         found = draws(
             logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=self._needs_q,
             want_highest=self._inputs.stop is not None,
@@ -269,24 +271,28 @@ class _OrdinarySteps:
         if self._faults:
             sound = torch.tensor([row not in self._faults for row in self._rows], device=tokens.device)
             tokens, confidence = torch.where(sound | self._finite(logits), tokens, -1), torch.where(sound, confidence, 0.0)
-        self._last, self._steps = tokens, self._steps + 1
+        self.last, self.steps = tokens, self.steps + 1
         return Drawn(q, tokens, confidence)
 
     @staticmethod
     def _finite(logits: Tensor) -> Tensor:
         return logits.amax(-1).isfinite()
 
-    def _logits(self, lengths: Sequence[int]) -> Tensor:
+    def logits(self, lengths: Sequence[int]) -> Tensor:
         """Logits of the next position, [rows, vocab of the drafter]."""
-        runner, last = self._drafter.runner, self._last
+        runner, last = self._drafter.runner, self.last
         if last is None:
             return self._drafter.first_logits(self._inputs)
-        if self._reads_history:
-            for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
-                # What a row drafts beyond its own length is ignored, so no control may fail on it.
-                if self._steps < length:
-                    history.append(drawn)
+        self.note_history(last, lengths)
         block = last.clamp(min=0) if self._faults else last
         if self._drafter.shared:
             block = self._drafter.shared.of_draft(block)
-        return runner.feed(self._slots, block[:, None], self._ones)[:, -1]
+        return runner.feed(self.slots, block[:, None], self._ones)[:, -1]
+
+    def note_history(self, last: Tensor, lengths: Sequence[int]) -> None:
+        """Appends what was drawn, for controls that read it."""
+        if self._reads_history:
+            for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
+                # What a row drafts beyond its own length is ignored, so no control may fail on it.
+                if self.steps < length:
+                    history.append(drawn)

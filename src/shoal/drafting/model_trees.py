@@ -61,9 +61,10 @@ class ModelTrees:
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         from shoal.drafting.model import ModelDrafter
+        from shoal.drafting.multi_exit import MultiExitDrafter
         from shoal.drafting.tree_model import TreeDrafter
 
         assert isinstance(model, ModelDrafter)
-        if model.shared is not None or type(model) is not ModelDrafter:
+        if model.shared is not None or type(model) not in (ModelDrafter, MultiExitDrafter):
             raise UnsupportedModel(f"{self.source} has another tokenizer than {target.name}: it can draft chains, not trees")
         return TreeDrafter(model.runner, target.vocab_size, self.shape)

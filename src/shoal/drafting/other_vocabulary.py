@@ -21,6 +21,7 @@ from math import ceil
 
 from shoal.drafting.contexts import Contexts
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.slots import DraftSlots
 from shoal.drafting.string_rejection import ROOM, StringRejection
@@ -242,5 +243,8 @@ class OwnSlots(DraftSlots):
 def model_drafter(runner: Runner, vocab_size: int, proposable: Proposable, choice: Choice | None) -> ModelDrafter:
     """A draft model as a drafter, for a new engine. choice: by which method it drafts, where its tokenizer is another one."""
     if proposable.vocabularies is None or choice is None:
+        exits, enough = exits_of(runner) if proposable.shared is None else ([], 0.0)
+        if exits:
+            return MultiExitDrafter(runner.fork(), vocab_size, exits, enough)
         return ModelDrafter(runner.fork(), vocab_size, proposable.shared)
     return OtherVocabularyDrafter(runner.fork(), vocab_size, proposable.vocabularies, choice)

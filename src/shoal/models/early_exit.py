@@ -68,7 +68,8 @@ def _model_of(runner: Runner, layers: int) -> Any:
     """The Transformers model, made and tried once. Its config is the model's own, which tells layers how to attend."""
     known = _models.setdefault(runner.hf, {})
     if layers not in known:
-        known[layers] = _cut(runner, layers)
+        _place_of(runner)
+        known[layers] = shallow(runner.hf, layers)
         made = _layers_passed(runner, known[layers])
         if made != layers:
             del known[layers]
@@ -78,9 +79,14 @@ def _model_of(runner: Runner, layers: int) -> Any:
     return known[layers]
 
 
-def _cut(runner: Runner, layers: int) -> Any:
-    *path, last = _place_of(runner).split(".")
-    top = module = _shell(runner.hf)
+def shallow(hf: Any, layers: int) -> Any:
+    """A Transformers model of the model's first layers, its last norm and its head, which are its own modules. Raises
+    UnsupportedModel: its layers are not one list."""
+    place = _place_in(hf)
+    if not place:
+        raise UnsupportedModel(f"{type(hf).__name__} cannot leave after {layers} layers: its layers are no list of modules")
+    *path, last = place.split(".")
+    top = module = _shell(hf)
     for name in path:
         module._modules[name] = module = _shell(module._modules[name])
     module._modules[last] = nn.ModuleList(list(module._modules[last])[:layers])
@@ -96,19 +102,25 @@ def _shell(module: Any) -> Any:
 
 def _place_of(runner: Runner) -> str:
     """The name of the model's list of layers."""
-    if runner.hf not in _places:
-        config = runner.hf.config
+    place = _place_in(runner.hf)
+    if not place or not runner.can_be_cut:
+        why = "its layers are no list of modules" if runner.can_be_cut else "several processes share it"
+        raise UnsupportedModel(f"{runner.name} ({_kind(runner)}) cannot draft for itself: {why}")
+    return place
+
+
+def _place_in(hf: Any) -> str:
+    """The same; "" where there is no such list."""
+    if hf not in _places:
+        config = hf.config
         count = getattr(
             config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None
         )
-        lists = {name: len(module) for name, module in runner.hf.named_modules() if isinstance(module, nn.ModuleList)}
+        lists = {name: len(module) for name, module in hf.named_modules() if isinstance(module, nn.ModuleList)}
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         found = [name for name in outer if lists[name] == count]
-        if len(found) != 1 or not runner.can_be_cut:
-            why = "its layers are no list of modules" if runner.can_be_cut else "several processes share it"
-            raise UnsupportedModel(f"{runner.name} ({_kind(runner)}) cannot draft for itself: {why}")
-        _places[runner.hf] = found[0]
-    return _places[runner.hf]
+        _places[hf] = found[0] if len(found) == 1 else ""
+    return _places[hf]
 
 
 def _kind(runner: Runner) -> str:

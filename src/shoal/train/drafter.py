@@ -17,10 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.drafting.multi_exit import EXITS
+from shoal.errors import RequestError
+from shoal.models.early_exit import shallow
 from shoal.models.loading import eos_ids, load_tokenizer
 from shoal.problems.generator import generate
 from shoal.train.corpus import Tokens, stdlib_pieces
 from shoal.train.distil import acceptance, distillation_loss
+from shoal.train.loop import Loss
 from shoal.train.models import logits, next_token_loss
 from shoal.train.own_samples import SEED
 from shoal.train.shrink import small_model
@@ -37,11 +41,13 @@ class DrafterTraining(Training):
 
     Attributes:
         layers, width: of the drafter; None: see `shoal.train.shrink`. corpus_steps: of the optimiser in the corpus stage.
+        exits: layers after which it shall draft as well (S2D: `shoal.drafting.multi_exit`), rising.
     """
 
     layers: int | None = None
     width: int | None = None
     corpus_steps: int = 320
+    exits: tuple[int, ...] = ()
 
 
 class DrafterTrainer(StagedTrainer):
@@ -60,18 +66,33 @@ class DrafterTrainer(StagedTrainer):
         self._corpus = corpus
         digest = sha256("\0".join(corpus).encode()).hexdigest()[:16] if corpus else "built in"
         fixed = {"layers": training.layers, "width": training.width, "corpus": digest, "corpus_steps": training.corpus_steps}
+        fixed |= {"exits": list(training.exits)} if training.exits else {}
         super().__init__(out, source, prompts, training, device, **fixed)
 
     def made(self) -> Any:
-        model = small_model(self.target, self.training.layers, self.training.width, SEED)
+        model: Any = small_model(self.target, self.training.layers, self.training.width, SEED)
+        exits, depth = self.training.exits, model.config.num_hidden_layers
+        if exits:
+            if list(exits) != sorted({*exits}) or not 0 < exits[0] <= exits[-1] < depth:
+                raise RequestError(f"exits must be rising numbers of layers in 1..{depth - 1}, got {list(exits)}")
+            setattr(model.config, EXITS, list(exits))
         self._tokenizer = load_tokenizer(self.source_name)
         return model
 
     def planned(self) -> Sequence[Stage]:
         return [
-            Stage("corpus", next_token_loss, self.corpus, self.training.corpus_steps),
-            Stage("distillation", distillation_loss(self.target), self._own, self.training.steps, DISTIL_LR),
+            Stage("corpus", self._at_exits(next_token_loss), self.corpus, self.training.corpus_steps),
+            Stage("distillation", self._at_exits(distillation_loss(self.target)), self._own, self.training.steps, DISTIL_LR),
         ]
+
+    def _at_exits(self, loss: Loss) -> Loss:
+        """The mean over all exits and the whole model (S2D, Kavehzadeh et al. 2024, arXiv 2407.01955)."""
+        exits = self.training.exits
+        if not exits:
+            return loss
+        return lambda model, tokens: torch.stack(
+            [loss(one, tokens) for one in (*(shallow(model, layers) for layers in exits), model)]
+        ).mean()
 
     def _own(self) -> Tokens:
         return self.samples.tokens(held_out=False)
@@ -89,8 +110,10 @@ class DrafterTrainer(StagedTrainer):
         return found
 
     def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A model drafts at any distance as it does at the first: one position stands for all."""
-        return [(logits(self.model, tokens), logits(self.target, tokens))]
+        """A model drafts at any distance as it does at the first: one position stands for all. With exits, one for each, the whole
+        model last."""
+        models = [*(shallow(self.model, layers) for layers in self.training.exits), self.model]
+        return [(logits(model, tokens), logits(self.target, tokens)) for model in models]
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
         """What is drawn from q is accepted with the probability sum min(p, q)."""

@@ -8,7 +8,8 @@ computed once without gradients, and its keys and values are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from torch.nn import functional as F
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.ppd import FILE, TENSOR
 from shoal.train.heads import DECAY, HeadsTrainer
+from shoal.train.stages import Stage
 
+LR = 10.0
+"""Times the usual learning rate, which is that of whole tables: a few vectors have to go further."""
 PLACES = 64
 """Places of a window, evenly spread, where prompt tokens stand; less in short windows."""
 
@@ -52,6 +56,9 @@ class PpdTrainer(HeadsTrainer):
         ).logits.unflatten(1, (len(places), count))  # fmt: skip
         for i in range(count):
             yield said[:, :, i], found.logits[:, places + 1 + i]
+
+    def planned(self) -> Sequence[Stage]:
+        return [replace(stage, lr=LR) for stage in super().planned()]
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
         passes = self._said(heads, tokens)

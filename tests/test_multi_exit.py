@@ -88,7 +88,7 @@ def drafter_of(model: Runner, enough: float, kind: type[MultiExitDrafter] = Mult
 @torch.inference_mode()
 def test_drafts_are_those_of_the_first_exit_that_is_sure(target: Runner, model: Runner) -> None:
     """By its definition on the whole row, in ragged batches with joins, cancellations and moves."""
-    drafter = drafter_of(model, 0.35, Recorder)
+    drafter = drafter_of(model, 0.7, Recorder)
     engine, _ = run(target, drafter, Rejection(), 2.0, 4, k=4, sharing="copied")
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert len(drafter.proposals) > 20
@@ -98,10 +98,10 @@ def test_drafts_are_those_of_the_first_exit_that_is_sure(target: Runner, model: 
         said = {layers: head_of(model)(states[layers])[len(tokens) - 1 :] for layers in EXITS}
         said[3] = model.hf(torch.tensor([[*tokens, *draft[:-1]]])).logits[0, len(tokens) - 1 :]
         for place, own in enumerate(q):
-            exit = next((layers for layers in EXITS if float(said[layers][place].softmax(-1).max()) >= 0.35), 3)
+            exit = next((layers for layers in EXITS if float(said[layers][place].softmax(-1).max()) >= 0.7), 3)
             used[exit] += 1
             assert float((own - (said[exit][place] / 2.0).softmax(-1)).abs().max()) < 1e-4
-    assert all(count > 5 for count in used.values())
+    assert min(used.values()) > 0
     assert all(drafter.used[layers] >= count for layers, count in used.items())
 
 
@@ -117,7 +117,7 @@ def test_thresholds_are_the_models_between(target: Runner, quick: Runner) -> Non
     assert drafter.used[2] == 0
     assert drafter.used[3] <= 9  # whose first pass makes the layers of the cache
     assert drafter.used[1] > 30
-    some = [run(target, drafter_of(quick, enough), Rejection(), 1.5)[0].stats for enough in (0.0, 0.3, 0.5, 1.1)]
+    some = [run(target, drafter_of(quick, enough), Rejection(), 1.5)[0].stats for enough in (0.0, 0.6, 0.8, 1.1)]
     assert all(a.draft_passes < b.draft_passes for a, b in pairwise(some))
     assert first.stats.draft_passes / first.stats.rounds < 1.1 * model.stats.draft_passes / model.stats.rounds
 
@@ -128,7 +128,7 @@ def test_thresholds_are_the_models_between(target: Runner, quick: Runner) -> Non
 @pytest.mark.parametrize("max_batch", [1, 3, 9])
 def test_tokens_are_those_of_plain_decoding(target: Runner, quick: Runner, max_batch: int) -> None:
     for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 1.5)):
-        engine, found = run(target, drafter := drafter_of(quick, 0.35), rule, temperature, max_batch)
+        engine, found = run(target, drafter := drafter_of(quick, 0.7), rule, temperature, max_batch)
         assert found == run(target, None, rule, temperature, max_batch)[1]
         assert engine.stats.drafted > engine.stats.accepted > 0
         assert min(drafter.used[layers] for layers in (1, 2, 3)) > 0
@@ -163,7 +163,7 @@ def test_tokens_have_the_law_of_the_target(kind: type[MultiExitDrafter]) -> None
 
 
 def test_the_protocol_is_kept(target: Runner, quick: Runner) -> None:
-    assert check_drafter(lambda: drafter_of(quick, 0.35), V, target=target) > 20
+    assert check_drafter(lambda: drafter_of(quick, 0.7), V, target=target) > 20
 
 
 def test_rows_that_always_leave_early_are_brought_up_to_date(target: Runner, quick: Runner) -> None:
@@ -238,4 +238,4 @@ def test_a_drafter_is_trained_with_exits(small: None, tmp_path: Path) -> None:
         assert found.stats.drafted > 0
     for exits in ((3,), (2, 1)):
         with pytest.raises(RequestError, match=r"exits must be rising numbers of layers in 1\.\.2"):
-            trainer(exits, tmp_path / "other").prepare()
+            trainer(exits, tmp_path / f"other{len(exits)}").prepare()

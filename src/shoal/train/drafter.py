@@ -66,7 +66,7 @@ class DrafterTrainer(StagedTrainer):
         self._corpus = corpus
         digest = sha256("\0".join(corpus).encode()).hexdigest()[:16] if corpus else "built in"
         fixed = {"layers": training.layers, "width": training.width, "corpus": digest, "corpus_steps": training.corpus_steps}
-        fixed |= {"exits": list(training.exits)} if training.exits else {}
+        fixed |= {"exits": " ".join(map(str, training.exits))} if training.exits else {}
         super().__init__(out, source, prompts, training, device, **fixed)
 
     def made(self) -> Any:

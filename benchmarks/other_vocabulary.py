@@ -1,10 +1,10 @@
-"""Tokens per target pass of a drafter with another tokenizer, by TLI and by SLEM: counts alone, no times.
+"""Tokens per target pass of drafters with another tokenizer, by TLI, SLEM and SLRS: counts alone, no times.
 
     python benchmarks/other_vocabulary.py WORK
 
-Trains the drafter first, in a few minutes, if there is none in WORK yet: the bundled drafter's shape and a part of its corpus, its
-own tokenizer of 1,536 tokens, split as GPT-2 splits texts. The bundled drafter, beside it, was trained for longer, and distilled
-from the target.
+Trains the drafters first, in a few minutes each, if there are none in WORK yet, on a part of the bundled drafter's corpus: one of
+its shape, with a tokenizer of 1,536 tokens, split as GPT-2 splits texts, and one of two layers whose tokens are bytes. The bundled
+drafter, beside them, was trained for longer, and distilled from the target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import shoal
-from shoal.drafting.other_vocabulary import SLEM, TLI, Choice
+from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, Choice, Tally
 from shoal.models.loading import bundled
 from shoal.problems.generator import generate
 from shoal.train.corpus import CorpusSize, Windows, build_corpus, pack
@@ -33,33 +33,40 @@ from shoal.train.tokenizer import END, PAD
 SEED = 20
 SCALE = 0.3
 """Of the bundled pair's corpus."""
-VOCABULARY = 1536
+VOCABULARIES = {"other": 1536, "bytes": 258}
+"""Tokens of each drafter, the two special ones included."""
+LAYERS = {"other": 1, "bytes": 2}
+METHODS: dict[str, list[list[str]]] = {
+    "bundled": [[]],
+    "other": [[TLI], [SLEM], [TLI, SLEM]],
+    "bytes": [[TLI], [SLEM], [SLRS], [SLRS, SLEM]],
+}
 
 
-def own_tokenizer(texts: list[str]) -> Any:
-    """Byte-level BPE of other pieces than the bundled one's."""
+def own_tokenizer(texts: list[str], size: int) -> Any:
+    """Byte-level BPE of other pieces than the bundled one's; without merges where only bytes have room."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     sample = random.Random(SEED).sample(texts, len(texts) // 3)
     made.train_from_iterator(
-        sample, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=alphabet)
+        sample, trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD], initial_alphabet=alphabet)
     )
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=PAD)
 
 
-def train(work: Path, steps: int) -> None:
-    """Writes WORK/other, with a model and its tokenizer."""
+def train(work: Path, name: str, steps: int) -> None:
+    """Writes WORK/NAME, with a model and its tokenizer."""
     size = CorpusSize(**{name: max(1, round(count * SCALE)) for name, count in asdict(CorpusSize()).items()})
     texts = build_corpus(size, SEED).train
-    tokenizer = own_tokenizer(texts)
+    tokenizer = own_tokenizer(texts, VOCABULARIES[name])
     own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(**{**drafter_config().to_dict(), **own})
-    trainer = Trainer(build(config, SEED), next_token_loss, work / "other.pt")
+    config = LlamaConfig(**{**drafter_config().to_dict(), **own, "num_hidden_layers": LAYERS[name]})
+    trainer = Trainer(build(config, SEED), next_token_loss, work / f"{name}.pt")
     trainer.train(Windows(pack(texts, tokenizer.backend_tokenizer), 256, 8, SEED), Schedule(steps))
-    trainer.model.to(torch.bfloat16).save_pretrained(work / "other")
-    tokenizer.save_pretrained(work / "other")
+    trainer.model.to(torch.bfloat16).save_pretrained(work / name)
+    tokenizer.save_pretrained(work / name)
 
 
 def main() -> None:
@@ -70,21 +77,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("-n", type=int, default=8)
     parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("--drafters", nargs="+", choices=METHODS, default=list(METHODS))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    if not (given.work / "other" / "config.json").exists():
-        train(given.work, given.steps)
+    for name in VOCABULARIES.keys() & set(given.drafters):
+        if not (given.work / name / "config.json").exists():
+            train(given.work, name, given.steps)
     prompts = [problem.prompt for problem in generate(SEED, given.prompts, "templates")]
     columns = ("drafter", "rule", "T", "tokens/pass", "drafted/pass", "accepted", "draft passes/pass")
-    table = Table(*(Column(name, no_wrap=True) for name in columns))
-    for name, methods in (("bundled", []), ("other", [TLI]), ("other", [SLEM]), ("other", [TLI, SLEM])):
+    table = Table(*(Column(column, no_wrap=True) for column in columns))
+    for name, methods in ((one, methods) for one in given.drafters for methods in METHODS[one]):
         draft = bundled("drafter") if name == "bundled" else given.work / name
         pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=given.n)
         for rule, temperature in (("rejection", 0.0), ("rejection", 0.8), ("coupled", 0.8)):
             if pair.vocabularies is not None and pair.choice is not None:
-                whole = Choice.of(pair.vocabularies, pair.choice.cost)
-                whole.methods = {method: whole.methods[method] for method in methods}
-                pair.choice = whole
+                pair.choice = Choice(pair.choice.cost, {method: Tally() for method in methods})
             stats = pair.generate(
                 prompts, given.n, temperature=temperature, seed=0, rule=rule, lookahead=given.k, max_new_tokens=128
             ).stats

@@ -129,6 +129,21 @@ def test_a_wrong_psi_is_noticed() -> None:
     assert value < ALPHA
 
 
+def test_the_choice_knows_nothing_of_drafts_that_were_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes depend on what is drawn; the cost that methods are compared by does not."""
+    monkeypatch.setattr(string_rejection, "LIKELY", 0.55)
+    drafter = drafter_of(table_model(SAYS), len(VOCAB), letters(VOCAB, LETTERS), SLRS)
+    seen: set[int] = set()
+    costs: set[int] = set()
+    for _ in range(12):
+        before = drafter.runner.passes
+        _, rows = proposed(drafter, 1, 4)
+        seen.add(drafter.runner.passes - before)
+        costs.add(drafter._passes)
+        drafter.end(rows)
+    assert len(seen) > 1 == len(costs)
+
+
 def test_what_every_drafter_must_keep_to() -> None:
     found = letters(VOCAB, LETTERS)
     draft = scripted(hashed(len(LETTERS)), len(LETTERS))

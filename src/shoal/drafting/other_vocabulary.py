@@ -159,7 +159,7 @@ class OtherVocabularyDrafter(ModelDrafter):
             tree = super().propose(inputs)
             for row, drafts in zip(inputs.rows, tree.drafts, strict=True):
                 self.contexts.of(row).drafted = [self.contexts.same[token] for token in drafts]
-        self._passes = self.runner.passes
+        self._passes = self.runner.passes if rejection is None else rejection.passes(inputs.lengths)
         self._asked = {row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length}
         return tree
 

@@ -92,6 +92,11 @@ class StringRejection:
         """Tokens of the drafter that drafts of these lengths take, with what is looked at."""
         return self._most(lengths) + ROOM
 
+    def passes(self, lengths: Sequence[int]) -> int:
+        """Of the drafter for drafts of these lengths in a usual text. How many they were depends on what was drawn, drafts that are
+        thrown away included: a choice of later rounds by that would bend the distribution."""
+        return ceil((1 + self._ratio) * max(lengths))
+
     def _most(self, lengths: Sequence[int]) -> int:
         return ceil(2 * self._ratio * max(lengths))
 

@@ -186,7 +186,7 @@ def test_the_transformers_entry_takes_a_drafter_with_another_tokenizer(
             target.generate(ids, **sampled, custom_generate=shoal.custom_generate, draft_model=bigger)
 
 
-def test_typical_acceptance_by_every_entry(
+def test_typical_acceptance_of_batches_and_the_transformers_entry(
     places: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which says that it is lossy."""

@@ -21,7 +21,10 @@ from shoal.drafting import hidden
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.growth import Node
 from shoal.drafting.names import named
-from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.shapes import shape_of
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import Eagle3
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
@@ -216,7 +219,7 @@ def test_layers_that_are_read() -> None:
 
 
 @RULES
-@pytest.mark.parametrize(("max_batch", "tree"), [(1, ""), (3, ""), (9, ""), (3, "rsd-s")])
+@pytest.mark.parametrize(("max_batch", "tree"), [(1, ""), (3, ""), (9, ""), (3, "rsd-s"), (33, "dyspec")])
 def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, tree: str, rule: Rule) -> None:
     """Greedy; under the coupled rule at T > 0 as well."""
     for temperature in (0.0, 2.0) if isinstance(rule, Coupled) else (0.0,):
@@ -276,10 +279,18 @@ def test_a_wrong_q_is_noticed() -> None:
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
 
 
-def test_the_protocol_is_kept() -> None:
+@pytest.mark.parametrize("shape", ["", "rsd-s", "union"])
+def test_the_protocol_is_kept(shape: str) -> None:
     heads = random_heads(SMALL | {"vocab_size": 5, "draft_vocab_size": 5}, 3 * 5, 5, own=True).double()
     target = table_model(torch.full((5, 5), 0.2))
-    assert check_drafter(lambda: Eagle3Drafter(heads, (0, 1, 2), target), 5) > 20
+
+    def made() -> Drafter:
+        if not shape:
+            return Eagle3Drafter(heads, (0, 1, 2), target)
+        trees = Eagle3TreeDrafter(heads, (0, 1, 2), target, shape=shape_of("rsd-s", 2, 5))
+        return trees if shape == "rsd-s" else SumDrafter([SuffixDrafter("engine", nodes=6)], trees)
+
+    assert check_drafter(made, 5) > 20
 
 
 def test_names(place: Path) -> None:

@@ -20,6 +20,8 @@ from shoal.drafting import hidden
 from shoal.drafting.medusa import MedusaDrafter, MedusaHeads
 from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import Medusa
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
@@ -133,6 +135,11 @@ def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: p
 @pytest.mark.parametrize("nodes", [0, 6], ids=["chains", "trees"])
 def test_the_protocol_is_kept(nodes: int) -> None:
     assert check_drafter(lambda: MedusaDrafter(guessing(V, V), 1, nodes), V) > 20
+    text = nodes and 4
+    assert (
+        check_drafter(lambda: SumDrafter([SuffixDrafter("engine", nodes=text)], MedusaDrafter(guessing(V, V), 1, nodes)), V)
+        > 20
+    )
 
 
 def test_states_that_are_nan_propose_nothing() -> None:
@@ -215,7 +222,7 @@ def test_names() -> None:
         ("medusa:/nowhere", "no heads in '/nowhere': expected its config.json; `shoal train medusa` makes such a directory"),
         ("medusa:/nowhere,nodes=64", "medusa needs nodes in 0..63, got 64"),
         ("medusa:/nowhere,node=6", "medusa has no option 'node': it has nodes, as in medusa:DIR,nodes=16"),
-        ("suffix+medusa:x", "a sum is a drafter and a draft model"),
+        ("suffix+medusa:x", "no heads in 'x'"),
         ("meduza:x", "did you mean 'medusa'?"),
     ):
         with pytest.raises(RequestError) as raised:

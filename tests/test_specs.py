@@ -76,7 +76,6 @@ def test_names_and_options() -> None:
         ("suffix+gpt2+org/model", "a sum is a drafter and a draft model"),
         ("suffix+auto+org/model", "a sum has each drafter once"),
         ("suffix+auto", "a sum is a drafter and a draft model"),
-        ("suffix:nodes=4+org/model", "a sum proposes chains: leave out nodes"),
         ("suffix:nods=4+org/model", "suffix has no option 'nods'"),
         ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
     ],

@@ -365,7 +365,6 @@ def test_names() -> None:
         ("bundled:tree=rsd-s,width=9,nodes=8", "at least its width"),
         ("bundled:tree=dyspec,width=2", "a dyspec tree has no width"),
         ("bundled:tree=rsd-s,depth=3", "has no option 'depth'"),
-        ("suffix+bundled:tree=rsd-s", "are those of a draft model"),
         (":tree=rsd-s", "are those of a draft model"),
     ],
 )

@@ -67,14 +67,19 @@ def gamma_of(p: tuple[float, ...], q: tuple[float, ...], k: int) -> float:
     return float(gamma(both[0], both[1], torch.tensor([k]))[0])
 
 
-def thresholds(choice: Choice, p: Sequence[float], q: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Where the decision on these draws steps, in [0, 1): by the rules' formulas, one probability after the other."""
+def thresholds(
+    choice: Choice, p: Sequence[float], q: Sequence[float], tokens: Sequence[int], sampled: int = 99
+) -> list[float]:  # fmt: skip
+    """Where the decision on these draws steps, in [0, 1): by the rules' formulas, one probability after the other. Draws behind the
+    first `sampled` are point masses."""
     if choice is accept_independent:
         scale = gamma_of(tuple(p), tuple(q), len(tokens))
         each = [1.0 if p[x] >= 1 else min(1.0, p[x] / (scale * q[x])) for x in tokens]
     else:
         each, left, drawn = [], list(p), list(q)
-        for x in tokens:
+        for place, x in enumerate(tokens):
+            if place >= sampled:
+                drawn = [float(x == token) for token in range(len(p))]
             each.append(min(1.0, left[x] / drawn[x]) if drawn[x] else float(left[x] > 0))
             rest = [max(a - b, 0.0) for a, b in zip(left, drawn, strict=True)]
             left = [value / sum(rest) for value in rest] if sum(rest) > 0 else left
@@ -196,6 +201,7 @@ class Tree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.draws: list[list[int]] = [[]]
+        self.sampled: list[list[int]] | None = None  # of the only row, as in `Siblings`
         self.last = [0]  # tokens by column
 
     def draw(self, column: int) -> int:
@@ -266,7 +272,8 @@ def round_of(grown: Sequence[Tree], q: Tensor, p: Tensor) -> tuple[DraftTree, Sc
     """Trees, one per row, as a drafter proposes them, and what a target of the Markov table p says of them."""
     tree = DraftTree.of([one.tokens for one in grown], [one.parents for one in grown])
     contexts = [[last if draws else -1 for last, draws in zip(one.last, one.draws, strict=True)] for one in grown]
-    siblings = Siblings(q, contexts, [one.draws for one in grown], grown[0].independent)
+    sampled = None if grown[0].sampled is None else [one.sampled[0] for one in grown if one.sampled]
+    siblings = Siblings(q, contexts, [one.draws for one in grown], grown[0].independent, sampled)
     tree = DraftTree(tree.tokens, tree.lengths, None, tree.drafts, tree.parents, 0, siblings)
     request = Request((0,), 1, Sampling())
     rows = [Row(request, 0, 0, 0, [0], frozenset(), 99) for _ in grown]
@@ -286,7 +293,8 @@ def committed(p: Tensor, q: Tensor, shape: Callable[[Tree], None], independent: 
         while tree.draws[column]:  # along the path that these uniforms accept
             tokens = [tree.tokens[node] for node in tree.draws[column]]
             before = tree.last[column]
-            steps = thresholds(choice, p[before].tolist(), q[before].tolist(), tokens)
+            sampled = 99 if tree.sampled is None else tree.sampled[0][column]
+            steps = thresholds(choice, p[before].tolist(), q[before].tolist(), tokens, sampled)
             widths = [end - start for start, end in itertools.pairwise(steps)]
             step = pick(widths)
             at.append((steps[step] + steps[step + 1]) / 2)

@@ -22,7 +22,7 @@ from shoal.drafting.names import drafting_of
 from shoal.drafting.other_vocabulary import Choice, model_drafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.self_drafting import SelfDrafting
-from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting
+from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting, Sum
 from shoal.drafting.stored import require_tokenizer
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import TRAINED
@@ -135,8 +135,9 @@ def load(
             choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
-    if drafting is not None and isinstance(drafting, (*TRAINED, SelfDrafting)):
-        drafting.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
+    alone = drafting.last if isinstance(drafting, Sum) else drafting
+    if alone is not None and isinstance(alone, (*TRAINED, SelfDrafting)):
+        alone.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
     pair = Shoal(
         runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting,
         proposable=proposable,

@@ -141,6 +141,11 @@ class ModelDrafter(Drafter):
         for row in self._slots.known(rows):
             self.runner.cache.rollback(self._slot(row), min(self._held(row), self._kept(row)))
 
+    def roll_back(self, row: Row, tokens: int) -> None:
+        """Forgets what it holds of a row beyond so many tokens."""
+        if row in self._slots.known([row]):
+            self.runner.cache.rollback(self._slot(row), min(self._held(row), tokens))
+
     def end(self, rows: Sequence[Row]) -> None:
         """Their slots are free; what they hold of prompts is still of use."""
         self._slots.leave(rows)

@@ -1,9 +1,9 @@
 """What the text of `draft=` and `--draft` means.
 
-It names a drafter if its first word, up to a colon, is in `DRAFTINGS` (`ngram:min=2`), a sum if more of these and a model's name
-follow, with a plus between them (`suffix+DIR`, `auto+DIR`), trained heads if that word is in `HEADS` (`medusa:DIR`), a model that
-drafts trees if `:tree=` stands in it; `auto` is the drafter for a target without one; every other text names a model. Torch is not
-imported, so that a command line is refused at once.
+It names a drafter if its first word, up to a colon, is in `DRAFTINGS` (`ngram:min=2`), a sum if more of these and the name of a
+model or of trained heads follow, with a plus between them (`suffix+DIR`, `suffix+medusa:DIR`, `auto+DIR`), trained heads if that
+word is in `HEADS` (`medusa:DIR`), a model that drafts trees if `:tree=` stands in it; `auto` is the drafter for a target without
+one; every other text names a model. Torch is not imported, so that a command line is refused at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from shoal.drafting.model_trees import ModelTrees
 from shoal.drafting.specs import AUTO, BUNDLED, DRAFTINGS, SELF, Drafting, Given, Suffix, Sum
 from shoal.drafting.trained import HEADS, heads_in
 from shoal.errors import RequestError
+
+IN_SUMS = ("medusa", "eagle3")
+"""Trained heads that may be the last part of a sum."""
 
 
 def drafting_of(draft: object) -> Drafting | None:
@@ -36,12 +39,12 @@ def named(text: str) -> Drafting | None:
     Raises:
         RequestError: an unknown drafter or option, a wrong value, or a directory that has the name of a drafter.
     """
-    model, tree, options = text.rpartition(":tree=")
-    if tree:
-        return _trees(text, model, f"tree={options}")
     head, plus, _ = text.partition("+")
     if plus and head.partition(":")[0] in {*DRAFTINGS, AUTO}:
         return _sum(text)
+    model, tree, options = text.rpartition(":tree=")
+    if tree:
+        return _trees(text, model, f"tree={options}")
     if text == AUTO and not Path(text).exists():
         return Suffix()
     name, colon, options = text.partition(":")
@@ -77,15 +80,31 @@ def _heads(name: str, text: str) -> Drafting:
 def _sum(text: str) -> Sum:
     *heads, source = text.split("+")
     names = [head.partition(":")[0] for head in heads]
-    if not source or source.partition(":")[0] in {*DRAFTINGS, *HEADS, AUTO} or not {*names} <= {*DRAFTINGS, AUTO} - {SELF}:
+    word, colon, options = source.partition(":")
+    is_heads = word in IN_SUMS and bool(colon)
+    if not source or (word in {*DRAFTINGS, *HEADS, AUTO} and not is_heads) or not {*names} <= {*DRAFTINGS, AUTO} - {SELF}:
         raise RequestError(f"a sum is a drafter and a draft model, as in suffix+DIR, got {text!r}")
     texts = [DRAFTINGS["suffix"]() if head == AUTO else named(head) for head in heads]
     kinds = [type(one) for one in texts]
     if len({*kinds}) < len(kinds):
         raise RequestError(f"a sum has each drafter once, got {text!r}")
+    given = tuple(
+        one if "nodes=" in head or not getattr(one, "nodes", 0) else replace(one, nodes=0)  # type: ignore[type-var]
+        for head, one in zip(heads, texts, strict=True)
+        if one is not None
+    )
+    if is_heads:
+        return Sum(given, None, _heads(word, options))
+    last = named(source) if ":tree=" in source else None
+    if isinstance(last, ModelTrees):
+        if last.tree == "k-seq":
+            raise RequestError(
+                f"k-seq trees are drawn independently, and nothing can be joined to them: take rsd-s in {text!r}"
+            )
+        return Sum(given, last.source, last)
     _require_one_bundled(source)
     _require_no_heads(source)
-    return Sum(tuple(_chains(one, text) if getattr(one, "nodes", 0) else one for one in texts if one is not None), source)
+    return Sum(given, source)
 
 
 def _trees(text: str, source: str, options: str) -> ModelTrees:
@@ -104,14 +123,6 @@ def _require_one_bundled(source: str) -> None:
         raise RequestError(
             f"{source!r} means the bundled draft model, and is a directory here: write ./{source} for the directory"
         )
-
-
-def _chains(drafting: Any, text: str) -> Drafting:
-    """The same without trees, which it has by itself. Raises RequestError: they were asked for."""
-    if "nodes=" in text:
-        raise RequestError(f"a sum proposes chains: leave out nodes in {text!r}")
-    chained: Drafting = replace(drafting, nodes=0)
-    return chained
 
 
 def _require_model_name(text: str, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.drafting.model_trees import MOST_NODES, ModelTrees
 from shoal.drafting.self_drafting import SelfDrafting
-from shoal.errors import RequestError
+from shoal.errors import RequestError, UnsupportedModel
 
 if TYPE_CHECKING:
     from shoal.drafting.protocol import Drafter
@@ -195,32 +195,39 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True)
 class Sum:
-    """Drafters without a model for the rows where they are sure, a draft model for the others.
+    """Drafters without a model for the rows where they are sure, a draft model or trained heads for the others; or trees of both.
 
     Attributes:
-        texts: propose chains; the first that is sure of a row does. source: the model's Hub id, directory or `BUNDLED`.
+        texts: propose chains, and the first that is sure of a row does; or trees, where they have nodes, which are joined to those
+            of the last one. source: of a draft model, its Hub id, directory or `BUNDLED`; None without one.
+        last: trained heads, or how the model drafts trees; None = the model drafts chains.
     """
 
     texts: tuple[Drafting, ...]
-    source: str
+    source: str | None
+    last: Drafting | None = None
 
     @property
     def name(self) -> str:
-        return "+".join([*(text.name for text in self.texts), "model"])
+        return "+".join([*(text.name for text in self.texts), "model" if self.last is None else self.last.name])
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
+        from shoal.drafting.other_vocabulary import OtherVocabularyDrafter
         from shoal.drafting.sums import SumDrafter
         from shoal.drafting.text import TextDrafter
 
         made = [text.drafter(target) for text in self.texts]
         texts = [text for text in made if isinstance(text, TextDrafter)]
         assert len(texts) == len(made)
-        assert model is not None
-        return SumDrafter(texts, model)
+        last = model if self.last is None else self.last.drafter(target, model)
+        assert last is not None
+        if any(text.max_nodes for text in texts) and isinstance(last, OtherVocabularyDrafter):
+            raise UnsupportedModel(f"{self.source} has another tokenizer than {target.name}: leave out nodes in {self.name}")
+        return SumDrafter(texts, last)
 
 
 WITH_MODEL = (Sum, ModelTrees)
-"""Draftings whose `source` is a draft model."""
+"""Draftings whose `source` is a draft model, or None."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Several drafters as one: those that read text where they are sure, the last one for all other rows.
 
-Chains only. Where the last one's drafts are verified by their q, those of the others have one too: a point mass, which is what they
-were drawn from.
+Those that read text and propose chains do so for rows of which they are sure, and the last one for the others. Trees of text
+(`max_nodes` more than 0) are joined to what the last one proposes for the same row (`shoal.drafting.grafting`). Where the last
+one's drafts are verified by their q, those of the others have one too: a point mass, which is what they were drawn from.
 
 Which of them may propose in a round is said by `use`: a controller that measures what each of them costs and brings
 (`shoal.lookahead.choosing`) leaves one, or all. Who proposes for a row where several may is decided by what came of the first
@@ -18,21 +19,25 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.first_tokens import FirstTokens
+from shoal.drafting.grafting import grafted
+from shoal.drafting.model import ModelDrafter, needs_q
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
+from shoal.sampling.uniforms import tree_uniforms
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree, chains
+from shoal.types.trees import MOST_NODES, DraftTree, chains
 
 
 class SumDrafter(Drafter):
     """Several drafters as one.
 
     Args:
-        texts: propose chains, the first that is sure of a row for it. model: drafts for the rows of which none is sure.
+        texts: propose chains, the first that is sure of a row for it, or trees, which are joined to the model's. model: drafts for
+            the rows of which none is sure.
 
     Attributes:
         choices: names of what may propose in a round: one of the drafters, or all of them.
@@ -46,6 +51,12 @@ class SumDrafter(Drafter):
         self.keeps = _common([member.keeps for member in self._members])
         self.choices = [*self._names, "+".join(self._names)]
         self._used = list(range(len(self._members)))
+        joined = [text.max_nodes for text in texts if text.max_nodes]
+        self._joins = bool(joined)
+        # A chain of any length becomes a tree with nodes that are joined to it.
+        self.max_nodes = min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES) if joined else model.max_nodes
+        self._chains: list[tuple[Row, int, int]] = []
+        """Of a round in which others' nodes may follow the model's chains: rows, their tokens, and the model's drafts."""
         self._first = FirstTokens(len(self._members))
 
     def use(self, choice: int) -> None:
@@ -56,33 +67,49 @@ class SumDrafter(Drafter):
         *before, last = self._used
         guesses = [NOTHING] * len(inputs.rows)
         whose = [last] * len(inputs.rows)
+        trees = [NOTHING] * len(inputs.rows)
         for member in before:
+            joins = self.texts[member].max_nodes > 0
             lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
             found = self.texts[member].guesses(replace(inputs, lengths=lengths))
             for i, (row, guess) in enumerate(zip(inputs.rows, found, strict=True)):
-                if guess.tokens and self._first.takes(row, member, guess.confidence[0]):
+                if joins:
+                    trees[i] = trees[i] if trees[i].tokens else guess
+                elif guess.tokens and self._first.takes(row, member, guess.confidence[0]):
                     guesses[i], whose[i] = guess, member
-        tree = self._together(guesses, inputs, self._members[last])
+        trees = [NOTHING if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)]
+        tree, own = self._together(guesses, trees, inputs, self._members[last])
         sure = [guess.confidence[0] if guess.tokens else 1.0 for guess in guesses]
         self._first.proposed(inputs.rows, whose, sure, [len(draft) for draft in tree.drafts])
-        names = [[self._names[member]] * len(draft) for member, draft in zip(whose, tree.drafts, strict=True)]
+        text = next((self._names[member] for member in before if self.texts[member].max_nodes), "")
+        names = [
+            [self._names[member]] * count + [text] * (len(draft) - count)
+            for member, draft, count in zip(whose, tree.drafts, own, strict=True)
+        ]
         return replace(tree, drafters=names)
 
-    def _together(self, guesses: Sequence[Guess], inputs: DraftInputs, last: Drafter) -> DraftTree:
-        """The guesses, and what the last drafter proposes for rows without one."""
+    def _together(
+        self, guesses: Sequence[Guess], trees: Sequence[Guess], inputs: DraftInputs, last: Drafter
+    ) -> tuple[DraftTree, list[int]]:  # fmt: skip
+        """The guesses, what the last drafter proposes for rows without one, and trees joined to that; and how many nodes of each
+        row are not of these trees."""
         lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
-        ends = _Ends(guesses, inputs)
+        known = [guess if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)]
+        ends = _Ends(known, inputs, [bool(guess.tokens) for guess in guesses])
         own = DraftTree.empty(len(lengths), inputs.uniforms.device)
         if max(lengths):
-            own = last.propose(replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked))
+            uniforms = _of_rounds(inputs) if self._joins and needs_q(inputs) else inputs.uniforms
+            own = last.propose(replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms))
         steps = ends.finish(own.steps)
-        chosen = [list(guess.tokens[:end]) for guess, end in zip(guesses, ends.lengths, strict=True)]
-        if not any(chosen):
-            return own if own.steps else DraftTree.empty(len(lengths), inputs.uniforms.device, steps)
-        drafts = [mine or theirs for mine, theirs in zip(chosen, own.drafts, strict=True)]
-        tree = DraftTree.of(drafts, device=inputs.uniforms.device, steps=steps)
-        q = None if own.q is None else _with_point_masses(own.q, chosen, tree.m)
-        return DraftTree(tree.tokens, tree.lengths, q, tree.drafts, chains(drafts), steps)
+        kept = [guess.up_to(end) for guess, end in zip(known, ends.lengths, strict=True)]
+        counts = [len(g.tokens) or len(draft) for g, draft in zip(guesses, own.drafts, strict=True)]
+        if not any(guess.tokens for guess in kept):
+            return own if own.steps else DraftTree.empty(len(kept), inputs.uniforms.device, steps), counts
+        if not any(tree.tokens for tree in trees) and not own.branches and own.siblings is None:
+            return _chained(own, [list(guess.tokens) for guess in kept], steps), counts
+        if isinstance(last, ModelDrafter) and not last.max_nodes:
+            self._chains = [(r, len(r.tokens), len(draft)) for r, draft in zip(inputs.rows, own.drafts, strict=True)]
+        return grafted(own, kept, steps), counts
 
     def attach(self, target: Runner) -> None:
         for member in self._members:
@@ -103,8 +130,20 @@ class SumDrafter(Drafter):
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         self._first.learn(rows, verdict)
+        self._roll_back(rows, verdict)
         for member in self._members:
             member.observe(rows, scores, verdict)
+
+    def _roll_back(self, rows: Sequence[Row], verdict: Verdict) -> None:
+        """What a draft model has computed beyond the drafts of its own that were accepted: a path may leave its chain."""
+        chains, self._chains = self._chains, []
+        if not chains:
+            return
+        assert isinstance(self.model, ModelDrafter)
+        paths = dict(zip(rows, verdict.lists[0], strict=True))
+        for row, tokens, own in chains:
+            if row in paths:
+                self.model.roll_back(row, tokens + sum(node < own for node in paths[row]))
 
     def end(self, rows: Sequence[Row]) -> None:
         self._first.forget(rows)
@@ -136,20 +175,23 @@ def _common(each: Sequence[Keeps]) -> Keeps:
 class _Ends:
     """Where the drafts of a round end: all drafters ask `DraftInputs.stop` as one.
 
+    Args:
+        alone: of each row, whether its guess stands alone, and nothing of the last drafter beside it.
+
     Attributes:
-        lengths: of the guesses so far.
+        lengths: of the guesses so far: tokens of chains, depths of trees.
     """
 
-    def __init__(self, guesses: Sequence[Guess], inputs: DraftInputs) -> None:
-        self._guesses, self._stop = guesses, inputs.stop
-        self.lengths = [len(guess.tokens) for guess in guesses]
+    def __init__(self, guesses: Sequence[Guess], inputs: DraftInputs, alone: Sequence[bool]) -> None:
+        self._guesses, self._stop, self._alone = guesses, inputs.stop, alone
+        self.lengths = [len(guess.confidence) for guess in guesses]
 
     def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Asks with the last drafter's confidence, and that of the guesses where there are any."""
+        """Asks with the last drafter's confidence, and that of the guesses where there are any; of both the higher one."""
         assert self._stop is not None
         sure = [
-            model if not guess.tokens else guess.confidence[position] if position < len(guess.tokens) else 0.0
-            for model, guess in zip(confidence, self._guesses, strict=True)
+            max(0.0 if alone else model, guess.confidence[position] if position < len(guess.confidence) else 0.0)
+            for model, guess, alone in zip(confidence, self._guesses, self._alone, strict=True)
         ]
         ends = self._stop(position, sure)
         self.lengths = [min(pair) for pair in zip(self.lengths, ends, strict=True)]
@@ -163,6 +205,24 @@ class _Ends:
             self.asked(position, [0.0] * len(self.lengths))
             position += 1
         return position
+
+
+def _of_rounds(inputs: DraftInputs) -> Tensor:
+    """Uniforms like those of the round, of which no other round has any, and nothing that verifies drafts: whether a node is joined
+    to a chain may depend on tokens of the chain further on (`shoal.sampling.uniforms.tree_uniforms`)."""
+    width = inputs.uniforms.shape[1]
+    seeds = [row.seed for row in inputs.rows for _ in range(width)]
+    firsts = [len(row.tokens) for row in inputs.rows for _ in range(width)]
+    drawn = torch.from_numpy(tree_uniforms(seeds, firsts, list(range(width)) * len(inputs.rows)))[:, :1]
+    return drawn.view(-1, width, 1).to(inputs.uniforms.device)
+
+
+def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTree:
+    """Chains that were chosen for some rows, and for the others the last drafter's."""
+    drafts = [mine or theirs for mine, theirs in zip(chosen, own.drafts, strict=True)]
+    tree = DraftTree.of(drafts, device=own.tokens.device, steps=steps)
+    q = None if own.q is None else _with_point_masses(own.q, chosen, tree.m)
+    return DraftTree(tree.tokens, tree.lengths, q, tree.drafts, chains(drafts), steps)
 
 
 def _with_point_masses(q: Sequence[Tensor], drafts: Sequence[list[int]], m: int) -> list[Tensor]:

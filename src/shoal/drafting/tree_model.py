@@ -125,7 +125,9 @@ class TreeDrafter(ModelDrafter):
         for row, path in zip(rows, paths, strict=True):
             if row in self._fed:
                 start, columns = self._fed[row]
-                own = itertools.takewhile(lambda column: column, (columns[node] for node in path))
+                # Nodes behind its own are another drafter's.
+                held = (columns[node] if node < len(columns) else 0 for node in path)
+                own = itertools.takewhile(lambda column: column, held)
                 self.runner.cache.keep(self._slots.of(row), start, [0, *own])
         self._fed = {}
         super().observe(rows, scores, verdict)

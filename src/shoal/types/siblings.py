@@ -20,9 +20,12 @@ class Siblings:
         draws: of each row, the children of each column in the order drawn: nodes.
         independent: all were drawn from q itself, so that a node may stand in `draws` repeatedly. Else each was drawn from what its
             elder siblings left, renormalised.
+        sampled: of each row, how many draws of each column are from q, the first ones; those behind are point masses, tokens that
+            were chosen by what was known before. None = all are from q.
     """
 
     q: Tensor
     contexts: Sequence[Sequence[int]]
     draws: Sequence[Sequence[Sequence[int]]]
     independent: bool = False
+    sampled: Sequence[Sequence[int]] | None = None

@@ -12,9 +12,13 @@ from torch import Tensor
 from shoal.sampling.acceptance.rejection import acceptance_mask, residual
 
 
-def accept_recursively(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def accept_recursively(
+    p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor, sampled: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Accepts draw x with probability min(1, p(x)/q(x)); after a rejection p becomes norm(max(p - q, 0)), q loses x, and the next
     draw is tried. The last p is that of the replacement. A `shoal.sampling.acceptance.tree_walk.Choice`.
+
+    Draws behind the first `sampled` of a row are point masses, whose q is 1 at their token, whatever was drawn before.
 
     One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability of acceptance, and is spread
     over [0, 1) again.
@@ -23,12 +27,13 @@ def accept_recursively(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor) -
     for j, token in enumerate(tokens.unbind(dim=1)):
         tried = (chosen < 0) & (token >= 0)
         x = token.clamp(min=0)[:, None]
-        p_x, q_x = p.gather(1, x).squeeze(1), q.gather(1, x).squeeze(1)
+        own = q if sampled is None else torch.where((j < sampled)[:, None], q, torch.zeros_like(q).scatter(1, x, 1.0))
+        p_x, q_x = p.gather(1, x).squeeze(1), own.gather(1, x).squeeze(1)
         accepted = tried & acceptance_mask(p_x, q_x, uniforms)
         chosen = torch.where(accepted, j, chosen)
         rejected = tried & ~accepted
         uniforms = torch.where(rejected, _spread(uniforms, p_x.double() / q_x.double()), uniforms)
-        p = torch.where(rejected[:, None], residual(p, q), p)
+        p = torch.where(rejected[:, None], residual(p, own), p)
         q = torch.where(rejected[:, None], without(q, x), q)
     return chosen, p
 

@@ -13,10 +13,11 @@ from shoal.types.rounds import Verdict
 from shoal.types.siblings import Siblings
 from shoal.types.trees import DraftTree
 
-Choice = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Choice = Callable[..., tuple[Tensor, Tensor]]
 """What a rule decides at one column of each row.
 
-Args: p and q there, [rows, vocab]; the tokens drawn, [rows, draws] int64, -1 after the last; uniforms, [rows] float64 in [0, 1).
+Args: p and q there, [rows, vocab]; the tokens drawn, [rows, draws] int64, -1 after the last; uniforms, [rows] float64 in [0, 1);
+where some draws are point masses, how many of each row's are not, [rows].
 Returns: which draw is accepted, [rows] int64, -1 = none; and what the replacement is drawn from if none is, [rows, vocab].
 """
 
@@ -72,7 +73,10 @@ def _chosen(
     tokens = torch.tensor([own + [-1] * (width - len(own)) for own in draws], device=p.device)
     index = torch.tensor(places, device=p.device)
     contexts = torch.tensor([siblings.contexts[rows[i]][columns[i]] for i in places], device=p.device)
-    picked, left = choice(p[index], siblings.q[contexts].to(p.dtype), tokens, uniforms[index])
+    known = [p[index], siblings.q[contexts].to(p.dtype), tokens, uniforms[index]]
+    if siblings.sampled is not None:
+        known.append(torch.tensor([siblings.sampled[rows[i]][columns[i]] for i in places], device=p.device))
+    picked, left = choice(*known)
     for place, pick in zip(places, picked.tolist(), strict=True):
         chosen[place] = pick
     return chosen, p.index_copy(0, index, left)

@@ -102,7 +102,8 @@ class SumDrafter(Drafter):
             own = last.propose(replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms))
         steps = ends.finish(own.steps)
         kept = [guess.up_to(end) for guess, end in zip(known, ends.lengths, strict=True)]
-        counts = [len(g.tokens) or len(draft) for g, draft in zip(guesses, own.drafts, strict=True)]
+        each = zip(guesses, kept, own.drafts, strict=True)
+        counts = [len(cut.tokens) if guess.tokens else len(draft) for guess, cut, draft in each]
         if not any(guess.tokens for guess in kept):
             return own if own.steps else DraftTree.empty(len(kept), inputs.uniforms.device, steps), counts
         if not any(tree.tokens for tree in trees) and not own.branches and own.siblings is None:

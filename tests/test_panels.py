@@ -120,10 +120,14 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     weight, bias = some(56, 24, dtype=torch.float32), some(56, dtype=torch.float32)
     x, other = some(11, 24, dtype=torch.float32), some(11, 56, dtype=torch.float32)
     expected = x.double() @ weight.double().t() + bias.double() + other.double()
-    with patch.object(panels, "library", lambda: made):
-        matrix = PanelMatrix(weight, bias)  # few registers hold several panels of one token only
-        found = torch.cat([matrix.linear_add(x[part], other[part]) for part in (slice(10), slice(10, 11))])
-        return not max(error(found, expected), error(matrix.linear_add(x, other), expected)) < 8
+
+    def spoiled(self: Tensor, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=self.dtype)  # not what an earlier product left there
+
+    with patch.object(panels, "library", lambda: made), patch.object(Tensor, "new_empty", spoiled):
+        matrix = PanelMatrix(weight, bias)
+        last = matrix.linear_add(x[10:], other[10:])  # few registers hold several panels of one token only
+        return not (error(matrix.linear_add(x, other), expected) < 8 and error(last, expected[10:]) < 8)
 
 
 @pytest.mark.parametrize(("right", "wrong"), [

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal.config import Sampling, Speculation, plain
+from shoal.constraints.alignment import aligned
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
@@ -270,6 +271,8 @@ class Shoal:
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
         constraints: Sequence[Constraint[Any]] = (),
+        align: bool = False,
+        exact: bool = False,
         progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
@@ -285,6 +288,10 @@ class Shoal:
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
             constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`.
+            align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
+                in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
+                include these tokens (`shoal.constraints.alignment`). exact: with `align`, samples have a `log_weight` and are
+                ranked by it: weighted so, they are samples of p given the prompt's characters.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
@@ -296,18 +303,20 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, text=False).run(progress)
+        stream = self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=False)
+        return stream.run(progress)
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        constraints: Sequence[Constraint[Any]] = (), **options: Unpack[Options],
+        constraints: Sequence[Constraint[Any]] = (), align: bool = False, exact: bool = False, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
-        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, text=True)
+        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=True)
 
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
-        constraints: Sequence[Constraint[Any]], options: Mapping[str, Any], *, text: bool,
+        constraints: Sequence[Constraint[Any]], options: Mapping[str, Any], alignment: tuple[bool, bool], *,
+        text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
@@ -319,6 +328,11 @@ class Shoal:
             Request(ids, prompt=own, occurrence=occurrence, submitted_at=now, **asked)
             for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
         ]
+        align, exact = alignment
+        if exact and not align:
+            raise RequestError("exact=True weighs aligned samples: it needs align=True")
+        if align:
+            requests = [aligned(request, self.tokenizer, exact=exact) for request in requests]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

@@ -22,8 +22,20 @@ def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
 
 
 def advance(row: Row, token: int) -> None:
-    """Moves the row's states past a committed token, which is no EOS id of the row."""
-    row.constraints = [(constraint, constraint.advance(state, token)) for constraint, state in row.constraints]
+    """Moves the row's states past a committed token, which is no EOS id of the row. Constraints that are free then are dropped."""
+    moved = [(constraint, constraint.advance(state, token)) for constraint, state in row.constraints]
+    row.constraints = [(constraint, state) for constraint, state in moved if not constraint.is_free(state)]
+
+
+def bound(row: Row, block: Sequence[int]) -> int:
+    """How many of the tokens that follow the row's are under a constraint that is not free."""
+    held = row.constraints
+    for count, token in enumerate(block):
+        held = [(constraint, state) for constraint, state in held if not constraint.is_free(state)]
+        if not held:
+            return count
+        held = [(constraint, constraint.advance(state, token)) for constraint, state in held]
+    return len(block)
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:

@@ -55,6 +55,10 @@ class Constraint(Protocol[State]):
         """Why nothing may follow a state that the last call of `mask` was asked about, if it failed there; else an empty text."""
         return ""
 
+    def is_free(self, state: State) -> bool:
+        """Whether nothing is excluded after this state, nor after any that follows it. A row lets go of such a constraint."""
+        return False
+
     @property
     def batch_key(self) -> Hashable:
         """Constraints with equal keys are of one class, and `mask` of any of them takes the states of all."""

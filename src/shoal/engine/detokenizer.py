@@ -18,15 +18,16 @@ class Detokenizer:
     spells special tokens out; cuts are counted in characters of the text without them.
 
     Attributes:
-        text: the new text so far, without characters that are not complete yet.
+        visible_from: characters of the new text that the user has already; stop strings are looked for behind them.
+        text: the new text so far, these included, without characters that are not complete yet.
         ends: length of the text after each token pushed.
         stopped: true from the first token on whose text completes a stop string; `text` is cut before the stop string.
         kept: the number of tokens that cover the cut text, once it is stopped.
         shown: characters returned by `take` so far.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = (), visible_from: int = 0) -> None:
+        self._tokenizer, self.visible_from = tokenizer, visible_from
         special = special_tokens(tokenizer) if stops else {}
         self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
@@ -36,7 +37,7 @@ class Detokenizer:
         self._prefix, self._read = 0, len(self._ids)
         self.ends: list[int] = []
         self.text = ""
-        self.shown = 0
+        self.shown = visible_from
         self.stopped = False
         self.kept: int | None = None
 
@@ -61,7 +62,7 @@ class Detokenizer:
         if not self.stopped:
             self._ids += tokens
             self._extend(final=True)
-        return self.text, count if self.kept is None else self.kept
+        return self.text[self.visible_from :], count if self.kept is None else self.kept
 
     def _extend(self, *, final: bool) -> str:
         """Decodes the new ids together with those before them; returns the text held back, as its last character is incomplete."""
@@ -95,7 +96,8 @@ class Detokenizer:
         text = self.text + held_back
         for stop, is_marked in self._stops:
             within, start = (self._marked + held_back, marked) if is_marked else (text, before)
-            at = within.find(stop, max(0, start - len(stop) + 1))
+            # No special token writes what the user has already, so `visible_from` counts alike in both texts.
+            at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
             if at >= 0:
                 found.append(self._unmarked(at) if is_marked else at)
         if found:
@@ -127,6 +129,14 @@ class Detokenizer:
         if not is_marked:
             return len(self.text) - _overlap(self.text, stop)
         return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
+
+
+def characters(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many characters tokens add to a prompt, the last one only if it is whole."""
+    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer._ids += tokens
+    held_back = detokenizer._extend(final=False)
+    return len(detokenizer.text) + len(held_back.rstrip("\ufffd"))
 
 
 _special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()

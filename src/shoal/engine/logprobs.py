@@ -10,6 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from shoal.constraints import masks
+from shoal.sampling.controls import controlled
 from shoal.sampling.scores import Block, Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
@@ -27,12 +29,14 @@ class Logprobs:
     raw: Sequence[float]
     processed: Sequence[float]
     top: Sequence[TopLogprobs]
+    weights: Sequence[float] = ()
 
     def add(self, row: Row, taken: int) -> None:
         """Adds those of the first `taken` tokens to the row."""
         row.logprobs += self.raw[:taken]
         row.processed_logprobs += self.processed[:taken]
         row.top_logprobs += self.top[:taken]
+        row.log_weight += sum(self.weights[:taken])
 
 
 def reported(
@@ -46,7 +50,26 @@ def reported(
     known = verdict.raw_logprobs
     raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
     processed = verdict.probs.log().tolist()
-    return [Logprobs(raw[b], processed[b], _top(scores, row, b, columns[b])) for b, row in enumerate(rows)]
+    return [
+        Logprobs(raw[b], processed[b], _top(scores, row, b, columns[b]), _weights(scores, row, b, blocks[b], columns[b]))
+        for b, row in enumerate(rows)
+    ]
+
+
+def _weights(scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]) -> list[float]:
+    """Natural log of what p without the row's constraints gives to the tokens that they allow, at each token of its block that they
+    hold for; nothing unless the row's request asks for it."""
+    count = masks.bound(row, block) if row.request.weighted else 0
+    if not count:
+        return []
+    own = Block(range(scores.logits.shape[1]), [place], torch.tensor([place], device=scores.logits.device))
+    logits, positions, sampling = own.of(scores.logits), scores.positions_of(own), row.request.sampling
+    allowed = masks.allowed(positions, logits)
+    assert allowed is not None
+    at = list(columns[:count])
+    unbound = controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature
+    inside = unbound.masked_fill(~allowed[0, at], -math.inf)
+    return (inside.logsumexp(-1) - unbound.logsumexp(-1)).tolist()
 
 
 def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[list[float]]:

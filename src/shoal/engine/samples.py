@@ -41,4 +41,5 @@ def finish(row: Row, now: float) -> Sample:
         error=None if row.error is None else str(row.error),
         in_time=row.deadline is None or now <= row.deadline,
         by_drafter=row.by_drafter,
+        log_weight=row.log_weight if row.request.weighted else None,
     )

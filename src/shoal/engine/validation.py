@@ -9,7 +9,7 @@ from typing import Any
 from shoal.constraints import masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Constraint
-from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.detokenizer import Detokenizer, characters
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
@@ -50,18 +50,23 @@ class RequestValidator:
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
+        visible_from = self._visible_from(request)
         rows = [
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
-                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop) if self.tokenizer else None,
+                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from) if self.tokenizer else None,
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
-                draft_context=draft_context,
+                visible_from=visible_from, draft_context=draft_context,
             )
             for i in range(request.n)
         ]  # fmt: skip
         for row in rows:
             masks.begin(row, constraints)
         return rows
+
+    def _visible_from(self, request: Request) -> int:
+        before = request.prompt_ids[: request.removed_from]
+        return characters(self.tokenizer, before, request.removed) if request.removed else 0
 
     def _ends(self, request: Request) -> frozenset[int]:
         return frozenset(self._eos if request.limits.eos is None else request.limits.eos)

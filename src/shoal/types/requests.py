@@ -31,6 +31,9 @@ class Request:
         max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
         constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`.
+        removed: tokens taken from the prompt, whose text the new tokens write again (`shoal.constraints.alignment`).
+            removed_from: where in the prompt they were.
+        weighted: samples report the weight that makes them samples of p given what the constraints allow.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +47,9 @@ class Request:
     max_draft: int | None = None
     criteria: Sequence[Any] = ()
     constraints: Sequence[Any] = ()
+    removed: tuple[int, ...] = ()
+    removed_from: int = 0
+    weighted: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
 
 
@@ -74,6 +80,8 @@ class Row:
         error: why it failed, if it did.
         serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
+        visible_from: characters of the new text that the user's prompt has already (`Request.removed`); the user's text follows.
+        log_weight: natural log of the product of what p gave to the allowed tokens, if `Request.weighted`.
         draft_context: most tokens of the row that its drafter can read, and has memory for. A longer row is decoded plainly.
     """
 
@@ -103,6 +111,8 @@ class Row:
     finish_reason: str | None = None
     error: ShoalError | None = None
     finished_at: float | None = None
+    visible_from: int = 0
+    log_weight: float = 0.0
     draft_context: int = sys.maxsize
     serial: int = field(default_factory=itertools.count().__next__)
     counts: TokenCounts = field(default_factory=TokenCounts, repr=False)

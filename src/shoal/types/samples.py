@@ -44,6 +44,8 @@ class Sample:
         drafters: per token, the name of the drafter whose draft was accepted; None for a replacement or bonus.
         by_drafter: tokens drafted and accepted, by the name of the drafter.
         top_logprobs: per token, when asked for.
+        log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`); its law is p given the prompt's
+            characters once samples count by their weights.
     """
 
     text: str
@@ -62,6 +64,15 @@ class Sample:
     error: str | None = None
     in_time: bool = True
     by_drafter: Mapping[str, DraftCounts] = field(default_factory=dict)
+    log_weight: float | None = None
+
+    @property
+    def ranking_logprob(self) -> float:
+        """What ranks it: `mean_logprob`; with a weight the mean log-probability under the declared distribution without the
+        constraint, which is that of its `processed_logprobs` and the weight."""
+        if self.log_weight is None or not self.token_ids:
+            return self.mean_logprob
+        return (sum(self.processed_logprobs) + self.log_weight) / len(self.token_ids)
 
     @property
     def from_draft(self) -> tuple[bool, ...]:
@@ -81,11 +92,12 @@ class Sample:
 
 
 def ranked(samples: Iterable[Sample]) -> list[Sample]:
-    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP). An empty sample, whose mean
+    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP; with weights
+    `Sample.ranking_logprob`). An empty sample, whose mean
     is NaN, comes last among the finished or the unfinished. Ties keep row order."""
 
     def key(sample: Sample) -> tuple[bool, float]:
-        mean = sample.mean_logprob
+        mean = sample.ranking_logprob
         return (not sample.finished, math.inf if math.isnan(mean) else -mean)
 
     return sorted(samples, key=key)

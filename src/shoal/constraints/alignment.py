@@ -1,0 +1,126 @@
+"""Token alignment: prompts that end inside a token (Athiwaratkun et al., Token Alignment via Character Matching, 2024).
+
+A prompt is shortened by its last tokens, and the first new tokens must write the bytes of these again; how they divide them is the
+model's choice. Each sample does so by itself, under the noise of its own row, so samples of a prompt stay independent.
+
+The law is local: each constrained token has p renormalised over what is allowed. The law of p given the bytes, among all
+continuations of the shortened prompt, weighs a sample by w = prod Z_t, where Z_t is what p gives the allowed tokens at step t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
+from shoal.constraints.protocol import Allowed, Constraint
+from shoal.errors import RequestError
+from shoal.types.requests import Request, Row
+
+BACK_OFF = 3
+"""Tokens taken back at most (the paper's default)."""
+WORD_START = "▁"
+
+
+class Alignment(Constraint[bytes]):
+    """The new text begins with these bytes. A state is what remains of them.
+
+    Args:
+        remainder: the bytes. vocabulary: of the row's tokenizer.
+    """
+
+    def __init__(self, remainder: bytes, vocabulary: AlignmentVocabulary) -> None:
+        self.remainder, self._vocabulary = remainder, vocabulary
+
+    def begin(self, row: Row) -> bytes:
+        return self.remainder
+
+    def advance(self, state: bytes, token: int) -> bytes:
+        spelled = self._vocabulary.spelled
+        text = spelled[token] if token < len(spelled) else b""
+        return state[len(text) :] if state.startswith(text) else b""
+
+    def mask(self, states: Sequence[bytes], vocab_size: int, device: torch.device) -> Allowed:
+        tokens = torch.ones(len(states), vocab_size, dtype=torch.bool)
+        for i, state in enumerate(states):
+            if state:
+                own = self._vocabulary.allowed(state)[:vocab_size]
+                tokens[i, : len(own)] = own
+                tokens[i, len(own) :] = False
+        return Allowed(tokens.to(device), torch.tensor([not state for state in states], device=device))
+
+    def is_free(self, state: bytes) -> bool:
+        return not state
+
+    @property
+    def batch_key(self) -> Hashable:
+        return Alignment, id(self._vocabulary)
+
+
+def aligned(request: Request, tokenizer: Any, *, at: int | None = None, exact: bool = False) -> Request:
+    """The request with its prompt shortened, and the constraint that its samples write what was taken away.
+
+    Args:
+        at: place in the prompt where the text to be continued ends; None = the end of the prompt. It is another one where a suffix
+            follows. exact: the samples get weights, see above.
+
+    Raises:
+        RequestError: there is no tokenizer, or a control that alignment does not go with.
+    """
+    _require(request, tokenizer, exact)
+    ids = request.prompt_ids
+    end = len(ids) if at is None else at
+    vocabulary = vocabulary_of(tokenizer)
+    count = back_off(ids[:end], tokenizer, vocabulary)
+    removed = ids[end - count : end]
+    remainder = b"".join(vocabulary.spelled[token] for token in removed)
+    if not remainder:
+        return replace(request, weighted=exact)
+    return replace(
+        request,
+        prompt_ids=ids[: end - count] + ids[end:],
+        removed=removed,
+        removed_from=end - count,
+        weighted=exact,
+        limits=replace(request.limits, max_new_tokens=request.limits.max_new_tokens + count),
+        constraints=(*request.constraints, Alignment(remainder, vocabulary)),
+    )
+
+
+def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary) -> int:
+    """How many of the last tokens to take back.
+
+    At most `BACK_OFF`; none from a special token on, nor the first token of a prompt; the walk ends after a token that starts a
+    word by SentencePiece's mark, or a run of blanks that was added to the vocabulary. If a character would be cut in two, more are
+    taken back, until what is left ends with a whole one or the walk has to end.
+    """
+    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+    spelled, count = vocabulary.spelled, 0
+    while count < len(ids) - 1 and ids[-1 - count] < len(spelled) and spelled[ids[-1 - count]]:
+        token = ids[-1 - count]
+        count += 1
+        starts = token in added or str(tokenizer.convert_ids_to_tokens(token)).startswith(WORD_START)
+        begins_whole = not 0x80 <= spelled[token][0] < 0xC0  # no continuation byte of UTF-8
+        if begins_whole and (starts or count >= BACK_OFF):
+            break
+    return count
+
+
+def _require(request: Request, tokenizer: Any, exact: bool) -> None:
+    sampling = request.sampling
+    if tokenizer is None:
+        raise RequestError("align needs a tokenizer, and this engine has none")
+    if sampling.grammar is not None:
+        raise RequestError("align does not go with a grammar, whose language begins where the prompt ends: leave one out")
+    if not exact:
+        return
+    if request.constraints:
+        raise RequestError("exact alignment does not go with other constraints, whose weights are not known: leave one out")
+    truncates = sampling.top_k or sampling.min_p or sampling.top_p < 1 or sampling.typical_p < 1
+    if sampling.greedy or truncates:
+        raise RequestError(
+            "exact alignment weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
+        )

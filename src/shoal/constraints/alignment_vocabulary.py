@@ -1,0 +1,84 @@
+"""Which tokens agree with bytes that must come next: a trie of the vocabulary, kept as its tokens in the order of their bytes.
+
+In that order the tokens below a node of the trie stand side by side, so a node is a range and needs no object of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.constraints.syntax.token_text import token_bytes
+
+CACHED = 128
+"""Masks kept, those used last: 128 of 152,000 tokens take 19 MB."""
+FREQUENT = (b" ", b"  ", b"    ", b"        ", b"\n", b"\n\n", b"\n    ", b"\n        ", b"\t", b"\n\t")
+"""Remainders whose masks are made with the vocabulary: prompts of code often end in indentation."""
+
+
+class AlignmentVocabulary:
+    """The vocabulary by its bytes.
+
+    Args:
+        spelled: the bytes of each token by its id; None or no bytes for tokens that write nothing, which agree with nothing.
+    """
+
+    def __init__(self, spelled: Sequence[bytes | None]) -> None:
+        self.spelled = tuple(text or b"" for text in spelled)
+        order = sorted((text, token) for token, text in enumerate(self.spelled) if text)
+        self._texts = [text for text, _ in order]
+        self._ids = torch.tensor([token for _, token in order], dtype=torch.long)
+        self._longest = max(map(len, self._texts), default=0)
+        self._masks: OrderedDict[bytes, Tensor] = OrderedDict()
+        for remainder in FREQUENT:
+            self.allowed(remainder)
+
+    def allowed(self, remainder: bytes) -> Tensor:
+        """The tokens that begin with `remainder` or that it begins with: [tokens] bool, shared, not to be changed."""
+        if remainder in self._masks:
+            self._masks.move_to_end(remainder)
+            return self._masks[remainder]
+        mask = self._masks[remainder] = self.uncached(remainder)
+        if len(self._masks) > CACHED:
+            self._masks.popitem(last=False)
+        return mask
+
+    def uncached(self, remainder: bytes) -> Tensor:
+        """`allowed`, computed anew."""
+        mask = torch.zeros(len(self.spelled), dtype=torch.bool)
+        start, end = self._range(remainder)
+        mask[self._ids[start:end]] = True
+        for length in range(1, min(len(remainder) - 1, self._longest) + 1):
+            start, end = self._same(remainder[:length])
+            mask[self._ids[start:end]] = True
+        return mask
+
+    def _range(self, beginning: bytes) -> tuple[int, int]:
+        """The places of the tokens that begin so."""
+        last = beginning.rstrip(b"\xff")
+        after = last[:-1] + bytes([last[-1] + 1]) if last else None
+        end = len(self._texts) if after is None else bisect_left(self._texts, after)
+        return bisect_left(self._texts, beginning), end
+
+    def _same(self, text: bytes) -> tuple[int, int]:
+        """The places of the tokens of exactly these bytes: vocabularies of pieces may spell a byte twice."""
+        return bisect_left(self._texts, text), bisect_left(self._texts, text + b"\0")
+
+
+_known: weakref.WeakKeyDictionary[Any, AlignmentVocabulary] = weakref.WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any) -> AlignmentVocabulary:
+    """That of a tokenizer, made once. Tokens that decoding leaves out write nothing; added ones are spelled as they stand."""
+    if tokenizer not in _known:
+        spelled = list(token_bytes(tokenizer))
+        for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+            spelled[token] = None if added.special else added.content.encode()
+        _known[tokenizer] = AlignmentVocabulary(spelled)
+    return _known[tokenizer]

@@ -77,13 +77,19 @@ class SamplingOptions(SampleOptions):
         float | None, sampling_option(help="Seconds; samples unfinished then are returned as they are.")
     ] = None
 
+    align: Annotated[
+        bool, sampling_option("--align", help="Prompts may end inside a token, whose bytes every sample writes again.")
+    ] = False
+
     def given(self) -> dict[str, Any]:
         """The options of `Shoal.generate` that have a value; the others keep the library's defaults."""
         if self.greedy and self.temperature:
             raise RequestError(
                 f"--greedy means --temperature 0, but --temperature {self.temperature:g} was given: leave one out"
             )
-        options = {name: value for name, value in vars(self).items() if name not in ("n", "greedy") and value is not None}
+        options = {
+            name: value for name, value in vars(self).items() if name not in ("n", "greedy", "align") and value is not None
+        }
         return options | ({"temperature": 0.0} if self.greedy else {})
 
 
@@ -122,7 +128,7 @@ def generate(
     texts = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     split_options(options)  # a wrong value is reported before a model is loaded
-    result, interrupted = _run(source, texts, sampling.n, output.top_logprobs, options)
+    result, interrupted = _run(source, texts, sampling, output.top_logprobs, options)
     deliver(result, texts, output, interrupted)
     if result.stats.lossy:
         stderr().print(result.stats.lossy, style="yellow", markup=False, soft_wrap=True)
@@ -130,12 +136,15 @@ def generate(
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
-def _run(source: ModelSource, prompts: list[str], n: int, top_logprobs: int, options: dict[str, Any]) -> tuple[Result, bool]:
+def _run(
+    source: ModelSource, prompts: list[str], sampling: SamplingOptions, top_logprobs: int, options: dict[str, Any]
+) -> tuple[Result, bool]:  # fmt: skip
     """Loads the models and generates, with a progress line on stderr."""
     with Progress() as progress:
         model = source.load()
-        progress.expect(rows=len(prompts) * n)
-        return follow(model.stream(prompts, n, top_logprobs=top_logprobs, **options), progress.add)
+        progress.expect(rows=len(prompts) * sampling.n)
+        stream = model.stream(prompts, sampling.n, top_logprobs=top_logprobs, align=sampling.align, **options)
+        return follow(stream, progress.add)
 
 
 def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interrupted: bool) -> None:

@@ -35,6 +35,15 @@ def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
         )
     vocabulary = tokenizer.get_vocab()
     before, between, after = (vocabulary[token] for token in found)
-    start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+    start = _start(tokenizer)
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
     return [*start, before, *texts[0], between, *texts[1], after]
+
+
+def prefix_end(tokenizer: Any, prefix: str) -> int:
+    """Where the prefix ends in the ids of `fill_in_middle`: the place at which a prompt with a suffix is aligned."""
+    return len(_start(tokenizer)) + 1 + len(tokenizer.encode(prefix, add_special_tokens=False))
+
+
+def _start(tokenizer: Any) -> list[int]:
+    return [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]

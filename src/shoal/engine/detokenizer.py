@@ -111,8 +111,8 @@ class Detokenizer:
         return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
 
     def piece(self, index: int) -> str:
-        """What a token that was pushed adds to the text; all pieces together are the text, once the row is over."""
-        start = self.ends[index - 1] if index else 0
+        """What a token that was pushed adds to the user's text; all pieces together are that text, once the row is over."""
+        start = max(self.ends[index - 1] if index else 0, self.visible_from)
         return self.text[start:] if index == len(self.ends) - 1 else self.text[start : self.ends[index]]
 
     def take(self, *, final: bool) -> str:

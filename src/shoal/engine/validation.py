@@ -46,7 +46,7 @@ class RequestValidator:
         constraints = self._constraints(request)
         limits, prompt = request.limits, request.prompt_ids
         asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        seed = group_seed(asked, prompt, request.occurrence)
+        seed = group_seed(asked, request.asked_ids, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.constraints.fim import fill_in_middle
+from shoal.constraints.alignment import aligned
+from shoal.constraints.fim import fill_in_middle, prefix_end
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.request_models import Message
+from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
 
@@ -37,6 +39,12 @@ class PromptEncoder:
             message = f"prompt ids must be in 0..{self._vocab_size - 1}, got {max(prompt)}"
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return tuple(prompt)
+
+    def aligned(self, request: Request, prompt: Prompt, suffix: str | None) -> Request:
+        """The request of a prompt, and of a suffix if there is one, aligned where the prompt ends. Raises ApiError."""
+        at = prefix_end(self._tokenizer, prompt) if suffix is not None and isinstance(prompt, str) else None
+        with naming("align"):
+            return aligned(request, self._tokenizer, at=at)
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""

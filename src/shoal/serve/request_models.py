@@ -148,6 +148,9 @@ class CompletionRequest(BaseRequest):
 
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
     suffix: Text | None = optional("Fill in between prompt and suffix, with a model that was trained to.")
+    align: bool | None = optional(
+        "The prompt may end inside a token, whose bytes every sample writes again; the default is true with a suffix.",
+    )
     echo: bool | None = optional("The prompt comes back before each sample's text.")
     best_of: Positive | None = optional(
         "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",

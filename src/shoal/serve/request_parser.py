@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.serve.api_errors import ApiError
@@ -79,7 +79,18 @@ class RequestParser:
         )
         self._require_context("prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens)
         echo = [self._encoder.text(prompt) for prompt in given] if request.echo else None
-        return self._parsed(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
+        parsed = self._parsed(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
+        return self._aligned(request, given, parsed)
+
+    def _aligned(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
+        """With a suffix unless the request says otherwise; without one, or beside a grammar, only if it asks for it."""
+        wanted = request.align
+        if wanted is None:
+            wanted = request.suffix is not None and all(one.sampling.grammar is None for one in parsed.requests)
+        if not wanted:
+            return parsed
+        pairs = zip(parsed.requests, given, strict=False)
+        return replace(parsed, requests=[self._encoder.aligned(one, prompt, request.suffix) for one, prompt in pairs])
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:

@@ -52,6 +52,11 @@ class Request:
     weighted: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
 
+    @property
+    def asked_ids(self) -> tuple[int, ...]:
+        """The prompt as it was given, with the tokens that were removed; it keys the uniforms."""
+        return (*self.prompt_ids[: self.removed_from], *self.removed, *self.prompt_ids[self.removed_from :])
+
 
 def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
     """For each prompt of a call, how often the same one occurs before it; see `Request.occurrence`."""

@@ -50,7 +50,8 @@ def agrees(text: bytes, remainder: bytes) -> bool:
 
 def healings() -> list[tuple[int, ...]]:
     """Every way to write the remainder: the tokens up to the one that completes it."""
-    found, open_ = [], [()]
+    found: list[tuple[int, ...]] = []
+    open_: list[tuple[int, ...]] = [()]
     while open_:
         path = open_.pop()
         text = b"".join(SPELLED[token] for token in path)
@@ -58,7 +59,7 @@ def healings() -> list[tuple[int, ...]]:
             found.append(path)
         else:
             open_ += [(*path, token) for token in range(6) if agrees(SPELLED[token], REMAINDER[len(text) :])]
-    return [path for path in found if path]
+    return found
 
 
 def local_law(p: Tensor, path: Sequence[int]) -> tuple[float, float]:
@@ -282,18 +283,15 @@ def test_speculation_changes_no_id(temperature: float, lookahead: int) -> None:
 
 def test_stop_strings_are_looked_for_in_new_text_alone() -> None:
     """The prompt ends with the stop string, and taking it back must not end the sample."""
-    script = hashed(SIZE, 5, spread=3.0)
-    shoal = Shoal(scripted(script, SIZE), None, TOKENIZER)
-    stream = shoal.stream(["x = value"], align=True, stop=["value", "lue"], seed=2, max_new_tokens=5)
+    shoal = Shoal(scripted(hashed(SIZE, 5, spread=3.0), SIZE), None, TOKENIZER)
+    stream = shoal.stream(["x = value"], align=True, stop=["value", "lue"], eos=(), seed=2, max_new_tokens=5)
     shown = "".join(part.text for part in stream)
-    sample = stream.result()[0].samples[0]
+    output = stream.result()[0]
+    (sample,) = output.samples
     assert sample.finish_reason == "length"
-    assert len(sample.token_ids) == 5 + len(stream.result()[0].prompt_ids and removed("x = value"))
-    assert (
-        shown
-        == sample.text
-        == raw_bytes((*stream.result()[0].prompt_ids, *sample.token_ids)).decode(errors="replace").removeprefix("x = value")
-    )
+    assert len(sample.token_ids) == 5 + len(removed("x = value"))
+    written = raw_bytes((*output.prompt_ids, *sample.token_ids))
+    assert shown == sample.text == written[len("x = value") :].decode(errors="replace")
 
 
 def removed(prompt: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.alignment import aligned
+from shoal.constraints.check import Check
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
@@ -270,7 +271,7 @@ class Shoal:
         *,
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
-        constraints: Sequence[Constraint[Any]] = (),
+        constraints: Sequence[Constraint[Any] | Check[Any]] = (),
         align: bool = False,
         exact: bool = False,
         progress: bool = False,
@@ -287,7 +288,8 @@ class Shoal:
             n: samples per prompt. drafter: proposes instead of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
-            constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`.
+            constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`, and
+                `shoal.constraints.check` for what is asked about single tokens.
             align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
                 in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
                 include these tokens (`shoal.constraints.alignment`). exact: with `align`, samples have a `log_weight` and are
@@ -308,14 +310,14 @@ class Shoal:
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        constraints: Sequence[Constraint[Any]] = (), align: bool = False, exact: bool = False, **options: Unpack[Options],
+        constraints: Sequence[Constraint[Any] | Check[Any]] = (), align: bool = False, exact: bool = False, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
         return self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=True)
 
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
-        constraints: Sequence[Constraint[Any]], options: Mapping[str, Any], alignment: tuple[bool, bool], *,
+        constraints: Sequence[Constraint[Any] | Check[Any]], options: Mapping[str, Any], alignment: tuple[bool, bool], *,
         text: bool,
     ) -> Stream:  # fmt: skip
         self._open()

@@ -89,6 +89,8 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
         return "stop"  # even if the token is an EOS as well: it is cut off with its text
     if token in row.eos:
         return "eos"
+    if row.checks:
+        row.checks = [(check, check.after(state, token)) for check, state in row.checks]
     if row.constraints:
         masks.advance(row, token)
     if row.constraints and not row.eos and masks.is_complete(row, vocab_size):

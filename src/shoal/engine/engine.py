@@ -30,6 +30,7 @@ from shoal.drafting.protocol import (
 )
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
+from shoal.engine.checks import checked
 from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
@@ -247,6 +248,7 @@ class Engine:
             return ended
         watch = Stopwatch(self._now)
         tree, scores, verdict = self._decide(rows, watch)
+        verdict = checked(tree, scores, verdict)
         paths, _ = verdict.lists
         commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
         self._settle(commits, scores, verdict)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints import masks
+from shoal.constraints.check import Check
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Constraint
 from shoal.engine.detokenizer import Detokenizer, characters
@@ -62,6 +63,7 @@ class RequestValidator:
         ]  # fmt: skip
         for row in rows:
             masks.begin(row, constraints)
+            row.checks = [(check, check.start(row)) for check in request.constraints if isinstance(check, Check)]
         return rows
 
     def _visible_from(self, request: Request) -> int:
@@ -97,9 +99,10 @@ class RequestValidator:
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
         """The grammar's, then the request's own. Raises RequestError: a grammar that cannot be compiled, or not here."""
-        own, grammar = list(request.constraints), request.sampling.grammar
-        for constraint in own:
-            if not isinstance(constraint, Constraint):
+        own = [constraint for constraint in request.constraints if isinstance(constraint, Constraint)]
+        grammar = request.sampling.grammar
+        for constraint in request.constraints:
+            if not isinstance(constraint, Constraint | Check):
                 raise RequestError(f"constraints must be of shoal.constraints.protocol.Constraint, got {constraint!r:.80}")
         if grammar is None:
             return own

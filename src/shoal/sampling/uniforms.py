@@ -33,6 +33,8 @@ class Purpose(IntEnum):
     TREE = 1024
     """The first of two for each draw of a draft tree, the next child's token and its place: of a position only a tree that begins
     there draws by these."""
+    CHECK = 1 << 20
+    """The first for draws instead of a token that a check refused (`shoal.constraints.check`), of which there may be many."""
     BUCKET = 16
     """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`, for the coupled rule."""
 

@@ -30,7 +30,8 @@ class Request:
         occurrence: how often the same prompt occurs before it in the call; it keys the uniforms, with the prompt and the seed.
         max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
-        constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`.
+        constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`;
+            or is asked about single tokens (`shoal.constraints.check.Check`), after all other controls.
         removed: tokens taken from the prompt, whose text the new tokens write again (`shoal.constraints.alignment`).
             removed_from: where in the prompt they were.
         weighted: samples report the weight that makes them samples of p given what the constraints allow.
@@ -80,6 +81,7 @@ class Row:
         slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
+        checks: those of its request, each with its state after the committed tokens.
         drafters: of each new token, the name of the drafter that proposed it; None for a replacement or bonus.
         drafted_by: tokens drafted, by the name of the drafter.
         error: why it failed, if it did.
@@ -108,6 +110,7 @@ class Row:
     detokenizer: Any = None
     needs_text: bool = False
     constraints: list[tuple[Any, Any]] = field(default_factory=list)
+    checks: list[tuple[Any, Any]] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0

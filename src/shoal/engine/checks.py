@@ -1,0 +1,113 @@
+"""Tokens that a round decided on, asked of the rows' checks; where one is refused, another is drawn and the rest is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.sampling.controls import all_controlled
+from shoal.sampling.drawing import draw
+from shoal.sampling.scores import Block, Scores
+from shoal.sampling.uniforms import Purpose, uniforms
+from shoal.types.requests import Row
+from shoal.types.rounds import Verdict
+from shoal.types.trees import DraftTree
+
+States = list[tuple[Any, Any]]
+
+
+def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
+    """The verdict, each row's path cut before the first token that one of its checks refuses, and another token in its place.
+
+    The law is that of `shoal.constraints.check`. Where no token passes, the column counts as a fault of the row.
+    """
+    rows = scores.positions.rows
+    if not any(row.checks for row in rows):
+        return verdict
+    paths, following = verdict.lists
+    accepted, token, probs = verdict.accepted.clone(), verdict.token.clone(), verdict.probs.clone()
+    changed = False
+    for b, row in enumerate(rows):
+        if not row.checks:
+            continue
+        columns = [0, *(node + 1 for node in paths[b])]
+        path = [*(tree.drafts[b][node] for node in paths[b]), following[b]]
+        faults = scores.faults.get(row, {})
+        found = _refused(row, path, columns, faults)
+        if found is None:
+            continue
+        depth, states = found
+        drawn, probability = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
+        accepted[b], token[b], probs[b, depth], changed = depth, drawn, probability, True
+    return replace(verdict, accepted=accepted, token=token, probs=probs, raw_logprobs=None) if changed else verdict
+
+
+def _refused(row: Row, path: Sequence[int], columns: Sequence[int], faults: dict[int, Any]) -> tuple[int, States] | None:
+    """The depth of the first token refused, and the states before it; None up to the end, or to a fault."""
+    states = row.checks
+    for depth, (token, column) in enumerate(zip(path, columns, strict=True)):
+        if column in faults:
+            return None
+        if not _passes(row, states, token):
+            return depth, states
+        if token in row.eos:
+            return None
+        states = [(check, check.after(state, token)) for check, state in states]
+    return None
+
+
+def _passes(row: Row, states: States, token: int) -> bool:
+    if token in row.eos:
+        return all(check.may_end(state) for check, state in states)
+    return all(check.after(state, token) is not None for check, state in states)
+
+
+def _drawn(scores: Scores, b: int, column: int, position: int, states: States, refused: int) -> tuple[int, float]:
+    """A token that passes, and its probability under p.
+
+    Draws without replacement by p until one passes: that is the order of an exponential race, and the first of them that passes
+    has the law of p given that a token passes.
+    """
+    row = scores.positions.rows[b]
+
+    def passes(token: int) -> bool:
+        return _passes(row, states, token)
+
+    block = Block(scores.everything().columns, [b], torch.tensor([b], device=scores.logits.device))
+    p = scores.p(block)[0, column].double().cpu()
+    left = p.clone()
+    left[refused] = 0.0
+    token = None if row.request.sampling.greedy else _by_lot(left, row.seed, position, passes)
+    if token is None:
+        token = _by_score(all_controlled(block.of(scores.logits), scores.positions_of(block), {})[0, column], passes)
+    if token is None:
+        error = RequestError("no token passes the checks of the request: what has been written cannot be completed")
+        scores.faults.setdefault(row, {})[column] = error
+        return refused, 1.0
+    return token, float(p[token])
+
+
+def _by_lot(left: Tensor, seed: int, position: int, passes: Callable[[int], bool]) -> int | None:
+    """Changes `left`, the probabilities of the tokens not refused yet."""
+    for turn in range(len(left)):
+        if not float(left.sum()) > 0:
+            break
+        number = uniforms(seed, position, np.array(Purpose.CHECK + turn))
+        token = int(draw(left[None], torch.tensor([float(number)], dtype=torch.float64)))
+        if passes(token):
+            return token
+        left[token] = 0.0
+    return None
+
+
+def _by_score(scores: Tensor, passes: Callable[[int], bool]) -> int | None:
+    """The token of the highest score that passes."""
+    order = scores.argsort(descending=True, stable=True)
+    possible = order[scores[order].isfinite()].tolist()
+    return next((token for token in possible if passes(token)), None)

@@ -1,0 +1,250 @@
+"""Middles that parse: what can be completed is never refused, a text ends only where the whole parses, and laws are as declared."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.config import Limits, Sampling
+from shoal.constraints.fim import fill_in_middle
+from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.python import PythonMiddle
+from shoal.constraints.syntax.token_text import token_bytes
+from shoal.constraints.syntax.viable import is_complete, is_viable
+from shoal.engine import checks
+from shoal.errors import RequestError
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled, Rejection
+from shoal.sampling.uniforms import Purpose, uniforms
+from shoal.testing import tiny_tokenizer
+from shoal.testing.engines import engine_of
+from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request
+
+PIECES = ("a", "(", ")", "=", "\n", "'", " ", ":", "if ")
+
+
+def viable(text: str) -> bool:
+    layout = Layout()
+    return all((not layout.due or is_viable(layout)) and layout.feed(character) for character in text) and is_viable(layout)
+
+
+@pytest.mark.parametrize("module", [ast, json, random, statistics, Path], ids=lambda module: module.__name__)
+def test_every_prefix_of_a_true_middle_can_be_completed(module: object) -> None:
+    source = Path(inspect.getfile(module)).read_text(encoding="utf-8")  # type: ignore[arg-type]
+    lots = random.Random(source)
+    for _ in range(4):
+        first = lots.randrange(len(source) - 30)
+        layout = Layout()
+        assert all(layout.feed(character) for character in source[:first])
+        for place in range(first, first + 30):
+            assert layout.feed(source[place])
+            assert is_viable(layout), source[first - 40 : place + 1]
+
+
+def test_every_beginning_of_a_program_is_viable_and_every_viable_text_can_be_completed() -> None:
+    """By brute force over all texts of up to three pieces."""
+    ends = [
+        quote + first + ")" * closed + last
+        for quote, closed, first, last in itertools.product(
+            ("", "'", "'''", "_'''"),
+            range(4),
+            ("", "a", "nd a", "_", " a else a", "=a", "a:a", "a=a"),
+            ("", ":a", "=a", "a", "a:a", "\n a", " else a", ":\n a"),
+        )
+    ]
+    for length in range(1, 4):
+        for pieces in itertools.product(PIECES, repeat=length):
+            text = "".join(pieces)
+            if is_complete(text):
+                assert all(viable(text[:end]) for end in range(len(text) + 1)), repr(text)
+            if viable(text):
+                assert any(is_complete(text + end) for end in ends), repr(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = = ",
+        "x = )",
+        "def f(:",
+        "if x:\ny",
+        "a b ",
+        "return return ",
+        "x = 'a\n",
+        "try:\n  a\nb ",
+        "else:",
+        "x..y",
+        "  if x:\n y\n z",
+    ],
+)
+def test_what_no_program_begins_with_is_refused(text: str) -> None:
+    assert not viable(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = 1 i", "x = 0x", "x = 1e-", "x !", "x = 'a", "x = f'{a", "x = '''a\n'", "x = im", "def f() -", "@a\n@b\nclass C:\n",
+     "x = \\",
+     "for x in y:\n  pass\nels", "async ",
+     "x = rb", "if x:\n    # a\n  # b\n", "x = (1,\n  # a\n", "match x:\n  case 1:\n    a\n  ca",
+     "@a\ndef f():\n  a\nb\nc\n", "if a:\n  b\n  c\nelif d:\n  e\nelse:\n  "],
+)  # fmt: skip
+def test_what_some_program_begins_with_is_not_refused(text: str) -> None:
+    assert viable(text)
+
+
+def test_long_files_leave_only_the_open_blocks() -> None:
+    layout = Layout()
+    source = "class A:\n" + "".join(f"    def f{i}(self):\n        return {i}\n" for i in range(100))
+    assert all(layout.feed(character) for character in source + "    x")
+    assert layout.text == "class A:\n    def f99(self):\n        return 99\n    x"
+    assert layout.feed(" ")
+    assert layout.feed("=")
+    assert layout.text == "class A:\n    x ="
+
+
+def test_a_wrong_left_context_is_named() -> None:
+    with pytest.raises(RequestError, match="not the beginning of a Python program"):
+        PythonMiddle(tiny_tokenizer(), "x = = ", "")
+
+
+class Even:
+    """Lets no token follow that makes the sum of all odd, and an end only after an even number of tokens."""
+
+    def start(self, row: object) -> tuple[int, ...]:
+        return ()
+
+    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        return None if (sum(state) + token) % 3 == 2 else (*state, token)
+
+    def may_end(self, state: tuple[int, ...]) -> bool:
+        return len(state) % 2 == 0
+
+
+VOCAB, EOS, ROWS = 6, 5, 6000
+
+
+def law(target: object) -> torch.Tensor:
+    """Of two tokens, an end standing for all that follows it, by the definition."""
+    check, joint = Even(), torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+
+    def conditional(state: tuple[int, ...]) -> torch.Tensor:
+        p = target((0, *state)).double().softmax(-1)  # type: ignore[operator]
+        passes = [check.may_end(state) if t == EOS else check.after(state, t) is not None for t in range(VOCAB)]
+        kept = p * torch.tensor(passes)
+        return kept / kept.sum()
+
+    first = conditional(())
+    for a in range(VOCAB):
+        if first[a]:
+            joint[a] += first[a] * (conditional((a,)) if a != EOS else torch.eye(VOCAB, dtype=torch.float64)[EOS])
+    return joint
+
+
+def counted(target: object, drafter: object | None, rule: object) -> torch.Tensor:
+    draft = None if drafter is None else scripted(drafter, VOCAB)
+    engine = engine_of(scripted(target, VOCAB), draft, Fixed(2 if draft else 0), eos=(EOS,), rule=rule, max_batch=1000)
+    request = Request((0,), ROWS, Sampling(temperature=1.0, seed=3), Limits(max_new_tokens=2), constraints=(Even(),))
+    rows = engine.submit(request)
+    while any(row.finish_reason is None for row in rows):
+        engine.step()
+    counts = torch.zeros(VOCAB, VOCAB)
+    for row in rows:
+        new = [*row.tokens[1:], EOS][:2]
+        counts[new[0], new[1]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_tokens_have_the_law_of_p_given_that_they_pass(rule: object, drafted: bool) -> None:
+    target = hashed(VOCAB, 1, spread=0.7)
+    found = counted(target, hashed(VOCAB, 2, spread=0.7) if drafted else None, rule)
+    assert chi_square(found, law(target)) > 1e-3
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TOKEN, Purpose.ACCEPT])
+def test_numbers_used_twice_are_noticed(monkeypatch: pytest.MonkeyPatch, purpose: Purpose) -> None:
+    """The control: the draw in place of a refused token by a number that decided on the refused one."""
+    monkeypatch.setattr(checks, "uniforms", lambda seed, position, _: uniforms(seed, position, purpose))
+    target = hashed(VOCAB, 1, spread=0.7)
+    drafter = None if purpose is Purpose.TOKEN else hashed(VOCAB, 2, spread=0.7)
+    assert chi_square(counted(target, drafter, Rejection()), law(target)) < 1e-6
+
+
+def test_greedy_rows_take_the_best_token_that_passes_whatever_is_drafted() -> None:
+    target, check = hashed(VOCAB, 5), Even()
+    expected: list[int] = []
+    while len(expected) < 12 and EOS not in expected:
+        order = target((0, *expected)).argsort(descending=True).tolist()
+        passes = (
+            t for t in order if (check.may_end(tuple(expected)) if t == EOS else check.after(tuple(expected), t) is not None)
+        )
+        expected.append(next(passes))
+    for drafter in (None, target, mixed(target, hashed(VOCAB, 9))):
+        engine = engine_of(
+            scripted(target, VOCAB),
+            None if drafter is None else scripted(drafter, VOCAB),
+            Fixed(3 if drafter else 0),
+            eos=(EOS,),
+        )
+        limits = Limits(max_new_tokens=12)
+        (row,) = engine.submit(Request((0,), 1, Sampling(temperature=0.0), limits, constraints=(check,)))
+        while row.finish_reason is None:
+            engine.step()
+        assert row.tokens[1:] == expected
+        assert drafter is None or row.accepted > 0 or drafter is not target
+
+
+def test_where_no_token_passes_the_row_ends_with_an_error() -> None:
+    class Nothing(Even):
+        def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+            return None if state else (token,)
+
+        def may_end(self, state: tuple[int, ...]) -> bool:
+            return False
+
+    engine = engine_of(scripted(hashed(VOCAB, 5), VOCAB), None, Fixed(0), eos=(EOS,))
+    (row,) = engine.submit(Request((0,), 1, Sampling(seed=1), Limits(max_new_tokens=5), constraints=(Nothing(),)))
+    while row.finish_reason is None:
+        engine.step()
+    assert row.finish_reason == "error"
+    assert row.new_tokens == 1
+    assert "no token passes" in str(row.error)
+
+
+def test_characters_cut_into_tokens_are_read_whole() -> None:
+    tokenizer = shoal.load("bundled").tokenizer
+    own = token_bytes(tokenizer)
+    middle = PythonMiddle(tokenizer, "x = ", "\n")
+    for text, passes in (("\u00e9", True), ("\u20ac", False), ("'\u20ac'", True)):
+        state: object = middle.start(None)  # type: ignore[arg-type]
+        for byte in text.encode():
+            state = None if state is None else middle.after(state, own.index(bytes([byte])))  # type: ignore[arg-type]
+        assert (state is not None) == passes, text
+        assert state is None or middle.may_end(state)  # type: ignore[arg-type]
+
+
+def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
+    left, right = "def largest(numbers):\n    best = ", "\n    return best\n"
+    model = shoal.load("bundled", "bundled")
+    prompt = fill_in_middle(model.tokenizer, left, right)
+    middle = PythonMiddle(model.tokenizer, left, right)
+    result = model.generate([prompt], n=8, max_new_tokens=48, temperature=1.2, seed=1, constraints=[middle])
+    ended = [sample for sample in result[0].samples if sample.finish_reason == "eos"]
+    assert ended
+    for sample in ended:
+        ast.parse(left + sample.text + right)
+    for sample in result[0].samples:
+        assert viable(left + sample.text)

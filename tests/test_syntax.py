@@ -132,7 +132,7 @@ class Even:
         return len(state) % 2 == 0
 
 
-VOCAB, EOS, ROWS = 6, 5, 6000
+VOCAB, EOS, ROWS = 6, 5, 2000
 
 
 def law(target: object) -> torch.Tensor:
@@ -154,7 +154,7 @@ def law(target: object) -> torch.Tensor:
 
 def counted(target: object, drafter: object | None, rule: object) -> torch.Tensor:
     draft = None if drafter is None else scripted(drafter, VOCAB)
-    engine = engine_of(scripted(target, VOCAB), draft, Fixed(2 if draft else 0), eos=(EOS,), rule=rule, max_batch=1000)
+    engine = engine_of(scripted(target, VOCAB), draft, Fixed(2 if draft else 0), eos=(EOS,), rule=rule, max_batch=250)
     request = Request((0,), ROWS, Sampling(temperature=1.0, seed=3), Limits(max_new_tokens=2), constraints=(Even(),))
     rows = engine.submit(request)
     while any(row.finish_reason is None for row in rows):
@@ -225,7 +225,7 @@ def test_where_no_token_passes_the_row_ends_with_an_error() -> None:
 
 
 def test_characters_cut_into_tokens_are_read_whole() -> None:
-    tokenizer = shoal.load("bundled").tokenizer
+    tokenizer = shoal.load().tokenizer
     own = token_bytes(tokenizer)
     middle = PythonMiddle(tokenizer, "x = ", "\n")
     for text, passes in (("\u00e9", True), ("\u20ac", False), ("'\u20ac'", True)):
@@ -238,7 +238,7 @@ def test_characters_cut_into_tokens_are_read_whole() -> None:
 
 def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
     left, right = "def largest(numbers):\n    best = ", "\n    return best\n"
-    model = shoal.load("bundled", "bundled")
+    model = shoal.load()
     prompt = fill_in_middle(model.tokenizer, left, right)
     middle = PythonMiddle(model.tokenizer, left, right)
     result = model.generate([prompt], n=8, max_new_tokens=48, temperature=1.2, seed=1, constraints=[middle])

@@ -225,7 +225,7 @@ def test_where_no_token_passes_the_row_ends_with_an_error() -> None:
 
 
 def test_characters_cut_into_tokens_are_read_whole() -> None:
-    tokenizer = shoal.load().tokenizer
+    tokenizer = shoal.load(compile="off").tokenizer
     own = token_bytes(tokenizer)
     middle = PythonMiddle(tokenizer, "x = ", "\n")
     for text, passes in (("\u00e9", True), ("\u20ac", False), ("'\u20ac'", True)):
@@ -238,7 +238,7 @@ def test_characters_cut_into_tokens_are_read_whole() -> None:
 
 def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
     left, right = "def largest(numbers):\n    best = ", "\n    return best\n"
-    model = shoal.load()
+    model = shoal.load(compile="off")
     prompt = fill_in_middle(model.tokenizer, left, right)
     middle = PythonMiddle(model.tokenizer, left, right)
     result = model.generate([prompt], n=8, max_new_tokens=48, temperature=1.2, seed=1, constraints=[middle])

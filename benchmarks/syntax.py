@@ -1,0 +1,170 @@
+"""Middles of Python programs: whether checks refuse what is possible, and what they bring and cost on the bundled pair.
+
+    python benchmarks/syntax.py library --files 300 --cuts 10     # prefixes of true middles of the standard library
+    python benchmarks/syntax.py pair --problems 24 -n 8           # held-out functions, a middle of each; --json FILE
+
+`free` is without checks; `longest` is free with its middle cut at the longest prefix with which the whole parses ("checked
+unconstrained" of Melcer et al.); `checked` is with `PythonMiddle`. An error is a middle with which the whole does not parse;
+a pass is one with which the function passes its tests, in the sandbox.
+Exit code 1 if a middle that ended by itself under checks does not parse, or if a prefix of a true middle was refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shoal
+from held_out import problems
+from shoal.constraints.fim import fill_in_middle
+from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.python import PythonMiddle
+from shoal.constraints.syntax.viable import is_complete, is_viable
+from shoal.engine import engine
+from shoal.evaluation.execution import execute
+from shoal.evaluation.problems import Problem
+from shoal.evaluation.sandbox import Sandbox
+
+Json = dict[str, Any]
+LONGEST = 40
+"""Characters of a true middle."""
+
+
+def library(files: int, cuts: int, seed: int) -> Json:
+    lots = random.Random(seed)
+    paths = sorted(Path(os.__file__).parent.rglob("*.py"))
+    lots.shuffle(paths)
+    counts: Counter[str] = Counter()
+    refused, seconds = [], 0.0
+    for path in paths:
+        if counts["files"] == files:
+            break
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if len(source) < 2 * LONGEST or not is_complete(source):
+            continue
+        counts["files"] += 1
+        for _ in range(cuts):
+            first = lots.randrange(len(source) - LONGEST)
+            layout, fits = Layout(), True
+            for character in source[:first]:
+                fits = fits and layout.feed(character)
+            started = time.perf_counter()
+            for place in range(first, first + LONGEST):
+                fits = fits and (not layout.due or is_viable(layout)) and layout.feed(source[place]) and is_viable(layout)
+                counts["prefixes"] += 1
+                if not fits:
+                    refused.append([path.name, place, source[max(0, place - 40) : place + 1]])
+                    break
+            seconds += time.perf_counter() - started
+            counts["cuts"] += 1
+    return {**counts, "refused": refused, "microseconds_per_character": 1e6 * seconds / max(1, counts["prefixes"])}
+
+
+class Clock:
+    """Time within functions that are wrapped, whichever calls which."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls, self._depth = 0.0, 0, 0
+
+    def wrap(self, function: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
+            self._depth += 1
+            started = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self._depth -= 1
+                self.calls += 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+def longest(left: str, middle: str, right: str) -> str:
+    ends = range(len(middle), -1, -1)
+    return next((middle[:end] for end in ends if is_complete(left + middle[:end] + right)), middle)
+
+
+def passes(source: str, tests: tuple[str, ...], sandbox: Sandbox) -> bool:
+    problem = Problem("middle", "python", "", "\n".join(tests), "f")
+    return execute(problem, source + "\n", sandbox).passed
+
+
+def pair(count: int, n: int, temperature: float, seed: int) -> Json:
+    model, lots, clock, sandbox = shoal.load(), random.Random(seed), Clock(), Sandbox()
+    inner = engine.checked
+    tables: dict[str, Counter[str]] = {name: Counter() for name in ("free", "longest", "checked")}
+    seconds = {"free": 0.0, "checked": 0.0}
+    for problem in problems(count):
+        body = len(problem.prompt)
+        whole = problem.function
+        first = lots.randrange(body, len(whole) - 4)
+        last = lots.randrange(first + 2, len(whole))
+        left, right = whole[:first], whole[last:]
+        ids = fill_in_middle(model.tokenizer, left, right)
+        for name in ("free", "checked"):
+            held = [PythonMiddle(model.tokenizer, left, right)] if name == "checked" else []
+            engine.checked = clock.wrap(inner) if held else inner
+            started = time.perf_counter()
+            result = model.generate([ids], n=n, max_new_tokens=96, temperature=temperature, seed=seed, constraints=held)
+            seconds[name] += time.perf_counter() - started
+            for sample in result[0].samples:
+                ended = sample.finish_reason == "eos"
+                _count(tables[name], left + sample.text + right, problem.tests, ended, len(sample.token_ids), sandbox)
+                if name == "free":
+                    text = longest(left, sample.text, right)
+                    _count(tables["longest"], left + text + right, problem.tests, ended, 0, sandbox)
+    engine.checked = inner
+    shares = {"share_of_time": clock.seconds / seconds["checked"], "seconds": seconds}
+    tokens = tables["checked"]["tokens"]
+    return {**{name: dict(table) for name, table in tables.items()}, **shares, "us_per_token": 1e6 * clock.seconds / tokens}
+
+
+def _count(table: Counter[str], source: str, tests: tuple[str, ...], ended: bool, tokens: int, sandbox: Sandbox) -> None:
+    good = is_complete(source)
+    table["samples"] += 1
+    table["tokens"] += tokens
+    table["errors"] += not good
+    table["ended"] += ended
+    table["errors_of_ended"] += ended and not good
+    table["passes"] += good and passes(source, tests, sandbox)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("library", "pair"))
+    parser.add_argument("--files", type=int, default=300)
+    parser.add_argument("--cuts", type=int, default=10)
+    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("-n", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    found = (
+        library(args.files, args.cuts, args.seed)
+        if args.what == "library"
+        else pair(args.problems, args.n, args.temperature, args.seed)
+    )
+    print(json.dumps(found, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)}, **found}, indent=2) + "\n")
+    return int(bool(found["refused"]) if args.what == "library" else found["checked"].get("errors_of_ended", 0) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,8 +18,8 @@ from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.python import PythonMiddle
-from shoal.constraints.syntax.token_text import token_bytes
 from shoal.constraints.syntax.viable import is_complete, is_viable
+from shoal.constraints.token_bytes import token_bytes
 from shoal.engine import checks
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed

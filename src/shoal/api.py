@@ -310,7 +310,8 @@ class Shoal:
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        constraints: Sequence[Constraint[Any] | Check[Any]] = (), align: bool = False, exact: bool = False, **options: Unpack[Options],
+        constraints: Sequence[Constraint[Any] | Check[Any]] = (), align: bool = False, exact: bool = False,
+        **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
         return self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=True)

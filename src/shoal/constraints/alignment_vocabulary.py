@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.constraints.syntax.token_text import token_bytes
+from shoal.constraints.token_bytes import token_bytes
 
 CACHED = 128
 """Masks kept, those used last: 128 of 152,000 tokens take 19 MB."""

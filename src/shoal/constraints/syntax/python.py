@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.constraints.check import Check
 from shoal.constraints.syntax.layout import Layout
-from shoal.constraints.syntax.token_text import token_bytes
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
+from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 

@@ -17,6 +17,7 @@ from torch import nn
 from shoal.config import Sampling, Speculation, plain
 from shoal.constraints.alignment import aligned
 from shoal.constraints.check import Check
+from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
@@ -271,8 +272,9 @@ class Shoal:
         *,
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
+        suffix: str | Sequence[str] | None = None,
         constraints: Sequence[Constraint[Any] | Check[Any]] = (),
-        align: bool = False,
+        align: bool | None = None,
         exact: bool = False,
         progress: bool = False,
         **options: Unpack[Options],
@@ -288,12 +290,15 @@ class Shoal:
             n: samples per prompt. drafter: proposes instead of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
+            suffix: text behind the new text, one for all prompts or one for each, where the prompts are the texts before it: the
+                model fills in between, if it was trained to (`shoal.constraints.fim`).
             constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`, and
                 `shoal.constraints.check` for what is asked about single tokens.
             align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
                 in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
-                include these tokens (`shoal.constraints.alignment`). exact: with `align`, samples have a `log_weight` and are
-                ranked by it: weighted so, they are samples of p given the prompt's characters.
+                include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar. exact: with
+                `align`, samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given the prompt's
+                characters.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
@@ -305,26 +310,31 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        stream = self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=False)
+        stream = self._stream(prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), text=False)
         return stream.run(progress)
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        constraints: Sequence[Constraint[Any] | Check[Any]] = (), align: bool = False, exact: bool = False,
-        **options: Unpack[Options],
+        suffix: str | Sequence[str] | None = None, constraints: Sequence[Constraint[Any] | Check[Any]] = (),
+        align: bool | None = None, exact: bool = False, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
-        return self._stream(prompts, n, drafter, top_logprobs, constraints, options, (align, exact), text=True)
+        return self._stream(prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), text=True)
 
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
-        constraints: Sequence[Constraint[Any] | Check[Any]], options: Mapping[str, Any], alignment: tuple[bool, bool], *,
-        text: bool,
+        suffix: str | Sequence[str] | None, constraints: Sequence[Constraint[Any] | Check[Any]], options: Mapping[str, Any],
+        alignment: tuple[bool | None, bool], *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling), drafter=drafter)
-        now, found = time.perf_counter(), read_prompts(prompts, self.tokenizer)
+        now = time.perf_counter()
+        ends: Sequence[int | None] = ()
+        if suffix is None:
+            found = read_prompts(prompts, self.tokenizer)
+        else:
+            found, ends = read_middles(prompts, suffix, self.tokenizer)
         asked: dict[str, Any] = {"n": plain(n), "top_logprobs": plain(top_logprobs), "sampling": sampling, "limits": limits}
         asked["constraints"] = tuple(constraints)
         requests = [
@@ -332,10 +342,14 @@ class Shoal:
             for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
         ]
         align, exact = alignment
+        align = suffix is not None and sampling.grammar is None if align is None else align
         if exact and not align:
             raise RequestError("exact=True weighs aligned samples: it needs align=True")
         if align:
-            requests = [aligned(request, self.tokenizer, exact=exact) for request in requests]
+            places = ends or [None] * len(requests)
+            requests = [
+                aligned(request, self.tokenizer, at=at, exact=exact) for request, at in zip(requests, places, strict=True)
+            ]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

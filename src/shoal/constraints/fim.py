@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import RequestError
@@ -14,6 +17,22 @@ TOKENS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
 """What stands before the prefix, before the suffix, and before the middle that the model writes."""
+SUFFIX_SHARE = 4
+"""A suffix gets at least one of so many tokens of a prompt that does not hold all (as in llama.cpp's server)."""
+CHARACTERS = 16
+"""Characters per token that are looked at where a text has to be cut: more than any text of words has."""
+
+
+@dataclass(frozen=True)
+class MiddlePrompt:
+    """A prompt whose continuation belongs between two texts.
+
+    Attributes:
+        ids: of the prompt. end: where the text before the cursor ends in them: the place at which it is aligned.
+    """
+
+    ids: tuple[int, ...]
+    end: int
 
 
 def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
@@ -22,8 +41,16 @@ def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
     return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
 
 
-def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
-    """The ids of a prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM order).
+def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:
+    """The ids of `middle_prompt`."""
+    return list(middle_prompt(tokenizer, prefix, suffix, before).ids)
+
+
+def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
+    """The prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM order).
+
+    Args:
+        before: text that stands before all, such as excerpts of other files.
 
     Raises:
         RequestError: if the tokenizer has none of the `TOKENS`.
@@ -34,16 +61,59 @@ def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
             "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for text before a suffix"
         )
     vocabulary = tokenizer.get_vocab()
-    before, between, after = (vocabulary[token] for token in found)
-    start = _start(tokenizer)
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
-    return [*start, before, *texts[0], between, *texts[1], after]
+    first, between, last = (vocabulary[token] for token in found)
+    context, left, right = (tokenizer.encode(text, add_special_tokens=False) for text in (before, prefix, suffix))
+    start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+    head = [*start, *context, first, *left]
+    return MiddlePrompt((*head, between, *right, last), len(head))
 
 
-def prefix_end(tokenizer: Any, prefix: str) -> int:
-    """Where the prefix ends in the ids of `fill_in_middle`: the place at which a prompt with a suffix is aligned."""
-    return len(_start(tokenizer)) + 1 + len(tokenizer.encode(prefix, add_special_tokens=False))
+def read_middles(
+    prefixes: Any, suffixes: str | Sequence[str], tokenizer: Any
+) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[int]]:
+    """The prompts between texts, each with its prefix, and the ends of the prefixes in their ids.
+
+    Args:
+        prefixes: a text or texts. suffixes: one for all of them, or as many.
+
+    Raises:
+        RequestError: for anything else, without a tokenizer, and see `middle_prompt`.
+    """
+    texts = [prefixes] if isinstance(prefixes, str) else list(prefixes)
+    behind = [suffixes] * len(texts) if isinstance(suffixes, str) else list(suffixes)
+    if not texts or not all(isinstance(text, str) for text in (*texts, *behind)):
+        raise RequestError("suffix needs prompts that are texts, and is a text or one for each prompt")
+    if len(behind) != len(texts):
+        raise RequestError(
+            f"suffix must be one text or as many as prompts: there are {len(texts)} prompts and {len(behind)} suffixes"
+        )
+    if tokenizer is None:
+        raise RequestError("suffix needs a tokenizer, and this model was given none")
+    made = [middle_prompt(tokenizer, prefix, suffix) for prefix, suffix in zip(texts, behind, strict=True)]
+    return [(text, one.ids) for text, one in zip(texts, made, strict=True)], [one.end for one in made]
 
 
-def _start(tokenizer: Any) -> list[int]:
-    return [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, str]:
+    """The end of the prefix and the beginning of the suffix that take at most so many tokens together.
+
+    Where both do not fit, a quarter is the suffix's, or more if the prefix leaves it; whole lines are kept where there are any.
+    """
+
+    def tokens(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    prefix, suffix = prefix[-CHARACTERS * space :], suffix[: CHARACTERS * space]
+    left, right = tokens(prefix), tokens(suffix)
+    if left + right <= space:
+        return prefix, suffix
+    share = max(space // SUFFIX_SHARE, space - left)
+    if right > share:
+        fits = bisect_left(range(len(suffix)), True, key=lambda size: tokens(suffix[: size + 1]) > share)
+        line = suffix.rfind("\n", 0, fits) + 1
+        suffix = suffix[: line or fits]
+    rest = space - tokens(suffix)
+    if left > rest:
+        cut = bisect_left(range(len(prefix)), True, key=lambda start: tokens(prefix[start:]) <= rest)
+        line = prefix.find("\n", cut - 1 if cut else 0) + 1
+        prefix = prefix[line or cut :]
+    return prefix, suffix

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints.alignment import aligned
-from shoal.constraints.fim import fill_in_middle, prefix_end
+from shoal.constraints.fim import fill_in_middle, middle_prompt
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.request_models import Message
@@ -42,7 +42,7 @@ class PromptEncoder:
 
     def aligned(self, request: Request, prompt: Prompt, suffix: str | None) -> Request:
         """The request of a prompt, and of a suffix if there is one, aligned where the prompt ends. Raises ApiError."""
-        at = prefix_end(self._tokenizer, prompt) if suffix is not None and isinstance(prompt, str) else None
+        at = middle_prompt(self._tokenizer, prompt, suffix).end if suffix is not None and isinstance(prompt, str) else None
         with naming("align"):
             return aligned(request, self._tokenizer, at=at)
 

@@ -374,7 +374,7 @@ def test_groups_are_options_by_panel_and_come_back_as_groups() -> None:
 
 def test_no_command_has_more_parameters_than_one_can_read() -> None:
     """Groups, not thirty options one after the other."""
-    for name in ("batch", "bench", "check", "demo", "evaluate", "generate", "serve"):
+    for name in ("batch", "bench", "check", "complete", "demo", "evaluate", "generate", "serve"):
         source = ast.parse((Path(cli.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
         for function in (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)):
             count = len(function.args.args) + len(function.args.kwonlyargs)
@@ -644,6 +644,7 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
     work = {"generate": ["-p", "x"], "serve": [], "check": [], "bench": [], "batch": ["in", "out"], "eval": ["functions"]}
+    work["complete"] = [__file__, "--at", "1:1"]
     for command, arguments in work.items():
         line = [sys.executable, "-c", code, command, *arguments, "--model", str(tmp_path / "nowhere")]
         ended = subprocess.run(line, capture_output=True, text=True)

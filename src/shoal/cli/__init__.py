@@ -1,5 +1,5 @@
-"""The command line: `shoal demo`, `shoal generate`, `shoal serve`, `shoal batch`, `shoal check`, `shoal bench`, `shoal eval`,
-`shoal index`, `shoal train`.
+"""The command line: `shoal demo`, `shoal generate`, `shoal complete`, `shoal serve`, `shoal batch`, `shoal check`, `shoal bench`,
+`shoal eval`, `shoal index`, `shoal train`.
 
 stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or the model cannot
 be served (the user can mend it), 1 our failure, 130 interrupted. torch and transformers are imported inside commands.
@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from typer import TyperException
 
-from shoal.cli import batch, bench, check, demo, evaluate, generate, index, serve, train
+from shoal.cli import batch, bench, check, complete, demo, evaluate, generate, index, serve, train
 from shoal.errors import ModelError, RequestError
 
 EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(generate.generate)
+app.command()(complete.complete)
 app.command()(serve.serve)
 app.command()(batch.batch)
 app.command()(check.check)

@@ -34,14 +34,14 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return [text for _, text in found]
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, kind: str = "prompt file") -> str:
     """A file's text. Raises RequestError: it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"cannot read prompt file {str(file)!r}: {error.strerror}") from error
+        raise RequestError(f"cannot read {kind} {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"prompt file {str(file)!r} is not UTF-8 text: {error.reason}") from error
+        raise RequestError(f"{kind} {str(file)!r} is not UTF-8 text: {error.reason}") from error
 
 
 def listed_prompts(files: Sequence[Path]) -> list[str]:

@@ -132,7 +132,7 @@ def generate(
     deliver(result, texts, output, interrupted)
     if result.stats.lossy:
         stderr().print(result.stats.lossy, style="yellow", markup=False, soft_wrap=True)
-    failed = _report_failures(result)
+    failed = report_failures(result)
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
@@ -161,7 +161,7 @@ def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interr
     write_whole(shown.output, text.getvalue())
 
 
-def _report_failures(result: Result) -> bool:
+def report_failures(result: Result) -> bool:
     """Whether samples failed, each on its own, and a line that says so."""
     samples = [sample for output in result for sample in output.samples]
     failed = [sample.error for sample in samples if sample.error]
@@ -185,14 +185,16 @@ def document(result: Result, prompts: Sequence[str], shown: OutputOptions) -> di
     """The JSON object of a result."""
     return {
         "prompts": [
-            {"prompt": prompt, "samples": [_sample(sample, shown) for sample in shown.samples(output)]}
+            {"prompt": prompt, "samples": [sample_document(sample, shown) for sample in shown.samples(output)]}
             for output, prompt in zip(result, prompts, strict=True)
         ],
         "stats": result.stats.to_dict(),
     }
 
 
-def _sample(sample: Sample, shown: OutputOptions) -> dict[str, Any]:
+def sample_document(sample: Sample, shown: OutputOptions | None = None) -> dict[str, Any]:
+    """The JSON object of a sample."""
+    shown = shown or OutputOptions()
     entry: dict[str, Any] = {
         "text": sample.text,
         "token_ids": list(sample.token_ids),

@@ -1,0 +1,117 @@
+"""`shoal complete`: n suggestions for the place of a cursor in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.console import Progress, stderr, stdout
+from shoal.cli.cursor import split_at
+from shoal.cli.generate import EXIT_INTERRUPTED, EXIT_REQUEST, SamplingOptions, report_failures, sample_document
+from shoal.cli.option_groups import option_groups, sampling_option
+from shoal.cli.options import JsonOption, ModelSource, SamplesOption, SpeculationOptions, parse_lookahead
+from shoal.cli.streaming import follow
+from shoal.cli.suggestions import best_first, show_suggestions
+from shoal.errors import RequestError
+from shoal.types.options import split_options
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.types.samples import Result
+
+
+RESERVED = 8
+"""Tokens of the context that are kept for those between the texts, and for those that alignment adds."""
+
+
+@dataclass(frozen=True)
+class CursorOptions:
+    """The file and the place in it."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that is edited; it is only read. - is stdin.")]
+    at: Annotated[
+        str, typer.Option("--at", metavar="LINE:COL", help="The cursor, before that character; both are counted from 1.")
+    ]
+
+
+@dataclass(frozen=True)
+class SuggestionOptions(SamplingOptions):
+    """As those of `shoal generate`, but for more samples, and prompts that end inside a token."""
+
+    n: SamplesOption = 8
+    align: Annotated[
+        bool,
+        sampling_option("--align/--no-align", help="The cursor may stand inside a token, whose bytes are written again."),
+    ] = True
+
+
+@option_groups()
+def complete(
+    cursor: CursorOptions, sampling: SuggestionOptions, speculation: SpeculationOptions, source: ModelSource,
+    as_json: JsonOption = False,
+) -> int:  # fmt: skip
+    """Suggest what to write at a cursor: n texts, best first, each as a diff of the file.
+
+    The model sees the text before and behind the cursor, as much of it as fits, if it was trained to fill in the middle.
+    Suggestions that the model ended itself come first, then the best by mean log-probability. Ctrl-C stops and prints what has
+    finished.
+    """
+    before, behind = split_at(cursor.file, cursor.at)
+    options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    split_options(options)  # a wrong value is reported before a model is loaded
+    with Progress() as progress:
+        model = source.load()
+        progress.expect(rows=sampling.n)
+        prompt, asked = _prompt(model, before, behind, sampling)
+        stream = model.stream([prompt], sampling.n, **asked, **options)
+        result, interrupted = follow(stream, progress.add)
+    if interrupted:
+        finished = sum(sample.finish_reason != "cancelled" for sample in result[0].samples)
+        stderr().print(f"interrupted: {finished} of {sampling.n} suggestions finished")
+    if as_json:
+        print(json.dumps(_document(result, cursor), allow_nan=False))
+    else:
+        show_suggestions(stdout(), str(cursor.file), before, behind, best_first(result[0]))
+    failed = report_failures(result)
+    return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
+
+
+def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions) -> tuple[str, dict[str, Any]]:
+    """The text that is continued, and what `Shoal.stream` has to be told of it; as much text as fits.
+
+    A model that cannot fill in continues the text where nothing but blanks stands behind the cursor.
+
+    Raises:
+        RequestError: such a model and more text behind the cursor, or no text at all.
+    """
+    from shoal.constraints.fim import middle_tokens, nearest
+
+    fills = middle_tokens(model.tokenizer) is not None
+    if not fills and behind.strip():
+        raise RequestError(
+            "this model has no fill-in-the-middle tokens and there is text behind the cursor: "
+            "take a model that was trained to fill in, or a cursor at the end of the file"
+        )
+    if not fills and not before:
+        raise RequestError("there is no text before the cursor, and this model cannot fill in")
+    space = model.target.context - sampling.max_new_tokens - RESERVED
+    if space < 1:
+        raise RequestError(
+            f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
+        )
+    before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
+    return before, {"align": sampling.align} | ({"suffix": behind} if fills else {})
+
+
+def _document(result: Result, cursor: CursorOptions) -> dict[str, Any]:
+    """The JSON object of the suggestions, best first."""
+    return {
+        "file": str(cursor.file),
+        "at": cursor.at,
+        "suggestions": [sample_document(sample) for sample in best_first(result[0])],
+        "stats": result.stats.to_dict(),
+    }

@@ -1,0 +1,60 @@
+"""Suggestions for a cursor on a console: each is a diff of the file, as `patch` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import unified_diff
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.console import printable
+from shoal.cli.samples import describe
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Output, Sample
+
+ENDED = ("eos", "stop")
+NO_NEWLINE = "\\ No newline at end of file"
+STYLES = {"-": "red", "+": "green", " ": "dim", "@": "cyan"}
+
+
+def best_first(output: Output) -> list[Sample]:
+    """Those that the model ended before the others, which do not lead to the text behind the cursor; each kind as it is ranked."""
+    return sorted(output.ranked, key=lambda sample: sample.finish_reason not in ENDED)
+
+
+def show_suggestions(console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]) -> None:
+    """The suggestions, best first; equal texts once, and rows that Ctrl-C cut not at all."""
+    samples = [sample for sample in ranked if sample.finish_reason not in ("cancelled", "error")]
+    texts = list(dict.fromkeys(sample.text for sample in samples))
+    for number, text in enumerate(texts, 1):
+        same = [sample for sample in samples if sample.text == text]
+        times = f", {len(same)} times" if len(same) > 1 else ""
+        console.print(
+            Text(f"# suggestion {number} of {len(texts)}{times}: {describe(same[0])}", style="bold"), soft_wrap=True
+        )
+        if not text:
+            console.print(Text("# nothing to add", style="dim"))
+        for line in diff(name, before, text, behind) if text else ():
+            console.print(_coloured(line, console.is_terminal), soft_wrap=True)
+        console.print()
+
+
+def diff(name: str, before: str, text: str, behind: str) -> list[str]:
+    """The lines of a unified diff that puts a text between two others."""
+    old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
+    path = name.lstrip("/")
+    found = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
+    return [part for line in found for part in (line.removesuffix("\n"), *(() if line.endswith("\n") else (NO_NEWLINE,)))]
+
+
+def _lines(parts: Sequence[str]) -> list[str]:
+    """Lines with their line feeds, which the last one may lack."""
+    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def _coloured(line: str, terminal: bool) -> Text:
+    style = "bold" if line.startswith(("---", "+++")) else STYLES.get(line[:1], "")
+    return Text(printable(line) if terminal else line, style=style)

@@ -1,0 +1,220 @@
+"""`shoal complete`, and texts between others: where the cursor is, what is asked of the model, what is shown."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.api import load
+from shoal.cli.cursor import split_at
+from shoal.cli.streaming import follow
+from shoal.cli.suggestions import NO_NEWLINE, diff
+from shoal.constraints import fim
+from shoal.errors import RequestError
+from shoal.testing.tiny import tiny_model, tiny_tokenizer
+from test_cli import SAMPLE_KEYS, Command, Models, shoal, tiny
+
+__all__ = ["shoal", "tiny"]  # fixtures
+TEXT = "def f(a):\n    retu\n\n\nx = f(1)\n"
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture
+def fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes tokens of the tiny tokenizer those for filling in."""
+    monkeypatch.setattr(fim, "TOKENS", (("Q", "W", "Z"),))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.py"
+    path.write_text(TEXT)
+    return path
+
+
+# ── the cursor ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("cut", range(len(TEXT) + 1))
+def test_every_place_of_a_file_has_a_name(file: Path, cut: int) -> None:
+    line, column = TEXT[:cut].count("\n") + 1, cut - (TEXT.rfind("\n", 0, cut) + 1) + 1
+    assert split_at(file, f"{line}:{column}") == (TEXT[:cut], TEXT[cut:])
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ("2", "two numbers from 1"), ("0:1", "two numbers from 1"), ("1:0", "two numbers from 1"), ("7:1", "has 6 lines"),
+        ("2:10", "its last column is 9"),
+    ],
+)  # fmt: skip
+def test_cursors_outside_are_refused(shoal: Command, tiny: Models, file: Path, at: str, words: str) -> None:
+    answer = shoal("complete", file, "--at", at, "--model", tiny.target)
+    assert answer.code == 2
+    assert words in answer.err
+
+
+def test_a_file_that_is_not_there_is_refused(shoal: Command, tmp_path: Path) -> None:
+    answer = shoal("complete", tmp_path / "no.py", "--at", "1:1")
+    assert (answer.code, "cannot read file" in answer.err) == (2, True)
+
+
+# ── texts between others ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_suffixes_are_those_of_their_prompts(fills: None) -> None:
+    made = load(tiny_model("llama"), tokenizer=TOKENIZER, compile="off")
+    options: dict[str, Any] = dict(temperature=0, max_new_tokens=6)
+    both = made.generate(["ab", "cd"], suffix=["x", "yz"], **options)
+    alone = [made.generate([prompt], suffix=suffix, **options)[0] for prompt, suffix in (("ab", "x"), ("cd", "yz"))]
+    assert [o.samples[0].token_ids for o in both] == [o.samples[0].token_ids for o in alone]
+    assert [o.prompt for o in both] == ["ab", "cd"]
+    naive = made.generate([fim.fill_in_middle(TOKENIZER, "ab", "x")], **options)[0]
+    assert made.generate(["ab"], suffix="x", align=False, **options)[0].samples[0].token_ids == naive.samples[0].token_ids
+    # Aligned, unless told otherwise: what was taken away is written again, and is no part of the text.
+    ids, end = TOKENIZER.encode, fim.middle_prompt(TOKENIZER, "ab", "x").end
+    assert alone[0].prompt_ids != naive.prompt_ids
+    assert TOKENIZER.decode(alone[0].samples[0].token_ids).startswith(
+        TOKENIZER.decode(naive.prompt_ids[len(ids("")) + 1 : end][-2:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "suffix", "words"),
+    [
+        ([[1, 2]], "x", "texts"),
+        (["a", "b"], ["x"], "2 prompts and 1 suffixes"),
+        ([], "x", "texts"),
+        ("a", "x", "trained|no fill"),
+    ],
+)
+def test_wrong_suffixes_are_refused(prompts: Any, suffix: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        load(tiny_model("llama"), tokenizer=TOKENIZER, compile="off").generate(prompts, suffix=suffix)
+
+
+LINES = "".join(f"line {i} of it\n" for i in range(40))
+
+
+@pytest.mark.parametrize("room", [1, 7, 30, 100, 150, 10_000])
+@pytest.mark.parametrize(
+    ("before", "behind"), [(LINES, LINES), (LINES, ""), ("", LINES), ("x" * 300, "y" * 300), (LINES, "\n")]
+)
+def test_the_nearest_text_is_kept(room: int, before: str, behind: str) -> None:
+    left, right = fim.nearest(TOKENIZER, before, behind, room)
+    size = len(TOKENIZER.encode(left, add_special_tokens=False)) + len(TOKENIZER.encode(right, add_special_tokens=False))
+    assert size <= room
+    assert before.endswith(left)
+    assert behind.startswith(right)
+    if room == 10_000:
+        assert (left, right) == (before, behind)
+    if room == 100 and before == behind == LINES:
+        assert left.startswith("line ")
+        assert right.endswith("\n")
+        assert len(left) > 2 * len(right) > 20
+    if room == 100 and not (before and behind):
+        assert size > 80
+
+
+# ── what is shown ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def patched(old: str, lines: list[str]) -> str:
+    """A text after a unified diff of one hunk, as `patch` applies it."""
+    found = re.fullmatch(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@", lines[2])
+    assert found is not None
+    count = int(found[2] or 1)
+    start = int(found[1]) - (count > 0)
+    sides: dict[str, list[str]] = {"-": [], "+": []}
+    last: list[list[str]] = []
+    for line in lines[3:]:
+        if line == NO_NEWLINE:
+            for side in last:
+                side[-1] = side[-1].removesuffix("\n")
+            continue
+        last = [sides[name] for name in ("-+" if line[0] == " " else line[0])]
+        for side in last:
+            side.append(line[1:] + "\n")
+    kept = old.splitlines(keepends=True)
+    assert kept[start : start + count] == sides["-"]
+    return "".join(kept[:start] + sides["+"] + kept[start + count :])
+
+
+@pytest.mark.parametrize("text", ["rn a", "rn a\n", "\n\n", "é"])
+@pytest.mark.parametrize("cut", [0, 18, len(TEXT)])
+@pytest.mark.parametrize("whole", [TEXT, TEXT[:-1], ""])
+def test_diffs_lead_from_the_old_file_to_the_new_one(text: str, cut: int, whole: str) -> None:
+    before, behind = whole[:cut], whole[cut:]
+    lines = diff("/tmp/a.py", before, text, behind)
+    assert lines[:2] == ["--- a/tmp/a.py", "+++ b/tmp/a.py"]
+    assert patched(whole, lines) == before + text + behind
+
+
+def test_suggestions_are_ranked_and_shown_as_diffs(
+    shoal: Command, tiny: Models, file: Path, fills: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ["complete", file, "--at", "2:9", "-n", 4, "--seed", 3, "--max-new-tokens", 12, *tiny.pair]
+    found = shoal(*ask, "--json")
+    assert found.code == 0
+    assert [set(sample) for sample in found.json["suggestions"]] == [SAMPLE_KEYS] * 4
+    keys = [(s["finish_reason"] != "eos", -s["mean_logprob"]) for s in found.json["suggestions"]]
+    assert keys == sorted(keys)
+    shown = shoal(*ask)
+    assert shown.code == 0
+    assert "\x1b" not in shown.out
+    assert shown.out.count("# suggestion ") == shown.out.count("-    retu\n") == 4
+    best = found.json["suggestions"][0]["text"].split("\n")[0].rstrip()
+    assert shown.out.split("+    retu")[1].startswith(best)
+    coloured = io.StringIO()
+    monkeypatch.setattr("shoal.cli.complete.stdout", lambda: Console(file=coloured, force_terminal=True, width=80))
+    assert shoal(*ask).code == 0
+    assert "\x1b[31m-    retu" in coloured.getvalue()
+    assert "\x1b[32m+    retu" in coloured.getvalue()
+
+
+def test_a_model_that_cannot_fill_in_continues_the_end_of_a_file(shoal: Command, tiny: Models, file: Path) -> None:
+    answer = shoal("complete", file, "--at", "2:9", "--model", tiny.target)
+    assert answer.code == 2
+    assert "text behind the cursor" in answer.err
+    file.write_text("x = 1\n\n")
+    ask = ["--model", tiny.target, "-n", 1, "--max-new-tokens", 4, "--greedy", "--json"]
+    (sample,) = shoal("complete", file, "--at", "1:6", "--no-align", *ask).json["suggestions"]
+    (plain,) = shoal("generate", "-p", "x = 1", *ask).json["prompts"][0]["samples"]
+    assert sample["token_ids"] == plain["token_ids"]
+    file.write_text("")
+    assert "no text before the cursor" in shoal("complete", file, "--at", "1:1", "--model", tiny.target).err
+
+
+def test_long_files_are_cut_to_the_context(shoal: Command, tiny: Models, file: Path, fills: None) -> None:
+    file.write_text(LINES * 40)
+    ask = ["complete", file, "--model", tiny.target, "-n", 1, "--max-new-tokens", 4, "--json"]
+    assert len(shoal(*ask, "--at", "800:3").json["suggestions"]) == 1
+    assert "leaves no space" in shoal(*ask, "--at", "800:3", "--max-new-tokens", 100_000).err
+
+
+def test_ctrl_c_keeps_what_finished(
+    shoal: Command, tiny: Models, file: Path, fills: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press_after_ten(stream: Any, show: Callable[[Any], None]) -> Any:
+        seen: list[Any] = []
+
+        def press(increment: Any) -> None:
+            seen.append(increment)
+            if len(seen) == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return follow(stream, press)
+
+    monkeypatch.setattr("shoal.cli.complete.follow", press_after_ten)
+    answer = shoal("complete", file, "--at", "2:9", "--model", tiny.target, "-n", 2, "--seed", 1, "--max-new-tokens", 60)
+    assert answer.code == 130
+    assert "interrupted: 0 of 2 suggestions finished" in answer.err
+    assert "# suggestion" not in answer.out

@@ -14,22 +14,27 @@ from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from serving import Served, pair, served
+from shoal.constraints import fim
+from shoal.serve.infill_models import InfillRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 CASES = [
-    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/v1/models", "GET", 5),
-    ("/v1/models/{name}", "GET", 10), ("/health", "GET", 1), ("/ready", "GET", 1), ("/metrics", "GET", 1),
+    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/infill", "POST", 20),
+    ("/v1/models", "GET", 5), ("/v1/models/{name}", "GET", 10), ("/health", "GET", 1), ("/ready", "GET", 1), ("/metrics", "GET", 1),
 ]  # fmt: skip
 KEY = "sesame"
-FIELDS = sorted(CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys())
+FIELDS = sorted(CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | InfillRequest.model_fields.keys())
+NEEDED = {"prompt", "messages", "input_prefix", "input_suffix"}
 load_all_checks()
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     template = "{{ messages[0].content }}"
-    with served(pair(), max_n=3, max_tokens=8, timeout=1.0, chat_template=template, keys=(KEY,)) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fim, "TOKENS", (("Q", "W", "Z"),))  # makes tokens of the tiny tokenizer those for filling in
+        with served(pair(), max_n=3, max_tokens=8, timeout=1.0, chat_template=template, keys=(KEY,)) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def fuzzed(description: Any, path: str, method: str, examples: int, mode: Genera
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     def answered(case: schemathesis.Case, kept: set[str] | None) -> None:
         if mode == GenerationMode.POSITIVE and isinstance(case.body, dict) and kept is not None:
-            case.body = {name: value for name, value in case.body.items() if name in kept | {"prompt", "messages"}}
+            case.body = {name: value for name, value in case.body.items() if name in kept | NEEDED}
         headers = {"authorization": f"Bearer {KEY}"}
         response = case.call(headers=headers)
         statuses.add(response.status_code)
@@ -75,7 +80,7 @@ def test_what_fits_the_description(description: Any, server: Served, path: str, 
     assert server.worker.thread.alive
 
 
-@pytest.mark.parametrize(("path", "method", "examples"), CASES[:2])
+@pytest.mark.parametrize(("path", "method", "examples"), CASES[:3])
 def test_what_does_not(description: Any, server: Served, path: str, method: str, examples: int) -> None:
     assert 400 in fuzzed(description, path, method, examples, GenerationMode.NEGATIVE)
     assert server.worker.thread.alive

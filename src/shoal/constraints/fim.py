@@ -17,6 +17,8 @@ TOKENS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
 """What stands before the prefix, before the suffix, and before the middle that the model writes."""
+FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
+"""What stands before a repository's name and before each of its files, where a model has read several files at once."""
 SUFFIX_SHARE = 4
 """A suffix gets at least one of so many tokens of a prompt that does not hold all (as in llama.cpp's server)."""
 CHARACTERS = 16
@@ -66,6 +68,20 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
     head = [*start, *context, first, *left]
     return MiddlePrompt((*head, between, *right, last), len(head))
+
+
+def repository(tokenizer: Any, excerpts: Sequence[tuple[str, str]], name: str = "project", own: str = "file") -> str:
+    """The text before a prompt that has parts of other files, each with its name (Hui et al. 2024, Qwen2.5-Coder, section 3).
+
+    Args:
+        name: of the repository. own: of the file with the cursor.
+    """
+    vocabulary = tokenizer.get_vocab()
+    found = next((tokens for tokens in FILE_TOKENS if all(token in vocabulary for token in tokens)), None)
+    if found is None:
+        return "".join(f"{text}\n\n" for _, text in excerpts)
+    files = "".join(f"{found[1]}{file}\n{text}" for file, text in excerpts)
+    return f"{found[0]}{name}\n{files}{found[1]}{own}\n"
 
 
 def read_middles(

@@ -166,9 +166,9 @@ class ChatFormat(ApiFormat):
         }
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, INFILL = "/v1/completions", "/v1/chat/completions", "/infill"
 FORMATS: dict[str, type[ApiFormat]] = {COMPLETIONS: CompletionFormat, CHAT: ChatFormat}
-"""The format of each path."""
+"""The format of each path of OpenAI's API."""
 
 
 def finite(value: float | None) -> float | None:

@@ -21,10 +21,11 @@ from shoal.constraints.fim import middle_tokens
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, openapi, response_models
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import CHAT, COMPLETIONS, Json
+from shoal.serve.api_formats import CHAT, COMPLETIONS, INFILL, Json
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
+from shoal.serve.infill_models import InfillRequest
 from shoal.serve.keys import is_valid_key
 from shoal.serve.metrics import RequestMetrics
 from shoal.serve.openapi import REFUSALS
@@ -85,7 +86,8 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     model = _model(handler)
 
     async def answer(request: Request, path: str) -> Response:
-        response = await handler.handle(path, await bodies.read(request, settings.max_body))
+        fields = await bodies.read(request, settings.max_body)
+        response = await (handler.infill(fields) if path == INFILL else handler.handle(path, fields))
         headers = response.parsed.headers
         if response.parsed.stream:
             events = response.events()
@@ -101,6 +103,11 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         return await answer(request, CHAT)
+
+    @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, response_models.Infill))
+    async def infill(request: Request) -> Response:
+        """Fills in at a cursor, for clients of llama.cpp's server."""
+        return await answer(request, INFILL)
 
     @router.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> response_models.ModelList:

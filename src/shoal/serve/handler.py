@@ -12,6 +12,8 @@ from shoal.engine.engine import Engine
 from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_formats import FORMATS, ApiFormat
+from shoal.serve.infill import InfillResponse
+from shoal.serve.infill_models import InfillRequest
 from shoal.serve.metrics import Metrics
 from shoal.serve.request_parser import ParsedRequest, RequestParser
 from shoal.serve.responses import ApiResponse
@@ -49,6 +51,15 @@ class ApiHandler:
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
         return ApiResponse(self.worker, self.shoal.tokenizer, self.settings.model, api, parsed)
+
+    async def infill(self, fields: dict[str, Any]) -> InfillResponse:
+        """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it cannot be served."""
+        request, (parsed, truncated) = await run_in_threadpool(self._parsed_infill, fields)
+        return InfillResponse(self.worker, self.shoal.tokenizer, self.settings.model, request, parsed, truncated)
+
+    def _parsed_infill(self, fields: dict[str, Any]) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
+        request = bodies.validated(InfillRequest, fields)
+        return request, self._parser.infill(request)
 
     def require_model(self, name: str) -> None:
         """Raises ApiError for a name that is not the served model's."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from shoal.serve import response_models
-from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+from shoal.serve.infill_models import InfillRequest
+from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 HEADERS: dict[str, dict[str, Any]] = {
     "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": {"type": "string"}},
@@ -31,7 +33,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def described(request: type[BaseRequest], answer: type[response_models.Answer]) -> dict[str, Any]:
+def described(request: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
     """A route's description: its body, and an answer that is one object, or events that each hold a part of one."""
     schema = {"$ref": f"#/components/schemas/{request.__name__}"}
     return {
@@ -44,7 +46,8 @@ def install(app: FastAPI) -> None:
     """Adds the request models, and removes FastAPI's status 422: invalid bodies are answered with 400."""
     generated = app.openapi
     _, models = models_json_schema(
-        [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
+        [(CompletionRequest, "validation"), (ChatRequest, "validation"), (InfillRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
     )
 
     def openapi() -> dict[str, Any]:

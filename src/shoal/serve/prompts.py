@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints.alignment import aligned
-from shoal.constraints.fim import fill_in_middle, middle_prompt
+from shoal.constraints.fim import MiddlePrompt, fill_in_middle, middle_prompt, nearest, repository
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
+from shoal.serve.infill_models import InfillRequest
 from shoal.serve.request_models import Message
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
+RESERVED = 8
+"""Tokens of the context that are kept for those that alignment adds."""
 
 
 class PromptEncoder:
@@ -43,8 +46,30 @@ class PromptEncoder:
     def aligned(self, request: Request, prompt: Prompt, suffix: str | None) -> Request:
         """The request of a prompt, and of a suffix if there is one, aligned where the prompt ends. Raises ApiError."""
         at = middle_prompt(self._tokenizer, prompt, suffix).end if suffix is not None and isinstance(prompt, str) else None
+        return self.aligned_at(request, at)
+
+    def aligned_at(self, request: Request, at: int | None) -> Request:
+        """The request of a prompt, aligned at a place in it; None = its end. Raises ApiError."""
         with naming("align"):
             return aligned(request, self._tokenizer, at=at)
+
+    def middle(self, request: InfillRequest, space: int) -> tuple[MiddlePrompt, bool]:
+        """The prompt of a text between two others, of at most so many tokens, and whether text was left out.
+
+        The text next to the cursor goes first, then the last of the other files. Raises ApiError: the model cannot fill in.
+        """
+        space -= RESERVED
+        prefix, suffix = request.before_cursor, request.input_suffix
+        with naming("input_suffix"):
+            left, right = nearest(self._tokenizer, prefix, suffix, max(space, 1))
+            prompt = middle_prompt(self._tokenizer, left, right)
+            excerpts = [(one.filename or "", one.text) for one in request.input_extra or ()]
+            found = (
+                middle_prompt(self._tokenizer, left, right, repository(self._tokenizer, excerpts[i:]))
+                for i in range(len(excerpts))
+            )
+            prompt = next((one for one in found if len(one.ids) <= space), prompt)
+        return prompt, (left, right) != (prefix, suffix)
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.serve.api_errors import ApiError
+from shoal.serve.bodies import validated
+from shoal.serve.infill_models import InfillRequest
 from shoal.serve.prompts import Prompt, PromptEncoder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.sampling_params import limits_of, sampling_of
@@ -82,6 +84,30 @@ class RequestParser:
         parsed = self._parsed(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
         return self._aligned(request, given, parsed)
 
+    def infill(self, request: InfillRequest) -> tuple[ParsedRequest, bool]:
+        """The request, and whether text was left out that the context does not hold.
+
+        Raises:
+            ApiError, RequestError: what cannot be served.
+        """
+        wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else self._settings.max_tokens
+        max_tokens = min(wanted, self._settings.max_tokens, self._context // 2)
+        prompt, truncated = self._encoder.middle(request, self._context - max_tokens)
+        fields = {"prompt": "", "max_tokens": max_tokens, **request.completion()}
+        headers = (
+            {"x-shoal-clamped": f"n_predict={max_tokens}"} if max_tokens < wanted and request.n_predict is not None else {}
+        )
+        if ignored := ", ".join(request.ignored):
+            headers["x-shoal-ignored"] = ignored
+        top_logprobs = min(request.n_probs, self._settings.max_logprobs) if request.n_probs else None
+        completion = validated(CompletionRequest, fields)
+        parsed = self._parsed(
+            completion, [prompt.ids], max_tokens, 1, 1, top_logprobs, () if max_tokens == 0 else None, headers
+        )
+        if request.align is False:
+            return parsed, truncated
+        return replace(parsed, requests=[self._encoder.aligned_at(one, prompt.end) for one in parsed.requests]), truncated
+
     def _aligned(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
         """With a suffix unless the request says otherwise; without one, or beside a grammar, only if it asks for it."""
         wanted = request.align
@@ -112,7 +138,7 @@ class RequestParser:
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, returned: int,
         top_logprobs: int | None, echo: Sequence[str] | None, headers: Mapping[str, str],
     ) -> ParsedRequest:  # fmt: skip
-        _require_range("max_tokens", max_tokens, 0 if echo else 1, self._settings.max_tokens)
+        _require_range("max_tokens", max_tokens, 1 if echo is None else 0, self._settings.max_tokens)
         _require_range("n" if drawn == returned else "best_of", drawn, 1, self._settings.max_n)
         _require_range("logprobs", top_logprobs or 0, 0, self._settings.max_logprobs)
         seconds = min(request.time_budget or self._settings.timeout, self._settings.timeout)

@@ -162,6 +162,26 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
 
 
+class Infill(BaseModel):
+    """Answer of /infill; of a stream the last event, before which others bring the text. `response_fields` selects fields."""
+
+    index: int
+    content: str
+    tokens: list[int] = Field(description="Always empty.")
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: int = Field(description="Those that write removed characters of a partial token again included.")
+    tokens_evaluated: int
+    has_new_line: bool
+    truncated: bool = Field(description="The context did not hold all text that was sent.")
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str = Field(description="Always empty.")
+    tokens_cached: int
+    timings: dict[str, float]
+    completion_probabilities: list[dict[str, Any]] | None = None
+
+
 class Model(BaseModel):
     """A served model."""
 

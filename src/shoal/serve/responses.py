@@ -53,7 +53,7 @@ class ApiResponse:
             ends = sorted([update async for update in self._updates(submission)], key=lambda update: update.index)
         samples = [update.sample for update in ends if update.sample is not None]
         if all(update.error is not None for update in ends):
-            raise _failure(ends[0].error)
+            raise failure(ends[0].error)
         returned = [ends[index] for index in _returned(samples, parsed)]
         choices = []
         for index, update in enumerate(returned):
@@ -79,11 +79,11 @@ class ApiResponse:
                     if update.sample is not None:
                         samples[update.index] = update.sample
             except Exception as error:  # the status has been sent
-                yield _event(api_error_of(error).body())
+                yield event(api_error_of(error).body())
                 return
         if parsed.include_usage:
             ended = [samples[index] for index in sorted(samples)]
-            yield _event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended)})
+            yield event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended)})
         yield b"data: [DONE]\n\n"
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +130,7 @@ class ApiResponse:
         return b"".join(self._chunk(chunk) for chunk in chunks if chunk is not None)
 
     def _chunk(self, choice: Json) -> bytes:
-        return _event(self._body(self.api.chunk_name, [choice]) | ({"usage": None} if self.parsed.include_usage else {}))
+        return event(self._body(self.api.chunk_name, [choice]) | ({"usage": None} if self.parsed.include_usage else {}))
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         key = self.api.id_prefix + self.key
@@ -159,7 +159,7 @@ class ApiResponse:
         }  # fmt: skip
 
 
-def _failure(error: ShoalError | None) -> Exception:
+def failure(error: ShoalError | None) -> Exception:
     """The error of a request whose rows all failed: 400 for the request's fault, 500 for the model's, 503 for lack of memory."""
     if isinstance(error, RequestError):
         return error
@@ -175,5 +175,6 @@ def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
     return [indices[id(sample)] for group in groups for sample in ranked(group)[: parsed.returned]]
 
 
-def _event(body: Json) -> bytes:
+def event(body: Json) -> bytes:
+    """A server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,186 @@
+"""The answer of /infill, in the form of llama.cpp's server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.serve.api_errors import api_error_of, naming
+from shoal.serve.api_formats import Json, finite
+from shoal.serve.infill_models import InfillRequest
+from shoal.serve.request_parser import ParsedRequest
+from shoal.serve.responses import event, failure
+from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.token_names import name_and_bytes
+from shoal.serve.worker import Worker
+
+STOP_TYPES = {"eos": "eos", "stop": "word"}
+"""`stop_type` by `Sample.finish_reason`; all others are "limit"."""
+
+
+class IndentLimit:
+    """Ends a text before the first line that is indented by fewer than `least` blanks; the line of the cursor is not looked at."""
+
+    def __init__(self, least: int) -> None:
+        self._least, self._held, self._blanks = least, "", -1
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What may be shown, and whether the text ends there. Line feeds and blanks wait for what follows them."""
+        if not self._least:
+            return text, False
+        shown = ""
+        for character in text:
+            if character == "\n":
+                self._held, self._blanks = self._held + character, 0
+            elif self._blanks < 0:
+                shown += character
+            elif character in " \t":
+                self._held, self._blanks = self._held + character, self._blanks + 1
+            elif self._blanks < self._least:
+                return shown, True
+            else:
+                shown, self._held, self._blanks = shown + self._held + character, "", -1
+        return shown, False
+
+    def rest(self) -> str:
+        """What waited, once the text has ended by itself."""
+        return self._held
+
+
+@dataclass
+class InfillResponse:
+    """The answer to one request, computed by `whole` or `events`.
+
+    Attributes:
+        truncated: the prompt does not have all text that was sent.
+    """
+
+    worker: Worker
+    tokenizer: Any
+    model: str
+    request: InfillRequest
+    parsed: ParsedRequest
+    truncated: bool
+    started_at: float = field(default_factory=time.perf_counter)
+    _first_at: float | None = None
+    _tokens: list[TokenUpdate] = field(default_factory=list)
+    _last: RowUpdate | None = None
+
+    async def whole(self) -> Json:
+        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`, or that of the row."""
+        text = "".join([piece async for piece in self._pieces()])
+        if self._reason == "time" and "\n" in text:  # llama.cpp ends at a line feed too
+            text = text[: text.rindex("\n")]
+        return self._selected(self._final(text))
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The answer as server-sent events. Raises ApiError, RequestError: before the first item, which is empty."""
+        pieces = self._pieces()
+        try:
+            async for piece in pieces:
+                if not piece:
+                    yield b""
+                    continue
+                counts = {
+                    "tokens_predicted": self._last.committed if self._last else 0,
+                    "tokens_evaluated": self._prompt_tokens,
+                }
+                yield event({"index": 0, "content": piece, "tokens": [], "stop": False, "id_slot": 0, **counts})
+        except Exception as error:
+            if self._first_at is None:
+                raise
+            yield event(api_error_of(error).body())
+            return
+        finally:
+            await pieces.aclose()
+        yield event(self._selected(self._final("")))
+
+    # ── the row ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _pieces(self) -> AsyncGenerator[str]:
+        """The text as it comes, first of all an empty one when the engine has accepted the row."""
+        limit, submission = IndentLimit(self.request.n_indent or 0), self._submission()
+        with naming("input_prefix"):
+            async with self.worker.serving(submission):
+                yield ""
+                async for update in submission.updates():
+                    if update.error is not None:
+                        raise failure(update.error)
+                    self._note(update)
+                    shown, over = limit.feed(update.text)
+                    if shown:
+                        yield shown
+                    if over:
+                        return
+        if limit.rest():
+            yield limit.rest()
+
+    def _submission(self) -> Submission:
+        detailed = self.parsed.top_logprobs is not None
+        return Submission(self.parsed.requests, self.parsed.rows, stream=True, detailed=detailed)
+
+    def _note(self, update: RowUpdate) -> None:
+        if self._first_at is None:
+            self._first_at = time.perf_counter()
+        self._last = update
+        self._tokens += update.tokens
+
+    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _reason(self) -> str | None:
+        sample = self._last.sample if self._last else None
+        return sample.finish_reason if sample else None
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return len(self.parsed.prompts[0])
+
+    def _final(self, content: str) -> Json:
+        predicted = self._last.committed if self._last else 0
+        body: Json = {
+            "index": 0, "content": content, "tokens": [], "id_slot": 0, "stop": True, "model": self.model,
+            "tokens_predicted": predicted, "tokens_evaluated": self._prompt_tokens, "has_new_line": "\n" in content,
+            "truncated": self.truncated, "stop_type": STOP_TYPES.get(self._reason or "", "limit"), "stopping_word": "",
+            "tokens_cached": 0, "timings": self._timings(predicted),
+        }  # fmt: skip
+        if self.parsed.top_logprobs is not None:
+            body["completion_probabilities"] = [self._probability(token) for token in self._tokens]
+        return body
+
+    def _timings(self, predicted: int) -> Json:
+        """The prompt's time ends with the first tokens, waiting included."""
+        now = time.perf_counter()
+        first = self._first_at or now
+        parts = {"prompt": (self._prompt_tokens, first - self.started_at), "predicted": (predicted, now - first)}
+        timings: Json = {}
+        for name, (count, seconds) in parts.items():
+            timings |= {
+                f"{name}_n": count, f"{name}_ms": 1000 * seconds, f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
+                f"{name}_per_second": count / max(seconds, 1e-9),
+            }  # fmt: skip
+        drafts = {"draft_n": self._last.drafted, "draft_n_accepted": self._last.accepted} if self._last else {}
+        return timings | drafts
+
+    def _probability(self, token: TokenUpdate) -> Json:
+        alternatives = token.top.raw[: self.parsed.top_logprobs] if token.top else ()
+        return self._named(token.id, token.logprob) | {"top_logprobs": [self._named(*pair) for pair in alternatives]}
+
+    def _named(self, token: int, logprob: float | None) -> Json:
+        name, spelled = name_and_bytes(self.tokenizer, token)
+        return {"id": token, "token": name, "bytes": list(spelled or b""), "logprob": finite(logprob)}
+
+    def _selected(self, body: Json) -> Json:
+        """The fields that were asked for, each by its path."""
+        wanted = self.request.response_fields
+        return (
+            body if wanted is None else {path: value for path in wanted if (value := _at(body, path.split("/"))) is not None}
+        )
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,123 @@
+"""The requests of /infill, as the clients of llama.cpp's server send them, and what they mean here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.serve.api_errors import ApiError
+from shoal.serve.request_fields import NonNegative, Stop, Text, optional
+
+SAMPLERS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typ_p": "typical_p",
+    "typical_p": "typical_p",
+}
+"""Names in `samplers`, and the fields that they read."""
+DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""Of llama.cpp's server, for fields that are missing."""
+NO_EFFECT = ("cache_prompt", "id_slot", "model")
+"""Fields that ask for nothing that an answer could lack."""
+
+
+class Excerpt(BaseModel):
+    """A part of another file; further fields, such as its time, are passed over."""
+
+    model_config = ConfigDict(strict=True)
+    text: Text
+    filename: Text | None = None
+
+
+class InfillRequest(BaseModel):
+    """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send what their llama.cpp knew."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    input_prefix: Text = Field(description="The text before the cursor, up to its line or to the cursor.")
+    input_suffix: Text = Field(description="The text behind the cursor.")
+    input_extra: Annotated[list[Excerpt], Field(max_length=1024, fail_fast=True)] | None = optional(
+        "Parts of other files, which stand before all; the last ones are kept where not all fit."
+    )
+    prompt: Text | None = optional("What follows `input_prefix` up to the cursor.")
+    n_predict: Annotated[int, Field(ge=-2, lt=2**63)] | None = optional(
+        "Most new tokens; -1 or nothing: as many as the server allows."
+    )
+    n_indent: NonNegative | None = optional("A line that is indented by fewer blanks ends the text, and is no part of it.")
+    n_probs: NonNegative | None = optional("Log-probabilities, and of that many most probable tokens.")
+    t_max_prompt_ms: Annotated[float, Field(ge=0)] | None = optional(
+        "Milliseconds for the prompt; added to those for the text."
+    )
+    t_max_predict_ms: Annotated[float, Field(ge=0)] | None = optional(
+        "Milliseconds for the text; what there is then is returned."
+    )
+    samplers: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = optional(
+        "Those of temperature, top_k, top_p, min_p, typ_p that apply; all, if the field is missing. Their order is ours."
+    )
+    temperature: float | None = optional("0.8; 0 or less: greedy.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = optional("40; 0 = off.")
+    top_p: float | None = optional("0.95; 1 = off.")
+    min_p: float | None = optional("0.05; 0 = off.")
+    typical_p: float | None = optional("1 = off.")
+    repeat_penalty: float | None = optional("Of tokens in prompt or output; 1.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = optional("Strings that end the text.")
+    seed: int | None = optional("-1: another one each time.")
+    stream: bool | None = optional("Send the text as it comes, as server-sent events.")
+    response_fields: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = optional(
+        "The fields of the answer, as paths such as timings/prompt_n, by which they are then named."
+    )
+    align: bool | None = optional("The cursor may stand inside a token; true.")
+
+    @property
+    def before_cursor(self) -> str:
+        """All text before the cursor."""
+        return self.input_prefix + (self.prompt or "")
+
+    @property
+    def seconds(self) -> float | None:
+        """The time budget, if there is one."""
+        given = (self.t_max_prompt_ms or 0.0) + (self.t_max_predict_ms or 0.0)
+        return given / 1000 if self.t_max_predict_ms else None
+
+    @property
+    def ignored(self) -> Iterable[str]:
+        """Names of fields and samplers that were sent and have no effect."""
+        unknown = [name for name, value in (self.model_extra or {}).items() if value is not None and name not in NO_EFFECT]
+        return [*unknown, *(f"samplers.{name}" for name in self.samplers or () if name not in SAMPLERS)]
+
+    def completion(self) -> dict[str, Any]:
+        """The fields of /v1/completions that mean the same, but for the prompt.
+
+        Raises:
+            ApiError: it asks for a grammar.
+        """
+        for name in ("grammar", "json_schema"):
+            if (self.model_extra or {}).get(name):
+                raise ApiError(400, f"/infill takes no {name}: use /v1/completions", param=name, code="unknown_field")
+        chosen = (
+            {*SAMPLERS.values()} if self.samplers is None else {SAMPLERS[name] for name in self.samplers if name in SAMPLERS}
+        )
+        fields = {name: value for name in chosen if (value := self._given(name)) is not None}
+        fields |= {
+            name: value
+            for name in ("presence_penalty", "frequency_penalty", "stop", "stream")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.repeat_penalty is not None:
+            fields["repetition_penalty"] = self.repeat_penalty
+        if self.seed is not None and self.seed >= 0:
+            fields["seed"] = self.seed
+        if self.temperature is not None and self.temperature <= 0:
+            fields["temperature"] = 0.0
+        if self.seconds is not None:
+            fields["time_budget"] = self.seconds
+        return fields
+
+    def _given(self, name: str) -> Any:
+        value = getattr(self, name)
+        return DEFAULTS.get(name) if value is None else value

@@ -1,0 +1,211 @@
+"""/infill with the bodies of llama.cpp's clients: the texts are those of `generate`, the answers have what the clients read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from serving import Served, pair, served
+from shoal.constraints import fim
+from shoal.serve.infill import IndentLimit
+from shoal.testing import VOCABULARY, tiny_tokenizer
+
+PREFIX, MIDDLE, SUFFIX = "import os\n\ndef f(a):\n", "    retu", "\n\nprint(f(1))\n"
+TIMINGS = {
+    f"{part}_{what}" for part in ("prompt", "predicted") for what in ("n", "ms", "per_token_ms", "per_second")
+}  # fmt: skip
+VIM_FIELDS = ["content", *(f"timings/{name}" for name in sorted(TIMINGS)), "truncated", "tokens_cached"]
+VIM: dict[str, Any] = {
+    "input_prefix": PREFIX, "input_suffix": SUFFIX, "prompt": MIDDLE, "n_predict": 12, "n_indent": 0, "top_k": 40, "top_p": 0.99,
+    "input_extra": [{"text": "def g(b):\n    return b\n", "time": [12, 345], "filename": "b.py"}],
+    "stream": False, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 50_000,
+    "t_max_predict_ms": 50_000, "response_fields": VIM_FIELDS,
+}  # fmt: skip
+"""llama.vim's, of a cursor; its n_indent is that of the line."""
+VIM_RING: dict[str, Any] = {
+    "input_prefix": "", "input_suffix": "", "input_extra": VIM["input_extra"], "prompt": "", "n_predict": 0, "temperature": 0.0,
+    "stream": False, "samplers": [], "cache_prompt": True, "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""],
+}  # fmt: skip
+"""llama.vim's, to have other files read ahead of time."""
+VSCODE: dict[str, Any] = {
+    "input_prefix": PREFIX, "input_suffix": SUFFIX, "input_extra": [], "prompt": MIDDLE, "n_predict": 12, "top_k": 40,
+    "top_p": 0.99, "stream": False, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 50_000,
+    "t_max_predict_ms": 50_000,
+}  # fmt: skip
+"""llama.vscode's."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fills() -> Iterator[None]:
+    """Makes tokens of the tiny tokenizer those for filling in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fim, "TOKENS", (("Q", "W", "Z"),))
+        yield
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(pair(), max_tokens=64) as running:
+        yield running
+
+
+def asked(server: Served, body: dict[str, Any], **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/infill", json=body | more, timeout=60)
+
+
+def text(server: Served, **options: Any) -> str:
+    """Of `generate`, for the same cursor."""
+    result = server.shoal.generate(
+        [PREFIX + MIDDLE], suffix=SUFFIX, rule="coupled", **{"max_new_tokens": 12, "seed": 7, **options}
+    )
+    return result[0].samples[0].text
+
+
+def test_the_body_of_llama_vim(server: Served) -> None:
+    answer = asked(server, VIM)
+    assert answer.status_code == 200, answer.text
+    assert set(answer.json()) == set(VIM_FIELDS)
+    assert answer.headers["x-shoal-ignored"] == "samplers.infill"
+    assert answer.json()["timings/predicted_n"] == 12 + 3  # with the tokens that write removed characters again
+    assert answer.json()["truncated"] is False
+    assert asked(server, VIM_RING).json() == {}
+
+
+def test_the_body_of_llama_vscode(server: Served) -> None:
+    answer = asked(server, VSCODE, seed=7).json()
+    assert answer["content"] == text(server, top_k=40, top_p=0.99)
+    assert set(answer["timings"]) == TIMINGS | {"draft_n", "draft_n_accepted"}
+    assert answer["timings"]["draft_n_accepted"] > 0
+    assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 15)
+    assert answer["tokens_evaluated"] == len(fim.fill_in_middle(server.shoal.tokenizer, PREFIX + MIDDLE, SUFFIX))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, dict(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)),
+        ({"samplers": []}, {}),
+        ({"samplers": ["top_k"], "top_k": 2}, dict(top_k=2)),
+        ({"samplers": ["top_k"], "temperature": 0.3, "top_k": 9}, dict(top_k=9)),
+        ({"samplers": ["temperature"], "temperature": 0.3}, dict(temperature=0.3)),
+        ({"temperature": 0}, dict(temperature=0)),
+        ({"samplers": [], "temperature": 0.0}, dict(temperature=0)),
+        ({"samplers": [], "repeat_penalty": 9.0}, dict(repetition_penalty=9.0)),
+        ({"samplers": [], "align": False}, dict(align=False)),
+        ({"samplers": [], "stop": ["a", "e", "1"], "n_predict": 60}, dict(stop=["a", "e", "1"], max_new_tokens=60)),
+    ],
+)  # fmt: skip
+def test_fields_mean_what_they_mean_in_llama_cpp(server: Served, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    body = {"input_prefix": PREFIX + MIDDLE, "input_suffix": SUFFIX, "n_predict": 12, "seed": 7}
+    assert asked(server, body, **fields).json()["content"] == text(server, **options)
+
+
+def test_streams_have_the_same_text(server: Served) -> None:
+    body = VSCODE | {"seed": 7, "n_predict": 40, "stream": True}
+    with httpx.stream("POST", f"{server.url}/infill", json=body) as answer:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert len(events) > 3
+    assert events[-1]["content"] == ""
+    assert "".join(event["content"] for event in events) == asked(server, body, stream=False).json()["content"]
+
+
+def test_probabilities(server: Served) -> None:
+    answer = asked(server, VSCODE, n_probs=3, seed=7).json()
+    found = answer["completion_probabilities"]
+    assert len(found) == 15
+    assert all(len(token["top_logprobs"]) == 3 for token in found)
+    first = found[0]["top_logprobs"]
+    assert first[0]["logprob"] >= first[1]["logprob"] >= first[2]["logprob"]
+
+
+def test_what_the_context_does_not_hold_is_left_out(server: Served) -> None:
+    answer = asked(server, VSCODE, input_prefix="x = 1\n" * 2000, n_predict=4).json()
+    assert answer["truncated"] is True
+    assert 1500 < answer["tokens_evaluated"] < 2048
+    excerpts = [{"text": letter * 900, "filename": f"{letter}.py"} for letter in "abcd"]
+    more = asked(server, VSCODE, input_extra=excerpts, n_predict=4).json()
+    alone = asked(server, VSCODE, n_predict=4).json()
+    assert more["tokens_evaluated"] - alone["tokens_evaluated"] == 2 * 902
+    assert more["truncated"] is False
+
+
+def test_time_is_kept_and_texts_end_with_a_line(server: Served) -> None:
+    answer = asked(server, VSCODE, n_predict=-1, t_max_prompt_ms=0, t_max_predict_ms=1).json()
+    assert answer["stop_type"] == "limit"
+    assert answer["tokens_predicted"] < 64
+
+
+def test_names_of_files_stand_where_models_have_seen_them() -> None:
+    class Known:
+        def get_vocab(self) -> dict[str, int]:
+            return {"<|repo_name|>": 0, "<|file_sep|>": 1}
+
+    excerpts = [("a.py", "x\n"), ("b.py", "y\n")]
+    whole = "<|repo_name|>project\n<|file_sep|>a.py\nx\n<|file_sep|>b.py\ny\n<|file_sep|>file\n"
+    assert fim.repository(Known(), excerpts) == whole
+
+
+@pytest.mark.parametrize(
+    ("written", "least", "left"),
+    [
+        ("rn x\n    y\nz", 4, "rn x\n    y"),
+        ("rn x\n\n    y\n   z", 4, "rn x\n\n    y"),
+        ("rn x\n    ", 4, "rn x\n    "),
+        ("z\n\t\tu\n\tz", 2, "z\n\t\tu"),
+        ("z\nu", 0, "z\nu"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_texts_end_before_a_line_that_is_indented_less(written: str, least: int, left: str, size: int) -> None:
+    limit, shown, over = IndentLimit(least), "", False
+    for start in range(0, len(written), size):
+        part, over = limit.feed(written[start : start + size])
+        shown += part
+        if over:
+            break
+    assert shown + ("" if over else limit.rest()) == left
+    assert over == (left != written)
+
+
+def lines_of_a(ids: tuple[int, ...]) -> Any:
+    """After "a" a line feed, after anything else "a"."""
+    letter, feed = tiny_tokenizer().encode("a\n", add_special_tokens=False)
+    scores = torch.zeros(VOCABULARY)
+    scores[feed if ids[-1] == letter else letter] = 20.0
+    return scores
+
+
+def test_a_row_that_an_indent_ends_is_cancelled() -> None:
+    with served(pair(lines_of_a), max_tokens=64) as lines:
+        body = VSCODE | {"n_predict": 64, "align": False, "n_indent": 2, "temperature": 0}
+        answer = asked(lines, body).json()
+        assert answer["content"] == "a"
+        assert answer["tokens_predicted"] < 64
+        assert asked(lines, body, n_indent=0).json()["content"] == "a\n" * 32
+        assert lines.worker.rows == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_suffix": None}, "input_suffix"), ({"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
+        ({"grammar": "root ::= x"}, "grammar"), ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"top_p": 2.0}, "top_p"), ({"n_predict": "many"}, "n_predict"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(server: Served, fields: dict[str, Any], param: str) -> None:
+    answer = asked(server, VSCODE | fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_models_that_cannot_fill_in_say_so(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fim, "TOKENS", ())
+    answer = asked(server, VSCODE)
+    assert (answer.status_code, "no fill-in-the-middle tokens" in answer.text) == (400, True)

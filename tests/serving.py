@@ -96,12 +96,14 @@ def application(
     lookahead: Any = 4,
     rule: str = "coupled",
     kv_bytes: int | None = None,
+    prefix_bytes: int = 0,
     make_engine: Callable[[], Engine] | None = None,
     **settings: Any,
 ) -> FastAPI:
     """The application around a pair."""
     allowed = Settings("tiny", seeds=rule == "coupled", **settings)
-    return make_app(shoal, make_engine or (lambda: shoal.engine(lookahead, RULES[rule](), kv_bytes=kv_bytes)), allowed)
+    memory = {"kv_bytes": kv_bytes, "prefix_bytes": prefix_bytes}
+    return make_app(shoal, make_engine or (lambda: shoal.engine(lookahead, RULES[rule](), **memory)), allowed)
 
 
 @contextmanager

@@ -41,9 +41,10 @@ SAMPLE_KEYS = {
     "by_drafter",
 }  # fmt: skip
 STATS_KEYS = {
-    "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "prefill_chunks", "row_rounds", "drafted", "accepted",
-    "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds", "seconds_propose", "seconds_verify",
-    "seconds_accept", "seconds_commit", "seconds", "by_drafter", "loaded", "lossy", "acceptance_length",
+    "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "restored_tokens", "prefill_chunks", "row_rounds",
+    "drafted", "accepted", "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds",
+    "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "loaded", "lossy",
+    "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from shoal import cli
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.engine.validation import RequestValidator
-from shoal.errors import InternalError, OutOfMemory
+from shoal.errors import InternalError, OutOfMemory, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import available
 from shoal.models.available import KV_SHARE, free_bytes
@@ -30,7 +30,7 @@ from shoal.sampling.acceptance import Coupled
 from shoal.serve import run
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
-from shoal.serve.serve_config import ServeConfig
+from shoal.serve.serve_config import PREFIX_SHARE, ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of, runners_of
@@ -381,11 +381,15 @@ def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytes
     """A new engine asks again."""
     free = [3 * GIB]
     monkeypatch.setattr(available, "free_bytes", lambda _: free[0])
-    assert budget_of(ServeConfig(pair, Settings("tiny"), 4)) == KV_SHARE * 3 * GIB
-    assert budget_of(ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000)) == 5000
+    rows = 1 - PREFIX_SHARE
+    assert budget_of(ServeConfig(pair, Settings("tiny"), 4)) == rows * KV_SHARE * 3 * GIB
+    assert budget_of(ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000)) == rows * 5000
+    assert budget_of(ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000, prefix_bytes=0)) == 5000
+    with pytest.raises(RequestError, match="may not take all 5,000 bytes"):
+        ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000, prefix_bytes=5000).app()
     make = ServeConfig(pair, Settings("tiny"), 4)._engines(pair())
     free[0] = GIB
-    assert make().memory._most == KV_SHARE * GIB
+    assert make().memory._most == rows * KV_SHARE * GIB
 
 
 def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,17 @@ KvMemoryOption = Annotated[
 ]
 
 
+PrefixMemoryOption = Annotated[
+    float | None,
+    limits_option(
+        "--prefix-memory",
+        min=0,
+        help="GiB of it for prompts that are kept for later requests of the same key; 0 = none.",
+        show_default="an eighth, at most 1",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class NameOptions:
     """What the served model is called, and how it is asked."""
@@ -88,6 +99,7 @@ class LimitOptions:
     max_grammar: Annotated[int, limits_option(min=1, help="Characters of a grammar or JSON schema.")] = 16384
     queue: Annotated[int, limits_option(min=0, help="Samples that may wait; beyond, requests are told to come again.")] = 256
     kv_memory: KvMemoryOption = None
+    prefix_memory: PrefixMemoryOption = None
     max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
     timeout: Annotated[
         float, limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are.")
@@ -168,7 +180,8 @@ def serve(
         from shoal.cli.console import stderr
 
         stderr().print(LOSSY_RULES[rule], style="yellow", markup=False, soft_wrap=True)
-    served = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
+    memory = in_bytes(limits.kv_memory), in_bytes(limits.prefix_memory)
+    served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
     ready = partial(_print_address, address.host, allowed, output.json)
     if machines.ray:
         from shoal.engine.batch_size import most_rows

@@ -115,7 +115,7 @@ class Contexts:
                 texts = []
                 same = None if token is None else self.same.get(token)
                 found += [] if same is None or same in self._draft.begin else [same]
-            self._prompts[key] = request, Request(tuple(found or [self._draft.end or 0]), request.n)
+            self._prompts[key] = request, Request(tuple(found or [self._draft.end or 0]), request.n, owner=request.owner)
         return self._prompts[key][1]
 
 

@@ -131,6 +131,8 @@ class _AtExit(ModelDrafter):
 class _TargetSlots(DraftSlots):
     """Those that the engine has given its rows, in which all is present."""
 
+    computes_prompts = False
+
     def of(self, row: Row) -> int:
         return row.slot
 

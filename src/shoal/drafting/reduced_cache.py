@@ -77,6 +77,8 @@ class _PartSlots(DraftSlots):
         source: whose cache is read. layers: of it that are copied.
     """
 
+    computes_prompts = False
+
     def __init__(self, runner: Runner, source: Runner, window: int, sinks: int, layers: int) -> None:
         super().__init__(runner)
         self._source, self._window, self._sinks, self._layers = source, window, sinks, layers

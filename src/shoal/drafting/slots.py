@@ -16,6 +16,7 @@ import torch
 
 from shoal.drafting.protocol import KeyValueMemory
 from shoal.errors import InternalError
+from shoal.models.cache.kept import KeptPrefixes
 from shoal.models.prompts import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
@@ -33,7 +34,10 @@ class DraftSlots(KeyValueMemory):
 
     Attributes:
         seconds: spent on prompts so far.
+        computes_prompts: whether prompts are computed here, so that they may be kept.
     """
+
+    computes_prompts = True
 
     def __init__(self, runner: Runner, pending: int = 2) -> None:
         self._runner, self._cache, self._pending = runner, runner.cache, pending
@@ -44,7 +48,17 @@ class DraftSlots(KeyValueMemory):
         self._partial: tuple[Prefix, int] | None = (
             None  # a prompt on its way into the store, and how many tokens of it are there
         )
+        self._kept: KeptPrefixes | None = None
         self.seconds, self._taken = 0.0, 0.0
+
+    def keep_prefixes(self, tokens: int) -> None:
+        """Keeps up to so many tokens of prompts for later rows that begin alike."""
+        self._kept = KeptPrefixes(self._cache, tokens)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        return self._runner.token_bytes
 
     def of(self, row: Row) -> int:
         """The row's slot."""
@@ -134,6 +148,8 @@ class DraftSlots(KeyValueMemory):
         if self._places.get(row) == slot and self._cache.lengths[slot] == chunk.start:
             feed_prompts(self._runner, [(slot, ids)])
             self._prompts[slot] = row.group if complete else NO_GROUP
+            if complete:
+                self._keep(row, row.request.prompt_ids[:-1])
 
     def _move(self, row: Row, slot: int) -> None:
         """The row goes to a free slot. Rows only ever move down, so that a row which is still in the way comes first."""
@@ -158,6 +174,7 @@ class DraftSlots(KeyValueMemory):
         """Computes or copies the prompts of rows in slots. What follows in the row is computed with a prompt of its own."""
         sources = {self._prompts.get(slot): slot for slot in self._places.values()}
         computed: list[tuple[int, Sequence[int]]] = []
+        new: list[Row] = []
         copied: list[tuple[Row, int]] = []
         for row in rows:
             slot = self._places[row]
@@ -168,13 +185,16 @@ class DraftSlots(KeyValueMemory):
                 copied.append((row, sources[row.group]))
             else:
                 sources[row.group] = slot
-                computed.append((slot, row.tokens[:-1]))
+                computed.append((slot, row.tokens[self._restore(row, row.tokens[:-1]) : -1]))
+                new.append(row)
         feed_prompts(self._runner, computed)
         for row, source in copied:
             self._cache.copy(source, self._places[row], row.prompt_length - 1)
         for row in rows:
             self._empty.discard(row)
             self._prompts[self._places[row]] = row.group if row.prefix is None else NO_GROUP
+        for row in new:
+            self._keep(row, row.tokens[:-1])
 
     def _in_store(self, row: Row) -> Prefix:
         """The row's prompt, once it is in the shared store."""
@@ -182,10 +202,22 @@ class DraftSlots(KeyValueMemory):
         assert prefix is not None
         if self._stored.get(prefix) != row.group:
             self._forget_overlapping(prefix)
-            ids = torch.tensor([row.request.prompt_ids[: prefix.length]], device=self._runner.device)
-            feed_prefix(self._runner, prefix, 0, ids)
+            prompt = row.request.prompt_ids[: prefix.length]
+            start = self._restore(row, prompt, prefix)
+            ids = torch.tensor([prompt[start:]], dtype=torch.long, device=self._runner.device)
+            feed_prefix(self._runner, prefix, start, ids)
             self._stored[prefix] = row.group
+            self._cache.enter(self.of(row), prefix)
+            self._keep(row, prompt)
         return prefix
+
+    def _restore(self, row: Row, tokens: Sequence[int], prefix: Prefix | None = None) -> int:
+        """Copies what is kept of the tokens to the row's empty slot, or to the prompt's place; how many that were."""
+        return 0 if self._kept is None else self._kept.load(row.request.owner, tokens, self.of(row), prefix)
+
+    def _keep(self, row: Row, tokens: Sequence[int]) -> None:
+        if self._kept is not None:
+            self._kept.keep(row.request.owner, tokens, self.of(row))
 
     def _forget_overlapping(self, prefix: Prefix) -> None:
         self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}

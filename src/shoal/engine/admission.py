@@ -58,17 +58,20 @@ class Decision:
     source: int | None = None
 
 
-def decide(row: Row, state: CacheState, budget: int, capacity: int, fits: Fits, must_fit: bool) -> Decision:
+def decide(
+    row: Row, state: CacheState, budget: int, capacity: int, fits: Fits, must_fit: bool, known: int = 0
+) -> Decision:  # fmt: skip
     """Whether the row gets a slot, and what for.
 
     Args:
         budget: prompt tokens that may still be computed in this round. capacity: most rows in slots.
         must_fit: False = a row that would be the only one is admitted without asking. The engine has refused rows that are too
             large for that (`shoal.engine.memory.Memory.check`).
+        known: tokens of its prompt that need not be computed.
     """
     for kept in _states(row, state, capacity):
         origin, source = find_prompt(row, kept)
-        slot = choose_slot(row, origin, kept, budget, capacity)
+        slot = choose_slot(row, origin, kept, budget, capacity, known)
         if slot is None:
             return Decision(state, state.store)
         store = _with_prompt(row, origin, kept.store, capacity)
@@ -101,10 +104,12 @@ def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
     return PromptOrigin.COMPUTE, None
 
 
-def choose_slot(row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int) -> int | None:
+def choose_slot(
+    row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int, known: int = 0
+) -> int | None:  # fmt: skip
     """The first free slot, or None. A prompt that takes several rounds gets a slot above all that are taken, as the rows that run
     meanwhile need adjacent slots."""
-    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.prompt_length - 1 > budget
+    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.prompt_length - 1 - known > budget
     if takes_several_rounds and not budget:
         return None
     if None in state.rows and not takes_several_rounds:

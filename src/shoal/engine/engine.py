@@ -34,6 +34,7 @@ from shoal.engine.checks import checked
 from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
+from shoal.engine.prefix_cache import PrefixCache
 from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
@@ -73,6 +74,7 @@ class Engine:
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
+        prefix_bytes: what prefixes of earlier rows may take, beside `kv_bytes` (`shoal.engine.prefix_cache`); 0 = none are kept.
         kv_bytes: what the caches of all models may take; rows wait until there is enough, and are decoded plainly where it does not
             hold the drafter's keys as well. None = no limit but the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
@@ -84,7 +86,8 @@ class Engine:
     def __init__(
         self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *,
         max_batch: int | BatchSize | None = None, tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
-        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, clock: Callable[[], float] | None = None,
+        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, prefix_bytes: int = 0,
+        clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
         self.target = target.fork()
@@ -108,9 +111,12 @@ class Engine:
             keeps=self._kept_on_device(),
         )  # fmt: skip
         policy = policy_for(prefix_sharing, memories)
+        keeps_prefixes = prefix_bytes and self.target.can_keep_prefixes
+        self.kept_prefixes = PrefixCache(self.target, self.drafter, prefix_bytes) if keeps_prefixes else None
         self.scheduler = Scheduler(
-            self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows
-        )
+            self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows,
+            kept=self.kept_prefixes,
+        )  # fmt: skip
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats(lossy=self.rule.lossy)
         self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
@@ -337,11 +343,12 @@ class Engine:
         started = self._clock()
         self.memory.allocate(round_)
         hidden: list[Tensor] = []
-        computed = prefill(self.target, round_, hidden)
+        computed = prefill(self.target, round_, hidden, self.kept_prefixes)
         self.target.take_counters()  # no part of a round
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
+        self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self._clock() - started
         if self.drafter is not None:  # its seconds are in its own counters
             self.drafter.begin([admission.row for admission in round_.admissions])
@@ -377,6 +384,8 @@ class Engine:
             columns = range(count) if isinstance(path, range) else [0, *(node + 1 for node in path)][:count]
             self.target.cache.keep(row.slot, len(row.tokens) - 1 - count, columns)
         rows = [done.row for done in commits]
+        if self.kept_prefixes is not None:
+            self.kept_prefixes.learn([row for row in rows if row not in scores.faults])
         if self.drafter is not None:
             self.drafter.observe(rows, scores, verdict)
         self._remove([row for row in rows if row.finish_reason])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.protocol import KeyValueMemory
+from shoal.engine.prefix_cache import PrefixCache
 from shoal.engine.prefix_store import check_policy
 from shoal.models.prompts import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
@@ -37,17 +38,22 @@ def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
     return "grouped" if all(model.attends_in_one_call for model in models) else "auto"
 
 
-def prefill(target: Runner, round_: Round, hidden: list[Tensor] | None = None) -> int:
+def prefill(
+    target: Runner, round_: Round, hidden: list[Tensor] | None = None, kept: PrefixCache | None = None
+) -> int:  # fmt: skip
     """Carries out a round's admissions and moves in the target's cache; returns how many prompt tokens were computed.
 
     Args:
         hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the target keeps any.
+        kept: where the tokens that admissions restore come from.
     """
     cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
     _copy(target, admissions, PromptOrigin.COPY)
     for admission in admissions:
         if admission.origin in (PromptOrigin.COMPUTE, PromptOrigin.SHARED):
             cache.enter(admission.row.slot, admission.row.prefix)
+        if kept is not None and admission.restored:
+            kept.restore(admission.row, admission.restored)
     by_slot: dict[int, Tensor] = {}
     stored: dict[int, list[Tensor]] = {}
     computed = feed_prompts(target, [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None], by_slot)

@@ -42,4 +42,5 @@ def finish(row: Row, now: float) -> Sample:
         in_time=row.deadline is None or now <= row.deadline,
         by_drafter=row.by_drafter,
         log_weight=row.log_weight if row.request.weighted else None,
+        restored=row.restored,
     )

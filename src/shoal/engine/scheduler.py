@@ -20,10 +20,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from shoal.engine.admission import CacheState, Decision, Fits, decide
+from shoal.engine.admission import CacheState, Decision, Fits, decide, find_prompt
 from shoal.engine.deadlines import Deadlines
 from shoal.engine.prefix_store import PrefixStore
 from shoal.engine.waiting import Waiting
@@ -35,6 +36,20 @@ NO_GROUP = -1
 """The group of a slot that holds no complete prompt."""
 CHUNK = 512
 """Prompt tokens between two rounds: enough to use the weights that a pass reads well, few enough not to delay the rows that run."""
+MIN_WAIT = 64
+"""A row waits a round for a prefix that is computed in this one if that saves it so many tokens."""
+
+
+class Prefixes(Protocol):
+    """What earlier rows have left for prompts that begin alike; see `shoal.engine.prefix_cache.PrefixCache`."""
+
+    def known(self, row: Row) -> int:
+        """Tokens that the row's prompt begins with that are kept, all but its last at most."""
+        raise NotImplementedError
+
+    def awaited(self, row: Row, other: Row) -> int:
+        """Tokens that it begins with that are kept once the other row has had a round."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -43,6 +58,7 @@ class Scheduler:
 
     Attributes:
         capacity: most rows in slots at any time. waiting: rows without a slot.
+        kept: prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
         rows_now: most rows in slots in the coming round, at most `capacity`; see `shoal.engine.batch_size.BatchSize.rows`.
         prefix_sharing: how groups store their prompts, see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed before a round while rows run or any row has a deadline.
@@ -57,6 +73,7 @@ class Scheduler:
     chunk: int = CHUNK
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
+    kept: Prefixes | None = None
     rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: sys.maxsize
 
     def __post_init__(self) -> None:
@@ -147,12 +164,12 @@ class Scheduler:
             budget -= self._prefill(self._prefilling, budget, chunks)
         free = self._free() if self.waiting and self._prefilling is None else 0
         while self.waiting and self._prefilling is None and free > len(admissions):
-            admission = self._admit(budget, {chunk.row.group for chunk in chunks})
+            admission = self._admit(budget, [chunk.row for chunk in chunks])
             if admission is None:
                 break
             admissions.append(admission)
             if admission.origin is PromptOrigin.COMPUTE:
-                self._prefilled = 0
+                self._prefilled = admission.restored
                 budget -= self._prefill(admission.row, budget, chunks)
         return self.close_up(admissions, chunks)
 
@@ -194,21 +211,27 @@ class Scheduler:
         chunks.append(PrefillChunk(row, row.slot, start, self._prefilled))
         return self._prefilled - start
 
-    def _admit(self, budget: int, completed: Collection[int]) -> Admission | None:
+    def _admit(self, budget: int, computed: Sequence[Row]) -> Admission | None:
         """The next row of the queue takes a slot, or waits.
 
         Args:
-            budget: tokens that may still be computed in this round. completed: groups whose prompts are completed in it.
+            budget: tokens that may still be computed in this round. computed: rows whose prompts are completed in it.
         """
         row = self.waiting.first(self._cached_groups())
-        state = CacheState(tuple(self._slots), tuple(self._slot_groups), self._store, completed)
-        decision = decide(row, state, budget, self.capacity, self.fits, self.memory_reserved)
+        state = CacheState(tuple(self._slots), tuple(self._slot_groups), self._store, {other.group for other in computed})
+        known = 0
+        if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
+            known = self.kept.known(row)
+            if any(self.kept.awaited(row, other) >= known + MIN_WAIT for other in computed):
+                return None
+        decision = decide(row, state, budget, self.capacity, self.fits, self.memory_reserved, known)
         self._store = decision.store
         if decision.slot is None:
             return None
         self.waiting.remove(row)
         self._seat(row, decision, decision.slot)
-        return Admission(row, decision.origin, decision.source)
+        row.restored = known if decision.origin is PromptOrigin.COMPUTE else 0
+        return Admission(row, decision.origin, decision.source, row.restored)
 
     def _seat(self, row: Row, decision: Decision, slot: int) -> None:
         """Gives the row its slot, and the place of its stored prompt."""

@@ -148,6 +148,11 @@ class Runner:
         return True
 
     @property
+    def can_keep_prefixes(self) -> bool:
+        """Whether prompts may be copied in part from what earlier rows have left: nobody wants hidden states of all tokens."""
+        return not self.hidden_layers
+
+    @property
     def can_be_lean(self) -> bool:
         """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
         return self.packs and self.forward_context is nullcontext

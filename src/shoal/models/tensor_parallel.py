@@ -81,6 +81,11 @@ class _Leading(Runner):
         return other
 
     @property
+    def can_keep_prefixes(self) -> bool:
+        """No: the other ranks keep nothing beside their caches."""
+        return False
+
+    @property
     def can_be_cut(self) -> bool:
         """No: the other ranks compute whole passes."""
         return False

@@ -26,7 +26,7 @@ from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.keys import is_valid_key
+from shoal.serve.keys import is_valid_key, owner_of
 from shoal.serve.metrics import RequestMetrics
 from shoal.serve.openapi import REFUSALS
 from shoal.serve.ops import ops_routes
@@ -77,17 +77,20 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     """The routes for clients, which need the key if there is one."""
     settings = handler.settings
 
-    async def authorised(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
+    async def authorised(
+        request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
+    ) -> None:  # fmt: skip
         if not is_valid_key(settings.keys, given.credentials if given else ""):
             message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        request.state.owner = owner_of(given.credentials if given else "")
 
     router = APIRouter(dependencies=[Depends(authorised)] if settings.keys else [])
     model = _model(handler)
 
     async def answer(request: Request, path: str) -> Response:
-        fields = await bodies.read(request, settings.max_body)
-        response = await (handler.infill(fields) if path == INFILL else handler.handle(path, fields))
+        fields, owner = await bodies.read(request, settings.max_body), getattr(request.state, "owner", "")
+        response = await (handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner))
         headers = response.parsed.headers
         if response.parsed.stream:
             events = response.events()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi.concurrency import run_in_threadpool
@@ -39,22 +40,24 @@ class ApiHandler:
             shoal.tokenizer, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
         )  # fmt: skip
 
-    async def handle(self, path: str, fields: dict[str, Any]) -> ApiResponse:
+    async def handle(self, path: str, fields: dict[str, Any], owner: str = "") -> ApiResponse:
         """Validates a request, on another thread: long texts take time.
 
         Args:
             path: of the API, a key of `FORMATS`. fields: the JSON object of the body.
+            owner: whose request it is (`shoal.types.requests.Request`).
 
         Raises:
             ApiError, RequestError, RequestValidationError: the request cannot be served.
         """
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
-        return ApiResponse(self.worker, self.shoal.tokenizer, self.settings.model, api, parsed)
+        return ApiResponse(self.worker, self.shoal.tokenizer, self.settings.model, api, _owned(parsed, owner))
 
-    async def infill(self, fields: dict[str, Any]) -> InfillResponse:
+    async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
         """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it cannot be served."""
         request, (parsed, truncated) = await run_in_threadpool(self._parsed_infill, fields)
+        parsed = _owned(parsed, owner)
         return InfillResponse(self.worker, self.shoal.tokenizer, self.settings.model, request, parsed, truncated)
 
     def _parsed_infill(self, fields: dict[str, Any]) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
@@ -71,3 +74,7 @@ class ApiHandler:
         request = bodies.validated(api.request_model, fields)
         self.require_model(request.model or self.settings.model)
         return self._parser.parse(request)
+
+
+def _owned(parsed: ParsedRequest, owner: str) -> ParsedRequest:
+    return replace(parsed, requests=[replace(request, owner=owner) for request in parsed.requests])

@@ -30,6 +30,7 @@ COUNTED = {
     "target_passes": "Passes of the target, prompts not counted",
     "draft_passes": "Passes of the drafter, prompts not counted",
     "prefill_tokens": "Prompt tokens computed",
+    "restored_tokens": "Prompt tokens copied from earlier requests",
     "prefill_chunks": "Pieces in which they were",
     "row_rounds": "Rounds times their rows",
     "drafted": "Tokens drafted",
@@ -107,6 +108,8 @@ class _Engine(Collector):
             yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
             yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
             yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
+            kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.used_bytes
+            yield GaugeMetricFamily("shoal_prefix_bytes", "Bytes of prompts kept for later requests", kept)
         yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive))
 
 

@@ -48,12 +48,19 @@ class ChoiceUsage(BaseModel):
     error: str | None = None
 
 
+class PromptUsage(BaseModel):
+    """Of the prompts' tokens."""
+
+    cached_tokens: int = Field(description="Copied from earlier requests that begin with the same tokens.")
+
+
 class Usage(BaseModel):
     """What a request took; tokens are those of all samples drawn, `choices` are those returned."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptUsage
     by_drafter: dict[str, DraftUsage] = Field(description="Of all samples drawn.")
     lossy: str | None = Field(None, description="Only under a lossy --rule: what it changes.")
     choices: list[ChoiceUsage]

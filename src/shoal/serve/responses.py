@@ -144,6 +144,7 @@ class ApiResponse:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": min(prompt, sum(sample.restored for sample in drawn))},
             "by_drafter": as_dicts(total_by_drafter(sample.by_drafter for sample in drawn)),
             **({"lossy": lossy} if (lossy := self.worker.thread.engine.stats.lossy) else {}),
             "choices": [

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
+from shoal.errors import RequestError
 from shoal.models.available import kv_budget
 from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
@@ -19,6 +20,12 @@ from shoal.serve.settings import Settings
 LOG = logging.getLogger(__name__)
 
 
+PREFIX_SHARE = 0.125
+"""Part of the memory for keys and values that prompts of earlier requests may take."""
+MOST_PREFIX_BYTES = 2**30
+"""The most that they take where nobody says."""
+
+
 @dataclass(frozen=True)
 class ServeConfig:
     """How to load a pair, run its engine and answer requests; it can be pickled if `load` can.
@@ -26,6 +33,7 @@ class ServeConfig:
     Attributes:
         lookahead: see `Shoal.engine`. rule: a name of `shoal.sampling.acceptance.RULES`.
         kv_bytes: memory for keys and values; None = a fraction of the free memory, see `shoal.models.available`.
+        prefix_bytes: how much of it is for prompts that are kept for later requests; None = `PREFIX_SHARE`.
     """
 
     load: Callable[[], Shoal]
@@ -33,6 +41,7 @@ class ServeConfig:
     lookahead: str | int = "auto"
     rule: str = "coupled"
     kv_bytes: int | None = None
+    prefix_bytes: int | None = None
 
     def app(self) -> FastAPI:
         """Loads the pair, and returns the server's application."""
@@ -47,9 +56,25 @@ class ServeConfig:
     def _engines(self, shoal: Shoal) -> Callable[[], Engine]:
         def make() -> Engine:
             budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
-            LOG.info("keys and values may take %s bytes", "any number of" if budget is None else f"{budget:,}")
-            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=budget)
+            kept, rows = divided(budget, self.prefix_bytes)
+            LOG.info("keys and values may take %s bytes", "any number of" if rows is None else f"{rows:,}")
+            LOG.info("prompts that are kept for later requests may take %s bytes more", f"{kept:,}")
+            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=rows, prefix_bytes=kept)
             engine.prepare()
             return engine
 
         return make
+
+
+def divided(budget: int | None, prefix_bytes: int | None) -> tuple[int, int | None]:
+    """What kept prompts may take, and what is left for rows, None = no limit.
+
+    Raises:
+        RequestError: nothing is left.
+    """
+    if budget is None:
+        return (MOST_PREFIX_BYTES if prefix_bytes is None else prefix_bytes), None
+    kept = min(int(PREFIX_SHARE * budget), MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+    if kept >= budget:
+        raise RequestError(f"kept prompts may not take all {budget:,} bytes of keys and values: got {kept:,}")
+    return kept, budget - kept

@@ -35,6 +35,7 @@ class Request:
         removed: tokens taken from the prompt, whose text the new tokens write again (`shoal.constraints.alignment`).
             removed_from: where in the prompt they were.
         weighted: samples report the weight that makes them samples of p given what the constraints allow.
+        owner: whose request it is; prefixes that are kept of one owner's rows are not used for another's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,6 +52,7 @@ class Request:
     removed: tuple[int, ...] = ()
     removed_from: int = 0
     weighted: bool = False
+    owner: str = ""
     submitted_at: float = field(default_factory=time.perf_counter)
 
     @property
@@ -79,6 +81,7 @@ class Row:
         seed: of its uniforms. eos: ids that end it. max_length: most tokens it may hold.
         deadline: seconds of the engine's clock, or None.
         slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
+        restored: tokens of its prompt that an earlier row's keys and values were copied for (`shoal.engine.prefix_cache`).
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
         checks: those of its request, each with its state after the committed tokens.
@@ -102,6 +105,7 @@ class Row:
     deadline: float | None = None
     slot: int = -1
     prefix: Prefix | None = None
+    restored: int = 0
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)

@@ -46,6 +46,8 @@ class Sample:
         top_logprobs: per token, when asked for.
         log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`); its law is p given the prompt's
             characters once samples count by their weights.
+        restored: tokens of the prompt that were copied from an earlier row's (`shoal.engine.prefix_cache`); 0 where a sibling's row
+            has computed the prompt.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Sample:
     in_time: bool = True
     by_drafter: Mapping[str, DraftCounts] = field(default_factory=dict)
     log_weight: float | None = None
+    restored: int = 0
 
     @property
     def ranking_logprob(self) -> float:

@@ -26,11 +26,13 @@ class PromptOrigin(Enum):
 
 @dataclass(frozen=True)
 class Admission:
-    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that copy."""
+    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that copy. `restored`: tokens of a
+    prompt to compute that are kept of earlier rows."""
 
     row: Row
     origin: PromptOrigin
     source: int | None = None
+    restored: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ class Stats:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes, draft_passes: forward passes over the batch, prompts not counted.
         prefills: prompts computed by the target, one per group; more if a prompt lost its place to others while rows of its group
-            waited (`shoal.engine.scheduler`). prefill_tokens: their tokens.
+            waited (`shoal.engine.scheduler`). prefill_tokens: their tokens. restored_tokens: those copied from earlier
+            rows instead.
         prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt was long.
         row_rounds: target passes, summed over rows.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
@@ -38,6 +39,7 @@ class Stats:
     draft_passes: int = 0
     prefills: int = 0
     prefill_tokens: int = 0
+    restored_tokens: int = 0
     prefill_chunks: int = 0
     row_rounds: int = 0
     drafted: int = 0

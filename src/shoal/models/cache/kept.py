@@ -1,0 +1,104 @@
+"""Keys and values of prompts that no row has any more, for rows that begin with the same tokens.
+
+They are copied, out of a row and into another, so that a row's cells are its own, and passes are those of any row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.models.cache.moves import Moves
+from shoal.models.cache.prefix_tree import PrefixTree
+from shoal.models.cache.slots import SlotCache
+from shoal.types.prefix import Prefix
+
+MIN_TOKENS = 8
+"""Shortest prefix that is worth copying."""
+Pair = tuple[Tensor, Tensor]
+
+
+class KeptPrefixes:
+    """Kept tokens of one model: a tree says in which cells, beside the cache there are [cells, heads, dim] per layer.
+
+    Args:
+        cache: of the model; rows are copied from it and into it. capacity: most tokens.
+
+    Attributes:
+        used: tokens that are kept.
+    """
+
+    def __init__(self, cache: SlotCache, capacity: int) -> None:
+        self._cache, self._tree = cache, PrefixTree(capacity)
+        self._layers: list[Pair] = []
+        self._cells = 0
+
+    @property
+    def used(self) -> int:
+        return self._tree.used
+
+    def known(self, owner: str, tokens: Sequence[int]) -> int:
+        """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
+        return len(self._found(owner, tokens))
+
+    @torch.inference_mode()
+    def load(self, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None) -> int:
+        """Copies what is kept of the tokens to the beginning of an empty slot, or of a place in the shared store.
+
+        Returns:
+            How many of the tokens it was, from the first on.
+        """
+        cells = np.asarray(self._found(owner, tokens), dtype=np.int64)
+        base = slot * self._cache.capacity if prefix is None else prefix.base
+        moves = Moves()
+        moves.add(cells, base + np.arange(len(cells)))
+        for kept, (own, shared) in zip(self._layers, self._stores(), strict=False):
+            moves.carry_out(kept, own if prefix is None else shared)
+        if prefix is None:
+            self._cache.lengths[slot] = len(cells)
+        return len(cells)
+
+    @torch.inference_mode()
+    def keep(self, owner: str, tokens: Sequence[int], slot: int) -> None:
+        """Keeps tokens that the row in the slot begins with; what is not kept yet is copied."""
+        start, cells = self._tree.add(owner, tokens)
+        if not cells:
+            return
+        self._reserve(max(cells) + 1)
+        prefix = self._cache.prefixes[slot]
+        offset, base = (0, 0) if prefix is None else (prefix.length, prefix.base)
+        positions, into = np.arange(start, start + len(cells)), np.asarray(cells)
+        stored = positions < offset
+        from_slot, from_store = Moves(), Moves()
+        from_slot.add(slot * self._cache.capacity + positions[~stored] - offset, into[~stored])
+        from_store.add(base + positions[stored], into[stored])
+        for kept, (own, shared) in zip(self._layers, self._stores(), strict=True):
+            from_slot.carry_out(own, kept)
+            from_store.carry_out(shared, kept)
+
+    def _found(self, owner: str, tokens: Sequence[int]) -> list[int]:
+        cells = self._tree.find(owner, tokens)
+        return cells if len(cells) >= MIN_TOKENS else []
+
+    def _stores(self) -> list[tuple[Pair, Pair]]:
+        """The cache's keys and values by layer: of slots, and shared."""
+        return [
+            ((keys, values), (shared_keys, shared_values))
+            for keys, values, shared_keys, shared_values in self._cache.stores()
+        ]
+
+    def _reserve(self, cells: int) -> None:
+        """Makes room for so many cells, at least twice as many as there were; what is there stays."""
+        if cells <= self._cells:
+            return
+        cells, old = max(cells, 2 * self._cells), self._layers
+        self._layers = []
+        for number, (own, _) in enumerate(self._stores()):
+            layer = tuple(tensor.new_empty(cells, *tensor.shape[2:]) for tensor in own)
+            for new, before in zip(layer, old[number] if old else (), strict=False):
+                new[: self._cells] = before
+            self._layers.append((layer[0], layer[1]))
+        self._cells = cells

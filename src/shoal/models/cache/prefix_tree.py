@@ -1,0 +1,133 @@
+"""Which tokens are kept, and in which cells: a radix tree of token ids, one per owner. Pure Python.
+
+Each node has the tokens that its prefix adds to its parent's, and the cells of their keys and values. A node is split where two
+prefixes part, so that all tokens are found that a prefix shares with any other (RadixAttention, Zheng et al. 2023, arXiv
+2312.07104, section 3).
+
+What was not used for the longest time is given up first. Nodes are kept in the order of their last use, a node after those below
+it. So the first one always is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+Cells = list[int]
+
+
+class _Node:
+    """The tokens after those of its parent, and their cells."""
+
+    __slots__ = ("cells", "children", "parent", "tokens")
+
+    def __init__(self, tokens: tuple[int, ...], cells: Cells, parent: _Node | None) -> None:
+        self.tokens, self.cells, self.parent = tokens, cells, parent
+        self.children: dict[int, _Node] = {}
+
+    def path(self) -> Iterator[_Node]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class PrefixTree:
+    """Prefixes of token ids and the cells that hold them.
+
+    Args:
+        capacity: how many cells there are, 0 .. capacity - 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = list(range(capacity - 1, -1, -1))  # the lowest is taken first, so that memory grows with what is kept
+        self._roots: dict[str, _Node] = {}
+        self._by_use: OrderedDict[_Node, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Cells taken."""
+        return self.capacity - len(self._free)
+
+    def find(self, owner: str, tokens: Sequence[int]) -> Cells:
+        """The cells of the longest kept prefix of the tokens; it counts as used."""
+        cells: Cells = []
+        root = last = self._roots.get(owner, _Node((), [], None))
+        for last, shared in self._walk(root, tokens):
+            cells += last.cells[:shared]
+        self._use(last)
+        return cells
+
+    def add(self, owner: str, tokens: Sequence[int]) -> tuple[int, Cells]:
+        """Keeps the tokens, or the first of them where cells do not suffice.
+
+        Returns:
+            How many were kept before, and the cells of those that follow; the caller fills them.
+        """
+        root = node = self._roots.pop(owner, None) or _Node((), [], None)
+        known = 0
+        for found, shared in self._walk(node, tokens):
+            known += shared
+            node = found if shared == len(found.tokens) else self._split(found, shared)
+        self._use(node)
+        cells = self._take(min(len(tokens) - known, self.capacity - known), node)
+        if cells:
+            added = _Node(tuple(tokens[known : known + len(cells)]), cells, node)
+            node.children[added.tokens[0]] = added
+            self._use(added)
+        if root.children:
+            self._roots[owner] = root
+        return known, cells
+
+    def _walk(self, node: _Node, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
+        """The nodes along the tokens, and how many of each one's tokens these share; all but the last share all."""
+        at = 0
+        while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            shared = common(child.tokens, tokens[at : at + len(child.tokens)])
+            yield child, shared
+            if shared < len(child.tokens):
+                return
+            node, at = child, at + shared
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Parts a node after so many of its tokens; returns the upper part."""
+        assert node.parent is not None
+        upper = _Node(node.tokens[:at], node.cells[:at], node.parent)
+        node.parent.children[upper.tokens[0]] = upper
+        node.tokens, node.cells, node.parent = node.tokens[at:], node.cells[at:], upper
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _use(self, node: _Node) -> None:
+        for each in node.path():
+            self._by_use[each] = None
+            self._by_use.move_to_end(each)
+
+    def _take(self, count: int, below: _Node) -> Cells:
+        """So many free cells, or as many as there are without giving up this node or one above it."""
+        protected = set(below.path())
+        while len(self._free) < count:
+            oldest = next(iter(self._by_use), None)
+            if oldest is None or oldest in protected:
+                break
+            self._give_up(oldest)
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+
+    def _give_up(self, leaf: _Node) -> None:
+        del self._by_use[leaf]
+        self._free += reversed(leaf.cells)
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens[0]]
+        if parent.parent is None and not parent.children:
+            self._roots = {owner: root for owner, root in self._roots.items() if root is not parent}
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    least = min(len(one), len(other))
+    if tuple(one[:least]) == tuple(other[:least]):
+        return least
+    return next(i for i in range(least) if one[i] != other[i])

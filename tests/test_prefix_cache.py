@@ -1,0 +1,313 @@
+"""Prompts kept for later rows that begin alike: the same tokens and log-probabilities, less to compute, nobody else's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serving import pair as scripted_pair
+from serving import served
+from shoal.config import Limits, Sampling
+from shoal.drafting import slots
+from shoal.engine.engine import Engine
+from shoal.engine.prefix_cache import PrefixCache
+from shoal.engine.scheduler import MIN_WAIT
+from shoal.errors import BadLogits
+from shoal.lookahead.controller import Fixed
+from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
+from shoal.models.cache.prefix_tree import PrefixTree
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled
+from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of
+from shoal.testing.scripted import hashed, runner, scripted
+from shoal.types.requests import Request, Row
+
+ROOM = 1 << 20
+SYSTEM = tuple(1 + i * i % 53 for i in range(MIN_WAIT + 20))
+TAILS = [(7, 3, 9, 1), (8, 2, 2, 5, 6), (7, 3, 1)]
+
+
+def tokens_of(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.tokens[row.prompt_length :] for row in rows]
+
+
+def pair() -> tuple[Runner, Runner]:
+    return runner(tiny_model("llama"), 256), runner(tiny_model("llama", seed=1, layers=1), 256)
+
+
+def engine(k: int = 3, prefix_bytes: int = ROOM, **options: Any) -> Engine:
+    return engine_of(*pair(), Fixed(k), max_batch=8, rule=Coupled(), prefix_bytes=prefix_bytes, **options)
+
+
+def ask(of: Engine, prompt: Sequence[int], n: int = 1, owner: str = "") -> list[Row]:
+    rows = of.submit(Request(tuple(prompt), n, Sampling(seed=len(prompt)), Limits(max_new_tokens=12), owner=owner))
+    run(of)
+    return rows
+
+
+def run(of: Engine) -> None:
+    while of.step():
+        pass
+
+
+# ── which cells ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+texts = st.lists(st.integers(0, 2), max_size=9)
+steps = st.lists(st.tuples(st.sampled_from(["a", "b"]), texts, st.booleans()), max_size=40)
+
+
+@given(steps, st.integers(1, 12))
+def test_cells_hold_what_they_are_found_for(taken: list[tuple[str, list[int], bool]], capacity: int) -> None:
+    """Whatever is kept, looked up and given up: a cell found for a token holds it, after the same tokens of the same owner."""
+    tree = PrefixTree(capacity)
+    held: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for owner, tokens, adds in taken:
+        if adds:
+            before, cells = tree.add(owner, tokens)
+            assert len(set(cells)) == len(cells)
+            held |= {cell: (owner, tuple(tokens[: before + i + 1])) for i, cell in enumerate(cells)}
+            assert before + len(cells) == min(len(tokens), capacity)
+        found = tree.find(owner, tokens)
+        assert [held[cell] for cell in found] == [(owner, tuple(tokens[: i + 1])) for i in range(len(found))]
+        assert not adds or len(found) == min(len(tokens), capacity)
+        assert tree.used <= capacity
+
+
+def test_what_was_used_last_stays() -> None:
+    tree = PrefixTree(8)
+    tree.add("", [1, 2, 3, 4])
+    tree.add("", [1, 2, 5])
+    tree.add("", [6, 7])
+    assert tree.used == 7
+    tree.find("", [1, 2, 3])
+    assert tree.add("", [8, 9]) == (0, tree.find("", [8, 9]))
+    assert [len(tree.find("", tokens)) for tokens in ([1, 2, 3, 4], [1, 2, 5], [6, 7])] == [4, 2, 2]
+    tree.add("", [0] * 8)
+    assert tree.used == 8
+    assert not tree.find("", [1, 2])
+
+
+def test_no_owner_is_remembered_of_whom_nothing_is_kept() -> None:
+    tree = PrefixTree(4)
+    for owner in map(str, range(50)):
+        tree.add(owner, [1, 2, 3])
+        tree.find(owner + "?", [1, 2, 3])
+    tree.add("nobody", [])
+    assert list(tree._roots) == ["49"]
+    assert len(tree._by_use) == 1
+
+
+# ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sharing", ["copied", "shared"])
+@pytest.mark.parametrize(("k", "chunk"), [(0, 512), (3, 512), (3, 7)])
+def test_later_prompts_compute_what_is_new(k: int, chunk: int, sharing: str) -> None:
+    """One after the other: the second begins as the first, the third is the second with its answer and a question."""
+    plain, keeping = engine(k, 0, prefix_sharing=sharing, chunk=chunk), engine(k, prefix_sharing=sharing, chunk=chunk)
+    first, second = [*SYSTEM, *TAILS[0]], [*SYSTEM, *TAILS[1]]
+    for prompt, n in ((first, 3), (second, 1)):
+        assert_same(ask(plain, prompt, n), ask(keeping, prompt, n))
+    assert keeping.stats.restored_tokens == len(SYSTEM)
+    before = keeping.stats.prefill_tokens
+    assert before == plain.stats.prefill_tokens - len(SYSTEM)
+    third = [*second, *tokens_of(ask(keeping, second))[0], 4, 4, 2]
+    again = len(second) - 1
+    assert keeping.stats.prefill_tokens == before, "the same prompt again is copied whole"
+    assert_same(ask(plain, third, 2), ask(keeping, third, 2))
+    restored = keeping.stats.restored_tokens - len(SYSTEM) - again
+    assert restored >= len(second) + 11, "the answer is kept but for its last token, which no pass has read"
+    assert keeping.stats.drafted > 0 or not k
+
+
+def assert_same(one: Sequence[Row], other: Sequence[Row]) -> None:
+    assert tokens_of(one) == tokens_of(other)
+    for row, kept in zip(one, other, strict=True):
+        assert torch.allclose(torch.tensor(row.logprobs), torch.tensor(kept.logprobs), atol=1e-5)
+
+
+def test_prompts_that_arrive_together_compute_a_common_beginning_once() -> None:
+    plain, keeping = engine(prefix_bytes=0), engine()
+    found = []
+    for each in (plain, keeping):
+        requests = [Request((*SYSTEM, *tail), 2, Sampling(seed=1), Limits(max_new_tokens=9)) for tail in TAILS]
+        groups = each.submit_all(requests)
+        run(each)
+        found.append([row for rows in groups for row in rows])
+    assert_same(*found)
+    tails = [len(tail) - 1 for tail in TAILS]
+    assert plain.stats.prefill_tokens == 3 * len(SYSTEM) + sum(tails)
+    shared_with_first = 2  # the third tail begins as the first
+    assert keeping.stats.prefill_tokens == len(SYSTEM) + sum(tails) - shared_with_first
+    assert keeping.stats.rounds <= plain.stats.rounds + 1
+
+
+def test_short_beginnings_are_computed() -> None:
+    keeping = engine()
+    ask(keeping, [1] * MIN_TOKENS)
+    ask(keeping, [*[1] * (MIN_TOKENS - 1), 2, 3])
+    assert keeping.stats.restored_tokens == 0
+    ask(keeping, [*[1] * MIN_TOKENS, 2, 3])
+    assert keeping.stats.restored_tokens == MIN_TOKENS
+
+
+def test_owners_do_not_see_each_other() -> None:
+    keeping = engine()
+    for owner in ("one", "other", "one"):
+        ask(keeping, [*SYSTEM, 3], owner=owner)
+    assert keeping.stats.restored_tokens == len(SYSTEM)
+    together = [Request((*SYSTEM, 4), 1, limits=Limits(max_new_tokens=4), owner=owner) for owner in "ab"]
+    before = keeping.stats.prefill_tokens
+    keeping.submit_all(together)
+    run(keeping)
+    assert keeping.stats.prefill_tokens == before + 2 * len(SYSTEM)
+
+
+def test_memory_is_bounded_and_used_again() -> None:
+    target, _ = pair()
+    room = 60 * target.token_bytes + 5
+    keeping, plain = engine(prefix_bytes=room), engine(prefix_bytes=0)
+    for start in range(5):
+        prompt = [(start + i * 7) % 50 + 1 for i in range(25)]
+        assert_same(ask(plain, prompt), ask(keeping, prompt))
+        assert keeping.kept_prefixes is not None
+        assert keeping.kept_prefixes.used_bytes <= room
+    ask(keeping, [*prompt, 3])
+    assert keeping.stats.restored_tokens == 25
+
+
+def counted(feed: Callable[..., int], fed: list[int]) -> Callable[..., int]:
+    """The same function; the tokens that it computes are noted."""
+
+    def feeding(*asked: Any) -> int:
+        fed.append(feed(*asked))
+        return fed[-1]
+
+    return feeding
+
+
+@pytest.mark.parametrize("sharing", ["copied", "shared"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_draft_model_keeps_its_own(sharing: str, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target drafts for itself, so that all drafts are accepted as long as its keys are right."""
+    fed: list[int] = []
+    monkeypatch.setattr(slots, "feed_prompts", counted(slots.feed_prompts, fed))
+    monkeypatch.setattr(slots, "feed_prefix", counted(slots.feed_prefix, fed))
+    target = runner(tiny_model("llama"), 256)
+    keeping = engine_of(target, target, Fixed(3), max_batch=8, rule=Coupled(), prefix_bytes=ROOM, prefix_sharing=sharing)
+    if wrong:  # the first token all over, in the draft model's alone
+        kept = keeping.drafter.memory._kept
+        found = kept._found
+        monkeypatch.setattr(kept, "_found", lambda *asked: found(*asked)[:1] * len(found(*asked)))
+    ask(keeping, [*SYSTEM, *TAILS[0]], 2)
+    ask(keeping, [*SYSTEM, *TAILS[1]], 2)
+    assert sum(fed) == len(SYSTEM) + len(TAILS[0]) - 1 + len(TAILS[1]) - 1
+    assert keeping.stats.drafted > 0
+    assert (keeping.stats.accepted == keeping.stats.drafted) != wrong
+
+
+def test_a_row_that_fails_leaves_nothing() -> None:
+    def poisoned(ids: tuple[int, ...]) -> Tensor:
+        logits = hashed(12, 0)(ids)
+        return logits * torch.nan if ids[8:9] == (9,) else logits
+
+    failing = engine_of(scripted(poisoned, 12), None, Fixed(0), max_batch=4, prefix_bytes=ROOM)
+    good, bad = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 2]
+    rows = [*ask(failing, bad), *ask(failing, bad)]
+    assert [type(row.error) for row in rows] == [BadLogits, BadLogits]
+    assert failing.stats.restored_tokens == 0
+    assert not ask(failing, good)[0].error
+
+
+def test_strict_rows_have_the_bits_of_computed_prompts() -> None:
+    target = wrap(tiny_model("llama").to(torch.bfloat16), "tiny", strict=True)
+    plain, keeping = (engine_of(target, None, Fixed(0), max_batch=8, prefix_bytes=room) for room in (0, ROOM))
+    for prompt in ([*SYSTEM, 7], [*SYSTEM, 3, 3, 9]):
+        one, other = ask(plain, prompt), ask(keeping, prompt)
+        assert [row.logprobs for row in one] == [row.logprobs for row in other]
+    assert keeping.stats.restored_tokens == len(SYSTEM)
+
+
+def test_no_prefixes_are_kept_where_hidden_states_are_read() -> None:
+    reading = pair()[0]
+    reading.hidden_layers = (1,)
+    assert not reading.can_keep_prefixes
+    assert engine(prefix_bytes=0).kept_prefixes is None
+
+
+def test_over_http() -> None:
+    """A key's later requests find its prompts, the usage and the metrics say so, and other keys find nothing."""
+    with served(scripted_pair(), prefix_bytes=ROOM, keys=("one", "other")) as server:
+        asked = "A long beginning. " * 4
+
+        def cached(key: str, prompt: str) -> int:
+            body = {"prompt": prompt, "max_tokens": 4, "seed": 1}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached("one", asked), cached("one", asked + "More."), cached("other", asked)] == [0, len(asked), 0]
+        assert server.metric("shoal_restored_tokens_total") == len(asked)
+        assert server.metric("shoal_prefix_bytes") > 0
+
+
+# ── wrong ones are caught ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_cell_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = KeptPrefixes._found
+
+    def late(self: KeptPrefixes, owner: str, tokens: Sequence[int]) -> list[int]:
+        cells = found(self, owner, tokens)
+        return [*cells[:1], *cells[:-1]]
+
+    monkeypatch.setattr(KeptPrefixes, "_found", late)
+
+
+def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = KeptPrefixes.keep
+
+    def swapped(self: KeptPrefixes, owner: str, tokens: Sequence[int], slot: int) -> None:
+        keep(self, owner, tokens, slot)
+        self._layers = self._layers[:1] * len(self._layers)
+
+    monkeypatch.setattr(KeptPrefixes, "keep", swapped)
+
+
+def one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of an answer is in no cell yet."""
+
+    def learn(self: PrefixCache, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._kept.keep("", row.tokens, row.slot)
+
+    monkeypatch.setattr(PrefixCache, "learn", learn)
+
+
+def whosever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the second prompt are looked up by their positions alone."""
+    find = PrefixTree.find
+    monkeypatch.setattr(PrefixTree, "find", lambda self, owner, tokens: find(self, owner, [*SYSTEM, *tokens[len(SYSTEM) :]]))
+
+
+@pytest.mark.parametrize("wrong", [one_cell_late, other_layers, one_token_more, whosever_it_is])
+def test_a_wrong_cache_is_caught(wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine(prefix_bytes=0)
+    second = [*SYSTEM[:-3], 50, 51, 52, *TAILS[1]]
+    answer = tokens_of(ask(plain, [*SYSTEM, *TAILS[0]]))[0]
+    third = [*SYSTEM, *TAILS[0], *answer, 4, 2]
+    right = [ask(plain, prompt) for prompt in (second, third)]
+    wrong(monkeypatch)
+    keeping = engine()
+    ask(keeping, [*SYSTEM, *TAILS[0]])
+    found = [ask(keeping, prompt) for prompt in (second, third)]
+    with pytest.raises(AssertionError):
+        assert_same([row for rows in right for row in rows], [row for rows in found for row in rows])

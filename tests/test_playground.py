@@ -566,13 +566,16 @@ def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Se
     assert page.get_by_role("button", name="Stop").is_visible()
 
 
-def test_only_its_own_files_run_on_it(server: Served) -> None:
-    page = httpx.get(server.url)
+@pytest.mark.parametrize("path", ["/", "/editor"])
+def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
+    page = httpx.get(server.url + path)
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
     assert "unsafe" not in policy
     assert not re.search(r"<script(?! type=\"module\" src=)|\sstyle=|\son\w+=|https?://", page.text)
-    parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    parts = [
+        part for part in re.findall(r'(?:src|href)="([^"]+)"', page.text) if part not in ("editor", ".")
+    ]  # the other page
     assert {Path(part).suffix for part in parts} == {".js", ".css", ".svg"}
     for part in parts:
         response = httpx.get(f"{server.url}/{part}")
@@ -581,3 +584,73 @@ def test_only_its_own_files_run_on_it(server: Served) -> None:
     missing = httpx.get(f"{server.url}/playground/secrets")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
     assert httpx.get(f"{server.url}/openapi.json").json()["paths"].keys().isdisjoint({"/", "/playground/{name}"})
+
+
+# ── the editor ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_editor_shows_what_fits_at_the_cursor_and_takes_it(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.constraints.fim.TOKENS", (("Q", "W", "Z"),))  # tokens of the tiny tokenizer
+    with served(pair()) as filling:
+        page = opened(filling.url)
+        page.get_by_role("link", name="Editor").click()
+        area, ghost = page.get_by_label("Text"), page.locator("pre#ghost")
+        expect(page.get_by_role("button", name="Suggest")).to_be_enabled()
+        page.get_by_label("Most tokens").fill("8")
+        area.fill("ab cd")
+        page.keyboard.press("Escape")
+        area.evaluate("area => area.setSelectionRange(2, 2)")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("status")).to_contain_text("different texts of 6")
+        texts = page.get_by_role("listitem").locator("pre").all_text_contents()
+        assert len(texts) > 2
+        assert (page.get_by_role("listitem").locator("p").first.text_content() or "").endswith("ended by length")
+        assert ghost.text_content() == f"ab{texts[0]} cd\n"
+        page.keyboard.press("Alt+ArrowDown")
+        assert ghost.text_content() == f"ab{texts[1]} cd\n"
+        page.keyboard.press("Tab")
+        assert area.input_value() == f"ab{texts[1]} cd"
+        assert area.evaluate("area => area.selectionStart") == 2 + len(texts[1])
+        expect(ghost).to_be_hidden()
+        page.keyboard.type("x")  # asks by itself after a pause
+        expect(ghost).to_be_visible()
+        assert (ghost.text_content() or "").startswith(f"ab{texts[1]}x")
+        page.keyboard.press("Escape")
+        expect(ghost).to_be_hidden()
+        assert fits(page)
+
+
+def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
+    opened: Callable[..., Any],
+) -> None:
+    page = opened("about:blank")
+    about = {"context": 100, "max_n": 9, "max_tokens": 99, "fill_in_middle": True, "syntax": ["python"]}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "m", "shoal": about}]}))
+    ends = [("eos", "1)"), ("length", "1 +")]
+    choices = [{"index": i, "text": text, "shoal": {"mean_logprob": i - 2.0}} for i, (_, text) in enumerate(ends)]
+    usage = {"choices": [{"index": i, "ended_by": end} for i, (end, _) in enumerate(ends)]}
+    events = [{"choices": choices}, {"choices": [], "usage": usage}]
+    got = asked(page, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+    with served(pair()) as server:
+        page.goto(f"{server.url}/editor")
+        page.get_by_label("Syntax").select_option("python")
+        area = page.get_by_label("Text")
+        area.fill("print(\n" + "x" * 300)
+        page.keyboard.press("Escape")
+        area.evaluate("area => area.setSelectionRange(6, 6)")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("listitem").first).to_contain_text("the file parses")
+        expect(page.get_by_role("listitem").nth(1)).to_contain_text("not complete yet")
+    (body,) = got
+    assert (body["syntax"], body["prompt"], len(body["suffix"])) == ("python", "print(", 50)
+
+
+def test_a_model_that_cannot_fill_in_has_no_editor(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(server.url)
+    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.get_by_role("link", name="Editor")).to_be_hidden()
+    page.goto(f"{server.url}/editor")
+    expect(page.get_by_role("status")).to_have_text("This model was not trained to fill in.")
+    expect(page.get_by_role("button", name="Suggest")).to_be_disabled()

@@ -1,4 +1,4 @@
-"""The playground: a page at / that draws samples and their accepted drafts. It is an ordinary client of the API."""
+"""The playground: a page at / that draws samples and their accepted drafts, and an editor at /editor: clients of the API."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def page() -> APIRouter:
     @router.get("/")
     async def index() -> Response:
         return _answer("index.html")
+
+    @router.get("/editor")
+    async def editor() -> Response:
+        return _answer("editor.html")
 
     @router.get("/playground/{name}")
     async def part(name: str) -> Response:

@@ -138,6 +138,7 @@ async function learn() {
   const model = await servedModel(key.value);
   allow(form, model);
   at("model").textContent = model.id;
+  at("editor").hidden = !model.shoal.fill_in_middle;
   document.title = `${model.id} · shoal playground`;
   known = true;
 }

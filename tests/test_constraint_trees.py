@@ -205,7 +205,7 @@ def test_a_mask_that_takes_too_long_fails_its_branch_alone(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Track, "at", spends)
         cut = masks.allowed(positions, like)
-        reasons = [masks.why(positions, 0, column) for column in range(5)]
+        reasons = [masks.why(positions, 0, column, VOCABULARY) for column in range(5)]
     assert whole is not None
     assert cut is not None
     assert [bool(part.any()) for part in cut[0]] == [True, True, False, True, False]
@@ -214,7 +214,7 @@ def test_a_mask_that_takes_too_long_fails_its_branch_alone(monkeypatch: pytest.M
     again = masks.allowed(positions, like)
     assert again is not None
     assert torch.equal(again, whole)
-    assert not any(masks.why(positions, 0, column) for column in range(5))
+    assert not any(masks.why(positions, 0, column, VOCABULARY) for column in range(5))
 
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────

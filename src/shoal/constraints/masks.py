@@ -3,54 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.constraints.protocol import Allowed, Constraint
-from shoal.errors import RequestError
+from shoal.constraints import calls
+from shoal.constraints.protocol import Constraint
 from shoal.types.requests import Row
 from shoal.types.trees import Positions
 
 
 def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
-    """Gives a row that has no new tokens its constraints."""
-    row.constraints = [(constraint, constraint.begin(row)) for constraint in constraints]
+    """Gives a row that has no new tokens its constraints. Raises RequestError: one of them fails."""
+    row.constraints = [(constraint, calls.begun(row, constraint.begin)) for constraint in constraints]
 
 
 def advance(row: Row, token: int) -> None:
     """Moves the row's states past a committed token, which is no EOS id of the row. Constraints that are free then are dropped."""
-    moved = [(constraint, constraint.advance(state, token)) for constraint, state in row.constraints]
-    row.constraints = [(constraint, state) for constraint, state in moved if not constraint.is_free(state)]
+    moved = [(constraint, calls.advanced(constraint, state, token)) for constraint, state in row.constraints]
+    row.constraints = [(constraint, state) for constraint, state in moved if not calls.is_free(constraint, state)]
 
 
 def bound(row: Row, block: Sequence[int]) -> int:
     """How many of the tokens that follow the row's are under a constraint that is not free."""
     held = row.constraints
     for count, token in enumerate(block):
-        held = [(constraint, state) for constraint, state in held if not constraint.is_free(state)]
+        held = [(constraint, state) for constraint, state in held if not calls.is_free(constraint, state)]
         if not held:
             return count
-        held = [(constraint, constraint.advance(state, token)) for constraint, state in held]
+        held = [(constraint, calls.advanced(constraint, state, token)) for constraint, state in held]
     return len(block)
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:
     """Whether the constraints of a row that has some let its text end here, and let nothing follow."""
     cpu = torch.device("cpu")
-    masks = [_checked(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints]
+    masks = [calls.mask(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints]
     tokens = torch.stack([mask.tokens.cpu() for mask in masks]).all(0)
     return all(bool(mask.ends) for mask in masks) and not bool(tokens.any())
 
 
-def why(positions: Positions, row: int, column: int) -> str:
+def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
     """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty if they all have one."""
     path = positions.path(row, column)
     reasons = (
-        constraint.why(reduce(constraint.advance, path, state)) for constraint, state in positions.rows[row].constraints
+        calls.why(constraint, reduce(partial(calls.advanced, constraint), path, state), vocab_size)
+        for constraint, state in positions.rows[row].constraints
     )
     return next(filter(None, reasons), "")
 
@@ -87,7 +88,7 @@ def _conjunction(positions: Positions, like: Tensor) -> Tensor:
     ends = torch.zeros(rows * q, dtype=torch.bool, device=device)
     tokens[own], ends[own] = True, True
     for constraint, states, members in _batches(positions, columns):
-        mask = _checked(constraint, states, vocab, device)
+        mask = calls.mask(constraint, states, vocab, device)
         index = torch.tensor([place for b in members for place in places[b]], device=device)
         tokens[index] &= mask.tokens.to(device)
         ends[index] &= mask.ends.to(device)
@@ -112,20 +113,9 @@ def _states(positions: Positions, b: int, constraint: Constraint[Any], state: An
     """The state after the path to each column of a row that can matter."""
     states = {0: state}
     for column in positions.columns(b)[1:]:
-        states[column] = constraint.advance(states[positions.parent(b, column)], positions.drafts[b][column - 1])
+        before = states[positions.parent(b, column)]
+        states[column] = calls.advanced(constraint, before, positions.drafts[b][column - 1])
     return states
-
-
-def _checked(constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device) -> Allowed:
-    """The constraint's mask. Raises RequestError: it has another shape or dtype."""
-    mask = constraint.mask(states, vocab_size, device)
-    for name, values, shape in (("tokens", mask.tokens, (len(states), vocab_size)), ("ends", mask.ends, (len(states),))):
-        if values.dtype != torch.bool or values.shape != shape:
-            raise RequestError(
-                f"constraint {type(constraint).__name__} must return {name} of shape {shape} and dtype torch.bool, got "
-                f"{tuple(values.shape)} and {values.dtype}"
-            )
-    return mask
 
 
 def _with_eos(tokens: Tensor, ends: Tensor, rows: Sequence[Row]) -> Tensor:

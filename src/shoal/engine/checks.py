@@ -38,28 +38,41 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         columns = [0, *(node + 1 for node in paths[b])]
         path = [*(tree.drafts[b][node] for node in paths[b]), following[b]]
-        faults = scores.faults.get(row, {})
-        found = _refused(row, path, columns, faults)
+        found = _refused(row, path, columns, scores)
         if found is None:
             continue
         depth, states = found
-        drawn, probability = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
+        try:
+            drawn, probability = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
+        except Exception as error:
+            _fail(scores, row, columns[depth], error)
+            continue
         accepted[b], token[b], probs[b, depth], changed = depth, drawn, probability, True
     return replace(verdict, accepted=accepted, token=token, probs=probs, raw_logprobs=None) if changed else verdict
 
 
-def _refused(row: Row, path: Sequence[int], columns: Sequence[int], faults: dict[int, Any]) -> tuple[int, States] | None:
+def _refused(row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores) -> tuple[int, States] | None:
     """The depth of the first token refused, and the states before it; None up to the end, or to a fault."""
-    states = row.checks
+    states, faults = row.checks, scores.faults.get(row, {})
     for depth, (token, column) in enumerate(zip(path, columns, strict=True)):
         if column in faults:
             return None
-        if not _passes(row, states, token):
-            return depth, states
-        if token in row.eos:
+        try:
+            if not _passes(row, states, token):
+                return depth, states
+            if token in row.eos:
+                return None
+            states = [(check, check.after(state, token)) for check, state in states]
+        except Exception as error:  # of a check that a user wrote
+            _fail(scores, row, column, error)
             return None
-        states = [(check, check.after(state, token)) for check, state in states]
     return None
+
+
+def _fail(scores: Scores, row: Row, column: int, error: Exception) -> None:
+    """The row ends before this column's token; the others go on."""
+    reason = error if isinstance(error, RequestError) else RequestError(f"a check of the request failed: {error!r:.200}")
+    scores.faults.setdefault(row, {})[column] = reason
 
 
 def _passes(row: Row, states: States, token: int) -> bool:

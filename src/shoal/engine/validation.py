@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.constraints import masks
+from shoal.constraints import calls, masks
 from shoal.constraints.check import Check
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Constraint
@@ -63,7 +63,9 @@ class RequestValidator:
         ]  # fmt: skip
         for row in rows:
             masks.begin(row, constraints)
-            row.checks = [(check, check.start(row)) for check in request.constraints if isinstance(check, Check)]
+            row.checks = [
+                (check, calls.begun(row, check.start)) for check in request.constraints if isinstance(check, Check)
+            ]
         return rows
 
     def _visible_from(self, request: Request) -> int:

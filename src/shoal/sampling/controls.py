@@ -123,7 +123,8 @@ def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Fau
         padding = column not in positions.columns(b)
         if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
             continue
-        depth, failure = (column, "") if padding else (len(positions.path(b, column)), masks.why(positions, b, column))
+        depth = column if padding else len(positions.path(b, column))
+        failure = "" if padding else masks.why(positions, b, column, logits.shape[-1])
         reason = _reason(logits[b, j], row, depth, failure)
         if faults is None:
             raise reason

@@ -77,8 +77,5 @@ _known: weakref.WeakKeyDictionary[Any, AlignmentVocabulary] = weakref.WeakKeyDic
 def vocabulary_of(tokenizer: Any) -> AlignmentVocabulary:
     """That of a tokenizer, made once. Tokens that decoding leaves out write nothing; added ones are spelled as they stand."""
     if tokenizer not in _known:
-        spelled = list(token_bytes(tokenizer))
-        for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
-            spelled[token] = None if added.special else added.content.encode()
-        _known[tokenizer] = AlignmentVocabulary(spelled)
+        _known[tokenizer] = AlignmentVocabulary(token_bytes(tokenizer))
     return _known[tokenizer]

@@ -1,4 +1,5 @@
-"""The bytes of a tokenizer's tokens."""
+"""What the tokens of a tokenizer write: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are both b" the", "<0x0A>" is a line
+feed. Special tokens write nothing."""
 
 from __future__ import annotations
 
@@ -7,34 +8,54 @@ import weakref
 from functools import cache
 from typing import Any
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_known: weakref.WeakKeyDictionary[Any, list[bytes | None]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[bytes | None, ...]] = weakref.WeakKeyDictionary()
 
 
-def token_bytes(tokenizer: Any) -> list[bytes | None]:
-    """The bytes of every token by its id; None for special tokens, which are no text. Made once for a tokenizer."""
+def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
+    """The bytes of every token by its id, made once; None for those that write nothing, and for ids without a token.
+
+    Tokens that were added to a vocabulary are spelled as they stand.
+    """
     if tokenizer not in _known:
-        special = set(tokenizer.all_special_ids)
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-        spelled = _of_byte_level if byte_level else _of_pieces
-        _known[tokenizer] = [None if i in special or t is None else spelled(t) for i, t in enumerate(tokens)]
+        added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        always = set(getattr(tokenizer, "all_special_ids", ()))
+        read = byte_level if has_byte_level(tokenizer) else sentence_piece
+        pieces = tokenizer.get_vocab()
+        spelled: list[bytes | None] = [None] * (max(pieces.values(), default=-1) + 1)
+        for piece, i in pieces.items():
+            if i not in always and not (i in added and added[i][1]):
+                spelled[i] = (added[i][0].encode() if i in added else read(piece)) or None
+        _known[tokenizer] = tuple(spelled)
     return _known[tokenizer]
 
 
-def _of_byte_level(token: str) -> bytes:
-    alphabet = _byte_alphabet()
-    return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+def has_byte_level(tokenizer: Any) -> bool:
+    """Whether a fast tokenizer's decoder reads the letters of byte-level BPE."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
-def _of_pieces(token: str) -> bytes:
-    byte = _BYTE.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+def fallback(piece: str) -> bytes | None:
+    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other tokens."""
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def sentence_piece(piece: str) -> bytes:
+    """The bytes of one of SentencePiece's pieces."""
+    byte = fallback(piece)
+    return piece.replace("▁", " ").encode() if byte is None else byte
+
+
+def byte_level(piece: str) -> bytes:
+    """The bytes of a token of byte-level BPE; none if it has other letters."""
+    letters = byte_letters()
+    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else b""
 
 
 @cache
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself if it is printable."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
+def byte_letters() -> dict[str, int]:
+    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

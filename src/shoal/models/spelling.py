@@ -1,15 +1,13 @@
-"""What the tokens of a tokenizer spell: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are both b" the", "<0x0A>" is a line
-feed. Special tokens write nothing."""
+"""What the tokens of a tokenizer spell (`shoal.constraints.token_bytes`), and how bytes are spelled in tokens."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
+from shoal.constraints.token_bytes import fallback, has_byte_level, token_bytes
 from shoal.errors import PairMismatch
 
 PROBE = 'def f(x):\n    return x ** 2  # 10 %, I\'m 3.14\n\n\t<b>"ok"</b>'
@@ -54,10 +52,9 @@ class Spelling:
         added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         always = set(getattr(tokenizer, "all_special_ids", ()))
         special = {i: text for i, (text, is_special) in added.items() if is_special or i in always}
-        read = _byte_level if _has_byte_level(tokenizer) else _sentence_piece
-        vocabulary = {i: piece for piece, i in tokenizer.get_vocab().items() if i not in special}
-        pieces = {i: added[i][0].encode() if i in added else read(piece) for i, piece in vocabulary.items()}
-        fallbacks = {i for i, piece in vocabulary.items() if read is _sentence_piece and fallback(piece) is not None}
+        pieces = {i: piece for i, piece in enumerate(token_bytes(tokenizer)) if piece is not None}
+        byte_tokens = () if has_byte_level(tokenizer) else tokenizer.get_vocab().items()
+        fallbacks = {i for piece, i in byte_tokens if i in pieces and fallback(piece) is not None}
 
         def encode(text: str) -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=False))
@@ -65,7 +62,7 @@ class Spelling:
         plain, whole = encode("a"), list(tokenizer.encode("a"))
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         made = Spelling(
-            {i: piece for i, piece in pieces.items() if piece}, encode, special=special, begin=whole[:at],
+            pieces, encode, special=special, begin=whole[:at],
             end=getattr(tokenizer, "eos_token_id", None), pads=pieces.get(plain[0], b"")[:1] == b" ", fallbacks=fallbacks,
         )  # fmt: skip
         if made.spelled(encode(PROBE)) not in (PROBE.encode(), b" " + PROBE.encode()):
@@ -155,33 +152,3 @@ def _complete(data: bytes) -> int:
             size = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return len(data) if size <= back else len(data) - back
     return len(data)
-
-
-def _has_byte_level(tokenizer: Any) -> bool:
-    """Whether a fast tokenizer's decoder reads the letters of byte-level BPE."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-
-
-def fallback(piece: str) -> bytes | None:
-    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other tokens."""
-    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
-    return bytes.fromhex(found[1]) if found else None
-
-
-def _sentence_piece(piece: str) -> bytes:
-    byte = fallback(piece)
-    return piece.replace("▁", " ").encode() if byte is None else byte
-
-
-def _byte_level(piece: str) -> bytes:
-    letters = byte_letters()
-    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else b""
-
-
-@cache
-def byte_letters() -> dict[str, int]:
-    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from shoal.models.spelling import byte_letters, fallback
+from shoal.constraints.token_bytes import byte_letters, fallback
 
 BROKEN = "\ufffd"
 """What tokenizers decode a part of a character to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,17 +21,22 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, aligned
 from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import Drafter
+from shoal.drafting.shapes import RsdS, Shape
+from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine import logprobs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.sampling.distributions import probabilities
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
+from test_other_vocabulary import sentence_piece
 
 SPELLED = (b"a", b"b", b"ab", b"ba", b"abb", b"c")
 VOCABULARY = AlignmentVocabulary(SPELLED)
@@ -112,14 +117,11 @@ def test_weights_make_the_local_law_the_conditional_one() -> None:
     assert distance > 0.02  # without its weights it is another law
 
 
-def counted(
-    rule: Any = None, n: int = 1500, k: int = 3, drafter_seed: int = 1, temperature: float = 1.0
-) -> tuple[Engine, list[Row]]:
-    engine = engine_of(
-        table_model(table(0)), table_model(table(drafter_seed)), Fixed(k), max_batch=500, rule=rule or Rejection()
-    )
+def counted(rule: Any = None, n: int = 1500, drafter: Drafter | None = None) -> tuple[Engine, list[Row]]:
+    drafter = drafter or ModelDrafter(table_model(table(1)).fork(), 6)
+    engine = Engine(table_model(table(0)), drafter, Fixed(3), max_batch=500, rule=rule or Rejection())
     request = Request(
-        (START,), n, Sampling(seed=1, temperature=temperature), Limits(max_new_tokens=6),
+        (START,), n, Sampling(seed=1, temperature=1.0), Limits(max_new_tokens=6),
         constraints=(Alignment(REMAINDER, VOCABULARY),), weighted=True,
     )  # fmt: skip
     rows = engine.submit(request)
@@ -153,9 +155,21 @@ def wrong_weights(rows: Sequence[Row]) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-def test_the_law_and_the_weights_through_the_engine(rule: Any) -> None:
-    engine, rows = counted(rule)
+def drawn_trees(shape: Shape) -> Drafter:
+    """Trees of a table model."""
+    return TreeDrafter(table_model(table(1)).fork(), 6, shape)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        (Rejection(), None), (Coupled(), None), (Rejection(), lambda: drawn_trees(RsdS(2, 6))),
+        (Coupled(), lambda: RandomTrees(6)),
+    ],
+    ids=["rejection", "coupled", "rsd-s", "random trees"],
+)  # fmt: skip
+def test_the_law_and_the_weights_through_the_engine(rule: Any, drafter: Callable[[], Drafter] | None) -> None:
+    engine, rows = counted(rule, drafter=None if drafter is None else drafter(), n=1500 if drafter is None else 300)
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert fit(rows) > 1e-6
     assert wrong_weights(rows) == 0
@@ -242,6 +256,29 @@ def raw_bytes(ids: Sequence[int]) -> bytes:
 SOURCE = inspect.getsource(ast.walk) + "# é日本 == naïve\n"
 
 
+PIECES = sentence_piece()
+"""As Llama 2's: a space before each text, a token before it, line feeds as bytes."""
+BYTES = torch.tensor([float((text or b" ")[0] > 127 and len(text or b"") == 1) for text in vocabulary_of(PIECES).spelled])
+
+
+def pieces_target(ids: tuple[int, ...]) -> Tensor:
+    """Parts of characters only where they are asked for: tokenizers differ in how they show broken ones."""
+    return hashed(len(PIECES), 0, spread=3.0)(ids) - 30 * BYTES
+
+
+@given(st.integers(1, len(SOURCE)))
+@settings(max_examples=25)
+def test_texts_of_sentence_piece_follow_the_prompt(end: int) -> None:
+    """Its text is what all ids are decoded to, less the prompt; spaces at the beginning of a text are the tokenizer's own."""
+    prompt = SOURCE[:end]
+    shoal = Shoal(scripted(pieces_target, len(PIECES)), None, PIECES, max_batch=4)
+    result = shoal.generate([prompt], n=2, align=True, seed=end, max_new_tokens=3, eos=())[0]
+    for sample in result.samples:
+        written = b"".join(vocabulary_of(PIECES).spelled[token] for token in (*result.prompt_ids, *sample.token_ids))
+        assert written.startswith(b" " + prompt.encode())
+        assert sample.text == written[1 + len(prompt.encode()) :].decode()
+
+
 @given(st.integers(1, len(SOURCE)))
 @settings(max_examples=40)
 def test_outputs_begin_with_the_bytes_of_the_prompt(end: int) -> None:
@@ -278,6 +315,17 @@ def test_speculation_changes_no_id(temperature: float, lookahead: int) -> None:
         assert len({s.token_ids for s in drafted[0].samples}) == 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_change_no_id(temperature: float) -> None:
+    prompts = ["def f(self):\n    retu", "self.val", "日本é"]
+    options: dict[str, Any] = dict(n=3, align=True, seed=7, temperature=temperature, max_new_tokens=6)
+    plain = made(drafted=False).generate(prompts, **options)
+    trees = RandomTrees(SIZE, guess=lambda path: int(TARGET(tuple(path)).argmax()))
+    drafted = made(drafted=False).generate(prompts, drafter=trees, lookahead=4, **options)
+    assert [[s.token_ids for s in o.samples] for o in drafted] == [[s.token_ids for s in o.samples] for o in plain]
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+
+
 # ── what counts as new ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -311,6 +359,7 @@ def test_logprobs_and_ids_include_the_tokens_that_heal() -> None:
         (dict(exact=True), "needs align=True"),
         (dict(align=True, exact=True, top_p=0.9), "leave out top_k"),
         (dict(align=True, exact=True, temperature=0), "temperature=0"),
+        (dict(align=True, exact=True, rule="typical"), "rule='typical'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

@@ -135,6 +135,14 @@ def test_generate_greedy_is_the_same_with_and_without_drafts(shoal: Command, tin
     assert drafting["stats"]["drafted"] > 0
 
 
+def test_generate_continues_prompts_that_end_inside_a_token(shoal: Command, tiny: Models) -> None:
+    ask = ["generate", *tiny.pair, "-p", "def f", "--max-new-tokens", 8, "--seed", 3, "--json"]
+    (aligned,), (plain,) = (shoal(*ask, *more).json["prompts"][0]["samples"] for more in (["--align"], []))
+    assert len(plain["token_ids"]) == 8
+    assert len(aligned["token_ids"]) == 8 + 3
+    assert bytes(aligned["token_ids"][:3]) != bytes(plain["token_ids"][:3])
+
+
 def test_generate_reports_logprobs_when_asked(shoal: Command, tiny: Models) -> None:
     answer = shoal(
         "generate", *tiny.pair, "-p", "x", "--max-new-tokens", 4, "--json", "--logprobs", "--top-logprobs", 2, "--top-k", 1

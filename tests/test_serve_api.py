@@ -431,6 +431,16 @@ def test_suffix_fills_in(bundled: Served) -> None:
     assert choice["text"] == sample.text
 
 
+@pytest.mark.parametrize("more", [{"align": True}, {"suffix": " x"}, {"suffix": " x", "align": False}])
+def test_prompts_are_aligned_as_by_generate(server: Served, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    monkeypatch.setattr("shoal.constraints.fim.TOKENS", (("Q", "W", "Z"),))
+    answer = server.post(n=3, seed=7, max_tokens=8, stop=["a"], **more).json()
+    options = {"rule": "coupled", "lookahead": 4, **more}
+    samples = server.shoal.generate(["hello"], 3, seed=7, max_new_tokens=8, stop=["a"], **options)[0].samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
+
+
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[Served]:
     import shoal

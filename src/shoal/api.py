@@ -345,6 +345,8 @@ class Shoal:
         align = suffix is not None and sampling.grammar is None if align is None else align
         if exact and not align:
             raise RequestError("exact=True weighs aligned samples: it needs align=True")
+        if exact and engine.rule.lossy:
+            raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
         if align:
             places = ends or [None] * len(requests)
             requests = [

@@ -19,6 +19,7 @@ from shoal.constraints.alignment import aligned
 from shoal.constraints.check import Check
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
+from shoal.constraints.syntax.requests import Syntax, with_syntaxes
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.names import drafting_of
@@ -276,6 +277,7 @@ class Shoal:
         constraints: Sequence[Constraint[Any] | Check[Any]] = (),
         align: bool | None = None,
         exact: bool = False,
+        syntax: str | Syntax | None = None,
         progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
@@ -299,6 +301,9 @@ class Shoal:
                 include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar. exact: with
                 `align`, samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given the prompt's
                 characters.
+            syntax: "python": no token is written after which the text between prompt and suffix cannot be completed to a program,
+                and a text ends by itself only where the whole parses; where it does not end by itself it is cut, see
+                `Sample.syntax`. The text of a stream then comes with a row's last increment.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
@@ -310,21 +315,25 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        stream = self._stream(prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), text=False)
+        stream = self._stream(
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, text=False
+        )
         return stream.run(progress)
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
         suffix: str | Sequence[str] | None = None, constraints: Sequence[Constraint[Any] | Check[Any]] = (),
-        align: bool | None = None, exact: bool = False, **options: Unpack[Options],
+        align: bool | None = None, exact: bool = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
-        return self._stream(prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), text=True)
+        return self._stream(
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, text=True
+        )
 
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
         suffix: str | Sequence[str] | None, constraints: Sequence[Constraint[Any] | Check[Any]], options: Mapping[str, Any],
-        alignment: tuple[bool | None, bool], *, text: bool,
+        alignment: tuple[bool | None, bool], syntax: str | Syntax | None, *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
@@ -352,6 +361,7 @@ class Shoal:
             requests = [
                 aligned(request, self.tokenizer, at=at, exact=exact) for request, at in zip(requests, places, strict=True)
             ]
+        requests = with_syntaxes(requests, self.tokenizer, syntax, suffix)
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

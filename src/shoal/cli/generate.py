@@ -207,6 +207,8 @@ def sample_document(sample: Sample, shown: OutputOptions | None = None) -> dict[
         "accepted": sample.accepted,
         "by_drafter": as_dicts(sample.by_drafter),
     }
+    if sample.syntax is not None:
+        entry["syntax"] = sample.syntax
     if sample.error:
         entry["error"] = sample.error
     if shown.logprobs:

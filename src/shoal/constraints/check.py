@@ -9,7 +9,8 @@ p(y) / Z, whatever was drafted, because the verdict on drafts draws its token fr
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from shoal.types.requests import Row
 
@@ -30,4 +31,22 @@ class Check(Protocol[State]):
 
     def may_end(self, state: State) -> bool:
         """Whether the text may end here."""
+        ...
+
+
+@runtime_checkable
+class Cutting(Check[Any], Protocol):
+    """A check that knows where a text that did not end by itself may be cut, inside a token too."""
+
+    def best_end(self, tokens: Sequence[int], scores: Sequence[float], most: int) -> tuple[int, int] | None:
+        """The best place at which the text may end: characters before it and how many tokens wrote them.
+
+        Args:
+            tokens: the new tokens of a row, no EOS among them. scores: of the place before them, and of the places within or behind
+                each of them; one more than tokens. Of equal scores the latest place counts.
+            most: characters before the place at most.
+
+        Returns:
+            None if the text may end nowhere.
+        """
         ...

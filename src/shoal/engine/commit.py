@@ -57,7 +57,7 @@ def commit(
 def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
     """What the round added to a row. The sample is made before the text is taken: all text of a row is known once it has ended."""
     sample = finish(row, now) if row.finish_reason else None
-    return Commit(row, tokens, accepted, visible_text(row), sample)
+    return Commit(row, tokens, accepted, visible_text(row, sample), sample)
 
 
 def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults) -> dict[int, tuple[int, ShoalError]]:

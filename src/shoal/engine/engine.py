@@ -200,7 +200,7 @@ class Engine:
         for row in unfinished:
             row.finish_reason, row.error = reason, error
             sample = finish(row, now)
-            commits.append(Commit(row, [], 0, visible_text(row), sample))
+            commits.append(Commit(row, [], 0, visible_text(row, sample), sample))
         return commits
 
     # ── before anything is asked ────────────────────────────────────────────────────────────────────────────────────

@@ -24,12 +24,13 @@ _TOGETHER = 1 << 21
 @dataclass(frozen=True)
 class Logprobs:
     """Natural-log probabilities of the tokens of a row's round, before and after processing, and of the most probable ones where
-    the row's request asks for them."""
+    the row's request asks for them; weights: see `Row.log_weight`. ends: of the EOS tokens, see `Row.end_logprobs`."""
 
     raw: Sequence[float]
     processed: Sequence[float]
     top: Sequence[TopLogprobs]
     weights: Sequence[float] = ()
+    ends: Sequence[float] = ()
 
     def add(self, row: Row, taken: int) -> None:
         """Adds those of the first `taken` tokens to the row."""
@@ -37,6 +38,7 @@ class Logprobs:
         row.processed_logprobs += self.processed[:taken]
         row.top_logprobs += self.top[:taken]
         row.log_weight += sum(self.weights[:taken])
+        row.end_logprobs += self.ends[:taken]
 
 
 def reported(
@@ -51,9 +53,19 @@ def reported(
     raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
     processed = verdict.probs.log().tolist()
     return [
-        Logprobs(raw[b], processed[b], _top(scores, row, b, columns[b]), _weights(scores, row, b, blocks[b], columns[b]))
+        Logprobs(
+            raw[b], processed[b], _top(scores, row, b, columns[b]), _weights(scores, row, b, blocks[b], columns[b]),
+            _ends(scores, row, b, columns[b]),
+        )
         for b, row in enumerate(rows)
-    ]
+    ]  # fmt: skip
+
+
+def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
+    """Natural log of what the logits alone give to the row's EOS tokens at its columns; nothing unless a check may cut it."""
+    if row.cutting is None or not columns:
+        return []
+    return _log_softmax(scores.logits[place, list(columns)])[:, sorted(row.eos)].logsumexp(-1).tolist()
 
 
 def _weights(scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]) -> list[float]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 from shoal.types.requests import Row
 from shoal.types.samples import Sample
 
 
-def visible_text(row: Row) -> str:
-    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`)."""
+def visible_text(row: Row, sample: Sample | None) -> str:
+    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row that may be cut anywhere is shown
+    once it has ended.
+
+    Args:
+        sample: of the row, if it has ended.
+    """
+    if row.needs_text and row.cutting is not None:
+        return "" if sample is None else sample.text
     return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
 
 
@@ -23,6 +32,7 @@ def finish(row: Row, now: float) -> Sample:
     text, kept = "", row.new_tokens
     if row.detokenizer is not None:
         text, kept = row.detokenizer.finished([] if row.needs_text else row.tokens[row.prompt_length :], kept)
+    text, kept, syntax = _cut(row, text, kept)
     logprobs = row.logprobs[:kept]
     return Sample(
         text=text,
@@ -43,4 +53,31 @@ def finish(row: Row, now: float) -> Sample:
         by_drafter=row.by_drafter,
         log_weight=row.log_weight if row.request.weighted else None,
         restored=row.restored,
+        syntax=syntax,
     )
+
+
+def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
+    """The text of a row and how many tokens wrote it, cut at its best end where it did not end by itself; and `Sample.syntax`."""
+    if row.cutting is None:
+        return text, kept, None
+    if row.finish_reason == "eos":
+        return text, kept, "complete"
+    tokens, scores = row.tokens[row.prompt_length :][:kept], end_scores(row.logprobs[:kept], row.end_logprobs)
+    found = row.cutting.best_end(tokens, scores, len(text))
+    if found is None or row.finish_reason == "error":
+        return text, kept, "incomplete"
+    size, count = found
+    return text[:size], count, "cut"
+
+
+def end_scores(logprobs: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """How good it is to end before all tokens, and within or behind each of them: the mean log-probability of the tokens up to
+    there and of an EOS (Melcer et al., arXiv 2402.17988).
+
+    Args:
+        logprobs: of the tokens. ends: of an EOS in the place of each, at least as many. Behind the last token that is known only
+            where more were written; otherwise this place comes last.
+    """
+    sums = [0.0, *accumulate(logprobs)]
+    return [(sums[i] + ends[i]) / (i + 1) if i < len(ends) else -math.inf for i in range(len(sums))]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints import calls, masks
-from shoal.constraints.check import Check
+from shoal.constraints.check import Check, Cutting
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Constraint
 from shoal.engine.detokenizer import Detokenizer, characters
@@ -66,6 +66,7 @@ class RequestValidator:
             row.checks = [
                 (check, calls.begun(row, check.start)) for check in request.constraints if isinstance(check, Check)
             ]
+            row.cutting = next((check for check, _ in row.checks if isinstance(check, Cutting)), None)
         return rows
 
     def _visible_from(self, request: Request) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.constraints.alignment import aligned
 from shoal.constraints.fim import MiddlePrompt, fill_in_middle, middle_prompt, nearest, repository
+from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
@@ -70,6 +71,13 @@ class PromptEncoder:
             )
             prompt = next((one for one in found if len(one.ids) <= space), prompt)
         return prompt, (left, right) != (prefix, suffix)
+
+    def checked(self, request: Request, syntax: str, prompt: Prompt, suffix: str) -> Request:
+        """The request, once it is aligned, whose text has to parse between two others. Raises ApiError."""
+        if not isinstance(prompt, str):
+            raise ApiError(400, "syntax needs a prompt that is a text", param="syntax")
+        with naming("syntax"):
+            return with_syntax(request, self._tokenizer, Syntax(syntax, prompt, suffix))
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""

@@ -151,6 +151,10 @@ class CompletionRequest(BaseRequest):
     align: bool | None = optional(
         "The prompt may end inside a token, whose bytes every sample writes again; the default is true with a suffix.",
     )
+    syntax: Literal["python"] | None = optional(
+        "No token is written after which the text between prompt and suffix cannot be completed to a program, and samples that do "
+        "not end by themselves are cut where it parses; a stream has their text in the last chunk.",
+    )
     echo: bool | None = optional("The prompt comes back before each sample's text.")
     best_of: Positive | None = optional(
         "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",

@@ -82,7 +82,7 @@ class RequestParser:
         self._require_context("prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens)
         echo = [self._encoder.text(prompt) for prompt in given] if request.echo else None
         parsed = self._parsed(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
-        return self._aligned(request, given, parsed)
+        return self._checked(request, given, self._aligned(request, given, parsed))
 
     def infill(self, request: InfillRequest) -> tuple[ParsedRequest, bool]:
         """The request, and whether text was left out that the context does not hold.
@@ -117,6 +117,13 @@ class RequestParser:
             return parsed
         pairs = zip(parsed.requests, given, strict=False)
         return replace(parsed, requests=[self._encoder.aligned(one, prompt, request.suffix) for one, prompt in pairs])
+
+    def _checked(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
+        if request.syntax is None:
+            return parsed
+        pairs = zip(parsed.requests, given, strict=False)
+        checked = [self._encoder.checked(one, request.syntax, prompt, request.suffix or "") for one, prompt in pairs]
+        return replace(parsed, requests=checked)
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:

@@ -45,6 +45,10 @@ class ChoiceUsage(BaseModel):
     mean_logprob: float | None
     ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
     finished: bool = Field(description="It ended by itself, and within its time budget; `best_of` prefers those that did.")
+    syntax: str | None = Field(
+        None,
+        description="With `syntax`: complete (it ended by itself), cut (where it parses) or incomplete (it parses nowhere).",
+    )
     error: str | None = None
 
 

@@ -153,6 +153,7 @@ class ApiResponse:
                     "accepted": sample.accepted, "by_drafter": as_dicts(sample.by_drafter), "rounds": sample.rounds,
                     "mean_logprob": finite(sample.mean_logprob),
                     "ended_by": sample.finish_reason, "finished": sample.finished,
+                    **({} if sample.syntax is None else {"syntax": sample.syntax}),
                     "error": sample.error and public(sample.error),
                 }
                 for index, sample in enumerate(returned)

@@ -85,6 +85,8 @@ class Row:
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
         checks: those of its request, each with its state after the committed tokens.
+        cutting: the check among them that says where a text that did not end by itself may be cut, if one does.
+        end_logprobs: natural log of what the target gives to its EOS tokens before each new token, if there is such a check.
         drafters: of each new token, the name of the drafter that proposed it; None for a replacement or bonus.
         drafted_by: tokens drafted, by the name of the drafter.
         error: why it failed, if it did.
@@ -115,6 +117,8 @@ class Row:
     needs_text: bool = False
     constraints: list[tuple[Any, Any]] = field(default_factory=list)
     checks: list[tuple[Any, Any]] = field(default_factory=list)
+    cutting: Any = None
+    end_logprobs: list[float] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0

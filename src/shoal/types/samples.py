@@ -48,6 +48,9 @@ class Sample:
             characters once samples count by their weights.
         restored: tokens of the prompt that were copied from an earlier row's (`shoal.engine.prefix_cache`); 0 where a sibling's row
             has computed the prompt.
+        syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses. "cut": it did not, and `text` is
+            cut, with its tokens, at the best place where it parses, by the mean log-probability of the tokens before the place and
+            of an EOS there. "incomplete": it parses nowhere. None: nothing checks it.
     """
 
     text: str
@@ -68,6 +71,7 @@ class Sample:
     by_drafter: Mapping[str, DraftCounts] = field(default_factory=dict)
     log_weight: float | None = None
     restored: int = 0
+    syntax: str | None = None
 
     @property
     def ranking_logprob(self) -> float:

@@ -7,45 +7,59 @@ text ends only where the whole parses.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from shoal.constraints.check import Check
+from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
+NEXT_LINES = 3
+"""Lines behind the cursor that are read before the whole is."""
+
 
 class Middle:
-    """A middle up to some token; never changed once made. What follows is found once, for all rows and drafts that come here."""
+    """A middle up to some token; never changed once made. What follows is found once, for all rows and drafts that come here.
 
-    __slots__ = ("after", "ends", "layout", "rest", "text")
+    Attributes:
+        layout: of the program up to here. text: of the middle. rest: bytes of a character that is not complete.
+        healing: bytes of the text before the cursor that are still to be written again (`shoal.constraints.alignment`).
+        after: what follows a token; None = it may not. refused: beginnings of texts that may not follow.
+        ends: `may_end`, once known.
+    """
 
-    def __init__(self, layout: Layout, text: str, rest: bytes) -> None:
-        self.layout, self.text, self.rest = layout, text, rest
+    __slots__ = ("after", "ends", "healing", "layout", "refused", "rest", "text")
+
+    def __init__(self, layout: Layout, text: str, rest: bytes, healing: int = 0) -> None:
+        self.layout, self.text, self.rest, self.healing = layout, text, rest, healing
         self.after: dict[int, Middle | None] = {}
         self.ends: bool | None = None
+        self.refused: set[str] = set()
 
 
-class PythonMiddle(Check[Middle]):
+class PythonMiddle(Cutting):
     """What may stand between two texts so that the whole is a Python program.
 
     Args:
-        tokenizer: of the target. left, right: the text before and behind the middle.
+        tokenizer: of the target. left, right: the text before and behind the middle. healing: bytes of `left`'s end that the new
+            tokens write again.
 
     Raises:
         RequestError: no program begins with `left`; or this is Python 3.10.
     """
 
-    def __init__(self, tokenizer: Any, left: str, right: str) -> None:
+    def __init__(self, tokenizer: Any, left: str, right: str, healing: int = 0) -> None:
         require_parser()
         whole, layout = Layout(forgets=False), Layout()
         if not (all(whole.feed(c) and layout.feed(c) for c in left) and is_viable(whole)):
             raise RequestError("syntax='python': the text before the cursor is not the beginning of a Python program")
         self._bytes, self._left, self._right = token_bytes(tokenizer), left, right
-        self._start = Middle(layout, "", b"")
+        self._next_lines = "".join(right.splitlines(keepends=True)[:NEXT_LINES])
+        self._start = Middle(layout, "", b"", healing)
 
     def start(self, row: Row) -> Middle:
         return self._start
@@ -57,27 +71,72 @@ class PythonMiddle(Check[Middle]):
 
     def may_end(self, state: Middle) -> bool:
         if state.ends is None:
-            state.ends = not state.rest and is_complete(self._left + state.text + self._right)
+            state.ends = not (state.rest or state.healing) and is_complete(self._left + state.text + self._right)
         return state.ends
+
+    def best_end(self, tokens: Sequence[int], scores: Sequence[float], most: int) -> tuple[int, int] | None:
+        """See `Cutting`; the places of highest score are asked first, each by a parse of the whole."""
+        places = [(scores[0], 0, 0)] if not self._start.healing else []
+        decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+        healing, text = self._start.healing, ""
+        for count, token in enumerate(tokens, start=1):
+            own = (self._bytes[token] if token < len(self._bytes) else None) or b""
+            text += decoder.decode(own[healing:])
+            if 0 < healing <= len(own):
+                places.append((scores[count], 0, count))
+            healing = max(0, healing - len(own))
+            places += [(scores[count], end, count) for end in range(size + 1, min(most, len(text)) + 1)]
+            size = len(text)
+        ends = (place for place in sorted(places, reverse=True) if self._may_cut(text[: place[1]]))
+        return next(((size, count) for _, size, count in ends), None)
+
+    def _may_cut(self, text: str) -> bool:
+        """As `is_complete` of the whole; the first lines of the text behind are read with what is kept of that before, which is
+        less to parse and refuses most places."""
+        layout = self._start.layout.copy()
+        for character in text + self._next_lines:
+            if not layout.feed(character):
+                return False
+        return is_viable(layout) and is_complete(self._left + text + self._right)
 
     def _read(self, state: Middle, token: int) -> Middle | None:
         own = self._bytes[token] if token < len(self._bytes) else None
         if own is None:
             return None
+        healing = max(0, state.healing - len(own))
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            text = decoder.decode(state.rest + own)
+            text = decoder.decode(state.rest + own[state.healing :])
         except UnicodeDecodeError:
             return None
-        rest, layout = decoder.getstate()[0], state.layout.copy()
-        for character in text:
-            if (layout.due and not is_viable(layout)) or not layout.feed(character):
-                return None
-        if text and not is_viable(layout):
+        rest = decoder.getstate()[0]
+        layout = self._written(state, text)
+        if layout is None or (rest and not (layout.quote or layout.comment or _begins_identifier(rest))):
             return None
-        if rest and not (layout.quote or layout.comment or _begins_identifier(rest)):
+        return Middle(layout, state.text + text, rest, healing)
+
+    def _written(self, state: Middle, text: str) -> Layout | None:
+        """The layout after more text, None if it may not follow.
+
+        What is refused is remembered by its beginning up to the first character that is no blank: no text that begins like it is
+        read again, so refusals at one place cost a parse per beginning and not per token.
+        """
+        begun = text[: len(text) - len(text.lstrip()) + 1]
+        if begun in state.refused:
             return None
-        return Middle(layout, state.text + text, rest)
+        layout = _fed(state.layout, text)
+        if layout is None and (begun == text or _fed(state.layout, begun) is None):
+            state.refused.add(begun)
+        return layout
+
+
+def _fed(layout: Layout, text: str) -> Layout | None:
+    """The layout after more text; None if no program begins like it."""
+    layout = layout.copy()
+    for character in text:
+        if (layout.due and not is_viable(layout)) or not layout.feed(character):
+            return None
+    return None if text and not is_viable(layout) else layout
 
 
 @lru_cache(maxsize=1024)

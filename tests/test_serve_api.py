@@ -449,6 +449,23 @@ def bundled() -> Iterator[Served]:
         yield running
 
 
+def test_syntax_cuts_middles_where_they_parse(bundled: Served) -> None:
+    left, right = "def add(a, b):\n    c = a +", "\n    return c\n"
+    body = {"prompt": left, "suffix": right, "syntax": "python", "n": 4, "max_tokens": 12, "seed": 3}
+    answer = bundled.post(**body).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    for text in texts:
+        compile(left + text + right, "whole", "exec")
+    states = {took["syntax"] for took in answer["usage"]["choices"]}
+    assert states <= {"complete", "cut"}
+    assert "cut" in states
+    samples = bundled.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
+    assert texts == [sample.text for sample in samples]
+    refused = bundled.post(prompt="x = = ", syntax="python", max_tokens=4)
+    assert refused.status_code == 400
+    assert "not the beginning of a Python program" in refused.json()["error"]["message"]
+
+
 def test_the_bundled_pair_greedily(bundled: Served) -> None:
     prompts = ["def add(a, b):\n", "def is_even(n):\n"]
     answer = bundled.post(prompt=prompts, temperature=0, n=2, max_tokens=40).json()

@@ -16,11 +16,14 @@ import torch
 import shoal
 from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
+from shoal.constraints.syntax import python
 from shoal.constraints.syntax.layout import Layout
-from shoal.constraints.syntax.python import PythonMiddle
+from shoal.constraints.syntax.python import Middle, PythonMiddle
+from shoal.constraints.syntax.requests import Syntax
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine import checks
+from shoal.engine.samples import end_scores
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
@@ -248,3 +251,91 @@ def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
         ast.parse(left + sample.text + right)
     for sample in result[0].samples:
         assert viable(left + sample.text)
+
+
+def test_best_end_is_the_place_of_highest_score_that_parses() -> None:
+    """By brute force over all places, with tokens of several characters, and with bytes that are written again."""
+    tokenizer = shoal.load(compile="off").tokenizer
+    own, lots = token_bytes(tokenizer), random.Random(1)
+    left, right = "if a:\n    x = (1 + na", "\n    b\n"
+    pieces = ("na", "me", ") ", "\n", "    ", "y = 2", "(", ")", " + 1")
+    cuts = 0
+    for turn in range(40):
+        healing = b"na" if turn % 2 else b""
+        middle = PythonMiddle(tokenizer, left, right, len(healing))
+        text = healing.decode() + "".join(lots.choice(pieces) for _ in range(6))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        scores = [round(lots.uniform(-3, 0), 1) for _ in range(len(tokens) + 1)]
+        written = len(healing)
+        places = [(scores[0], 0, 0)] if not healing else []
+        size = 0
+        for count, token in enumerate(tokens, start=1):
+            old, size = size, size + len(own[token] or b"")
+            places += [(scores[count], end - written, count) for end in range(max(old + 1, written), size + 1)]
+        text = text[written:]
+        good = [place for place in places if is_complete(left + text[: place[1]] + right)]
+        best = max(good, default=None)
+        found = middle.best_end(tokens, scores, len(text))
+        assert found == (None if best is None else best[1:])
+        cuts += found is not None
+        if best is not None and best[1] > 0:
+            inside = middle.best_end(tokens, scores, best[1] - 1)
+            assert inside is None or inside[0] < best[1]
+    assert 10 < cuts < 40
+
+
+def test_scores_of_ends_are_means_with_an_end() -> None:
+    assert end_scores([-1.0, -2.0], [-5.0, -3.0, -0.5]) == pytest.approx([-5.0, -2.0, -3.5 / 3])
+    assert end_scores([-1.0, -2.0], [-5.0, -3.0])[2] == float("-inf")
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_rows_that_reach_their_limit_are_cut_where_they_parse(align: bool) -> None:
+    left, right = "def largest(numbers):\n    best = numb", "\n    return best\n"
+    model = shoal.load(compile="off")
+    options = {"n": 8, "suffix": right, "max_new_tokens": 20, "temperature": 1.0, "seed": 1, "syntax": "python"}
+    samples = model.generate(left, align=align, **options)[0].samples  # type: ignore[arg-type]
+    assert {sample.syntax for sample in samples} >= {"cut"}
+    for sample in samples:
+        assert (sample.syntax == "complete") == (sample.finish_reason == "eos")
+        ast.parse(left + sample.text + right)
+        assert len(sample.logprobs) == len(sample.token_ids)
+        assert sample.text in ("numb" if align else "") + model.tokenizer.decode(sample.token_ids)
+    texts = dict.fromkeys(range(8), "")
+    for increment in model.stream(left, align=align, **options):  # type: ignore[arg-type]
+        texts[increment.sample] += increment.text
+    assert list(texts.values()) == [sample.text for sample in samples]
+
+
+def test_requests_that_cannot_be_checked_are_refused() -> None:
+    model = shoal.load(compile="off")
+    for prompt, options, message in (
+        ("x = = ", {}, "not the beginning of a Python program"),
+        ([1, 2], {}, "prompts that are texts"),
+        ("x = 1", {"align": True, "exact": True}, "exact alignment does not go with syntax"),
+        ("x = 1", {"syntax": "rust"}, "syntax must be one of python"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            model.generate(prompt, **({"syntax": "python", "max_new_tokens": 2} | options))  # type: ignore[arg-type]
+    whole = Syntax("python", "if x:\n  a\nelse", "\n  b\n")
+    (sample,) = model.generate([5], syntax=whole, max_new_tokens=4, seed=1)[0].samples
+    assert sample.syntax in ("incomplete", "complete", "cut")
+    assert viable("if x:\n  a\nelse" + sample.text)
+
+
+def test_a_refused_beginning_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is refused for its beginning is what would be refused by itself."""
+    tokenizer = shoal.load(compile="off").tokenizer
+
+    def fresh() -> tuple[PythonMiddle, Middle]:
+        middle = PythonMiddle(tokenizer, "x = 1 ", "\n")
+        return middle, middle.start(None)  # type: ignore[arg-type]
+
+    middle, state = fresh()
+    asked = []
+    monkeypatch.setattr(python, "is_viable", lambda layout: asked.append(1) or is_viable(layout))
+    refused = {token for token in range(len(tokenizer)) if middle.after(state, token) is None}
+    assert len(asked) < len(tokenizer) / 2 < len(refused)
+    for token in range(0, len(tokenizer), 31):
+        alone, beginning = fresh()
+        assert (alone.after(beginning, token) is None) == (token in refused)

@@ -7,6 +7,7 @@ text ends only where the whole parses.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -118,15 +119,15 @@ class PythonMiddle(Cutting):
     def _written(self, state: Middle, text: str) -> Layout | None:
         """The layout after more text, None if it may not follow.
 
-        What is refused is remembered by its beginning up to the first character that is no blank: no text that begins like it is
-        read again, so refusals at one place cost a parse per beginning and not per token.
+        What is refused is remembered by its shortest beginning that is refused: no text that begins like it is parsed again, so
+        refusals at one place cost a few parses per beginning and not per token.
         """
-        begun = text[: len(text) - len(text.lstrip()) + 1]
-        if begun in state.refused:
+        if state.refused and any(text[:end] in state.refused for end in range(1, len(text) + 1)):
             return None
         layout = _fed(state.layout, text)
-        if layout is None and (begun == text or _fed(state.layout, begun) is None):
-            state.refused.add(begun)
+        if layout is None:
+            end = bisect_left(range(1, len(text)), True, key=lambda size: _fed(state.layout, text[:size]) is None) + 1
+            state.refused.add(text[:end])
         return layout
 
 

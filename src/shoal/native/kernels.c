@@ -48,7 +48,9 @@ static inline uint16_t narrow_bfloat16(float x) {
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+#ifndef INLINE /* tests compile without, which is faster */
 #define INLINE static inline __attribute__((always_inline))
+#endif
 #define NOINLINE __attribute__((noinline)) /* compiled once, so that its bits are the same for all who call it */
 
 INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }

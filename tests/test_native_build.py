@@ -47,7 +47,9 @@ class Calls:
         self._log, self.folder = place / "calls", place / "kept" / "shoal"
         self._log.touch()
         real = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        counted = script(place / "counted cc", f'{first}echo "$@" >> "{self._log}"; exec "{real}" "$@" -O0 "-DINLINE=static inline"')
+        counted = script(
+            place / "counted cc", f'{first}echo "$@" >> "{self._log}"; exec "{real}" "$@" -O0 "-DINLINE=static inline"'
+        )
         monkeypatch.setenv("CC", shlex.quote(counted))
         monkeypatch.setenv("XDG_CACHE_HOME", str(place / "kept"))
         monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))

@@ -1,7 +1,8 @@
 """The kernels in C with one text replaced by another, for negative controls.
 
-They are compiled without optimisation and nothing inline, which takes a twentieth of the time. Their sums are then rounded in another way, so compare them
-with definitions by tolerance, or bit by bit with right kernels that were compiled as they were: `compiled_as_wrong_ones_are`.
+They are compiled without optimisation and with nothing inline, which takes a twentieth of the time. Their sums are then rounded in
+another way, so compare them with definitions by tolerance, or bit by bit with right kernels that were compiled as they were:
+`compiled_as_wrong_ones_are`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.config import Sampling, Speculation, plain
-from shoal.constraints.alignment import aligned
+from shoal.config import Grammar, Sampling, Speculation, plain
+from shoal.constraints.alignment import aligned, bound_from_start
 from shoal.constraints.check import Check
+from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax, with_syntaxes
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("shoal")
 
 Source = str | Path | nn.Module
+AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
 """A hub id, a directory or a Transformers model."""
 
 
@@ -274,7 +276,7 @@ class Shoal:
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
         suffix: str | Sequence[str] | None = None,
-        constraints: Sequence[Constraint[Any] | Check[Any]] = (),
+        constraints: Sequence[AnyConstraint] = (),
         align: bool | None = None,
         exact: bool = False,
         syntax: str | Syntax | None = None,
@@ -294,13 +296,14 @@ class Shoal:
             top_logprobs: also report that many of the most probable tokens per position.
             suffix: text behind the new text, one for all prompts or one for each, where the prompts are the texts before it: the
                 model fills in between, if it was trained to (`shoal.constraints.fim`).
-            constraints: what limits the tokens that may follow, beside `grammar`; see `shoal.constraints.protocol`, and
-                `shoal.constraints.check` for what is asked about single tokens.
+            constraints: what limits the tokens that may follow, beside `grammar`: further grammars, filters
+                (`shoal.constraints.filters`), constraints of one's own (`shoal.constraints.protocol`), and what is asked about
+                single tokens (`shoal.constraints.check`). All of them hold.
             align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
                 in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
-                include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar. exact: with
-                `align`, samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given the prompt's
-                characters.
+                include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or filter.
+            exact: with `align`, samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given the
+                prompt's characters.
             syntax: "python": no token is written after which the text between prompt and suffix cannot be completed to a program,
                 and a text ends by itself only where the whole parses; where it does not end by itself it is cut, see
                 `Sample.syntax`. The text of a stream then comes with a row's last increment.
@@ -322,7 +325,7 @@ class Shoal:
 
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        suffix: str | Sequence[str] | None = None, constraints: Sequence[Constraint[Any] | Check[Any]] = (),
+        suffix: str | Sequence[str] | None = None, constraints: Sequence[AnyConstraint] = (),
         align: bool | None = None, exact: bool = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
@@ -332,7 +335,7 @@ class Shoal:
 
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
-        suffix: str | Sequence[str] | None, constraints: Sequence[Constraint[Any] | Check[Any]], options: Mapping[str, Any],
+        suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
         alignment: tuple[bool | None, bool], syntax: str | Syntax | None, *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
@@ -351,7 +354,7 @@ class Shoal:
             for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
         ]
         align, exact = alignment
-        align = suffix is not None and sampling.grammar is None if align is None else align
+        align = suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
         if exact and not align:
             raise RequestError("exact=True weighs aligned samples: it needs align=True")
         if exact and engine.rule.lossy:

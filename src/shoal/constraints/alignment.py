@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from shoal.config import Grammar, Sampling
 from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
+from shoal.constraints.filters import Filter
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.errors import RequestError
 from shoal.types.requests import Request, Row
@@ -109,12 +111,19 @@ def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary
     return count
 
 
+def bound_from_start(sampling: Sampling, constraints: Sequence[Any]) -> bool:
+    """Whether something is said of the text as a whole from where the prompt ends, which is another place once it is shortened."""
+    return sampling.grammar is not None or any(isinstance(each, Filter | Grammar) for each in constraints)
+
+
 def _require(request: Request, tokenizer: Any, exact: bool) -> None:
     sampling = request.sampling
     if tokenizer is None:
         raise RequestError("align needs a tokenizer, and this engine has none")
-    if sampling.grammar is not None:
-        raise RequestError("align does not go with a grammar, whose language begins where the prompt ends: leave one out")
+    if bound_from_start(sampling, request.constraints):
+        raise RequestError(
+            "align does not go with a grammar or filter, whose language begins where the prompt ends: leave one out"
+        )
     if not exact:
         return
     if request.constraints:

@@ -100,7 +100,10 @@ def _drawn(scores: Scores, b: int, column: int, position: int, states: States, r
     if token is None:
         token = _by_score(all_controlled(block.of(scores.logits), scores.positions_of(block), {})[0, column], passes)
     if token is None:
-        error = RequestError("no token passes the checks of the request: what has been written cannot be completed")
+        names = ", ".join(type(check).__name__ for check, _ in states)
+        error = RequestError(
+            f"no token passes the checks of the request, {names}: what has been written cannot be completed"
+        )
         scores.faults.setdefault(row, {})[column] = error
         return refused, 1.0
     return token, float(p[token])

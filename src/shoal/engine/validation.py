@@ -6,9 +6,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.config import Grammar
 from shoal.constraints import calls, masks
 from shoal.constraints.check import Check, Cutting
 from shoal.constraints.compiler import grammars_of
+from shoal.constraints.filters import Filter, conjunction
 from shoal.constraints.protocol import Constraint
 from shoal.engine.detokenizer import Detokenizer, characters
 from shoal.engine.memory import Memory
@@ -101,14 +103,31 @@ class RequestValidator:
             raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
-        """The grammar's, then the request's own. Raises RequestError: a grammar that cannot be compiled, or not here."""
-        own = [constraint for constraint in request.constraints if isinstance(constraint, Constraint)]
-        grammar = request.sampling.grammar
+        """The grammars', that of all filters together, then the request's own.
+
+        Raises:
+            RequestError: a grammar that cannot be compiled, or not here; filters that no text fits; no constraint at all.
+        """
         for constraint in request.constraints:
-            if not isinstance(constraint, Constraint | Check):
+            if not isinstance(constraint, Constraint | Check | Filter | Grammar):
                 raise RequestError(f"constraints must be of shoal.constraints.protocol.Constraint, got {constraint!r:.80}")
-        if grammar is None:
+        own = [constraint for constraint in request.constraints if isinstance(constraint, Constraint)]
+        given = [request.sampling.grammar, *request.constraints]
+        grammars = [grammar for grammar in given if isinstance(grammar, Grammar)]
+        filters = [each for each in request.constraints if isinstance(each, Filter)]
+        if not grammars and not filters:
             return own
         if self.tokenizer is None:
             raise RequestError("a grammar needs a tokenizer, and this engine has none")
-        return [grammars_of(self.tokenizer, self.vocab_size).constraint(grammar), *own]
+        compiled = grammars_of(self.tokenizer, self.vocab_size)
+        return [*(compiled.constraint(grammar) for grammar in grammars), *self._filtered(filters), *own]
+
+    def _filtered(self, filters: Sequence[Filter]) -> list[Constraint[Any]]:
+        """One constraint for all of them, so that it is known at once whether no text fits them together."""
+        if not filters:
+            return []
+        every = conjunction(filters)
+        try:
+            return [grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)]
+        except RequestError as error:
+            raise RequestError(f"the filter {every.name} cannot be used: {error}") from error

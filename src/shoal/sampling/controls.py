@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config import Sampling
+from shoal.config import Grammar, Sampling
 from shoal.constraints import masks
+from shoal.constraints.filters import Filter
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties
 from shoal.sampling.drawing import finite
@@ -144,5 +145,10 @@ def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError
     if failure:
         return RequestError(f"{where}: {failure}")
     if row.request.constraints:
-        controls.append(f"constraints={[type(constraint).__name__ for constraint in row.request.constraints]}")
+        controls.append(f"constraints=[{', '.join(map(_name, row.request.constraints))}]")
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
+
+
+def _name(constraint: Any) -> str:
+    """A filter or grammar as it is written, another constraint by its class."""
+    return f"{constraint!r:.80}" if isinstance(constraint, Filter | Grammar) else type(constraint).__name__

@@ -31,7 +31,8 @@ class Request:
         max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
         constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`;
-            or is asked about single tokens (`shoal.constraints.check.Check`), after all other controls.
+            grammars and filters (`shoal.constraints.filters`); or what is asked about single tokens
+            (`shoal.constraints.check.Check`), after all other controls.
         removed: tokens taken from the prompt, whose text the new tokens write again (`shoal.constraints.alignment`).
             removed_from: where in the prompt they were.
         weighted: samples report the weight that makes them samples of p given what the constraints allow.

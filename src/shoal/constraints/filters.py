@@ -1,0 +1,127 @@
+"""Filters: sets of texts that are combined by & (and), | (or) and ~ (not), as a constraint on all of the new text.
+
+A filter is about text, never about single tokens: words and letters may be divided among tokens in any way. llguidance (the extra
+`grammar`) walks the bytes of the vocabulary along the states of the filter's automaton, which it keeps; a token may follow if some
+text of the set begins so, and the text may end where it is in the set itself. The boolean filters of Constrained Text Generation
+Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from shoal.config import Grammar
+from shoal.errors import RequestError
+
+_ANY = "/(?s:.*)/"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A set of texts.
+
+    Attributes:
+        expression: the set as an expression over terminals in Lark's syntax, as llguidance reads it. name: for messages.
+    """
+
+    expression: str
+    name: str
+
+    def __and__(self, other: Filter) -> Filter:
+        return Filter(f"({self.expression} & {other.expression})", f"({self.name} & {other.name})")
+
+    def __or__(self, other: Filter) -> Filter:
+        return Filter(f"({self.expression} | {other.expression})", f"({self.name} | {other.name})")
+
+    def __invert__(self) -> Filter:
+        # The complement is one of byte strings; those that are no text are left out.
+        return Filter(f"({_ANY} & ~{self.expression})", f"~{self.name}")
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def grammar(self) -> Grammar:
+        """The same as a grammar, whose `text` is what `grammar` takes over HTTP with the type "lark"."""
+        return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
+
+
+def without(*texts: str, ignore_case: bool = False) -> Filter:
+    """Texts that contain none of these: letters, words or phrases. Raises RequestError: there are none, or an empty one."""
+    return Filter((~_containing(texts, ignore_case)).expression, _named("without", texts))
+
+
+def containing(*texts: str, ignore_case: bool = False) -> Filter:
+    """Texts that contain one of these at least. Raises RequestError: there are none, or an empty one."""
+    return _containing(texts, ignore_case)
+
+
+def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
+    """Texts made of these words, with one separator or more between two; separators may stand at both ends.
+
+    Raises:
+        RequestError: there are no words, or an empty one, or no separators.
+    """
+    words = _texts(sorted(set(words)), "words")
+    between = f"[{_escaped(_texts([separators], 'separators')[0])}]"
+    word = _trie(words)
+    expression = f"/{between}*({word}({between}+{word})*{between}*)?/"
+    return Filter(expression, _named("only_words", words))
+
+
+def only_characters(characters: str) -> Filter:
+    """Texts of these characters. Raises RequestError: there are none."""
+    return Filter(f"/[{_escaped(_texts([characters], 'characters')[0])}]*/", _named("only_characters", [characters]))
+
+
+def matching(regex: str) -> Filter:
+    """Texts that a regular expression in Rust's syntax matches as a whole. Raises RequestError: it is empty."""
+    (own,) = _texts([regex], "an expression")
+    return Filter(f"/{_without_slashes(own)}/", _named("matching", [own]))
+
+
+def conjunction(filters: Sequence[Filter]) -> Filter:
+    """The texts of all the filters, at least one."""
+    return reduce(Filter.__and__, filters)
+
+
+def _containing(texts: Sequence[str], ignore_case: bool) -> Filter:
+    found = "|".join(map(_escaped, _texts(list(texts), "texts")))
+    return Filter(f"/(?s:.*)(?{'i' if ignore_case else ''}:{found})(?s:.*)/", _named("containing", texts))
+
+
+def _trie(words: Sequence[str]) -> str:
+    """An expression for words in their order; what they begin with alike is written once."""
+    ends, rests = False, dict[str, list[str]]()
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+        else:
+            ends = True
+    if not rests:
+        return ""
+    inner = "|".join(_escaped(first) + _trie(rest) for first, rest in rests.items())
+    return f"(?:{inner})" + ("?" if ends else "")
+
+
+def _escaped(text: str) -> str:
+    """The text as a regular expression, also inside brackets."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _without_slashes(regex: str) -> str:
+    """The expression as it stands between two slashes, on one line."""
+    return regex.replace("\\/", "/").replace("/", "\\x2f").replace("\n", "\\n")
+
+
+def _texts(texts: list[str], what: str) -> list[str]:
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"a filter needs {what}, and no empty text, got {texts!r:.80}")
+    return texts
+
+
+def _named(name: str, texts: Iterable[str]) -> str:
+    listed = ", ".join(map(repr, texts))
+    return f"{name}({listed if len(listed) < 60 else listed[:60] + ' ...'})"

@@ -284,7 +284,7 @@ def test_texts_of_sentence_piece_follow_the_prompt(end: int) -> None:
 def test_outputs_begin_with_the_bytes_of_the_prompt(end: int) -> None:
     """At any offset of a text, under drafts; the text is what follows the prompt."""
     prompt = SOURCE[:end]
-    result = made().generate([prompt], n=2, align=True, seed=end, max_new_tokens=3, lookahead=3)[0]
+    result = made().generate([prompt], n=2, align=True, seed=end, max_new_tokens=9, lookahead=3)[0]
     for sample in result.samples:
         written = raw_bytes((*result.prompt_ids, *(t for t in sample.token_ids if t != TOKENIZER.eos_token_id)))
         assert written.startswith(prompt.encode())

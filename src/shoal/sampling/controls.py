@@ -145,7 +145,7 @@ def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError
     if failure:
         return RequestError(f"{where}: {failure}")
     if row.request.constraints:
-        controls.append(f"constraints=[{', '.join(map(_name, row.request.constraints))}]")
+        controls.append(f"constraints={[_name(constraint) for constraint in row.request.constraints]}")
     return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
 
 

@@ -20,7 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch, RequestError
 from shoal.evaluation.sampling import BATCHED, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
-from shoal.integrations import drafts
+from shoal.integrations import drafts, transformers
 from shoal.lookahead.fixed import Fixed
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
@@ -178,7 +178,8 @@ def test_the_transformers_entry_takes_a_drafter_with_another_tokenizer(
     assert ran[-1].drafted > 0
     if form == "bound":  # what is known of the methods is kept for the next call
         target.generate(ids, **sampled, **asked, lookahead=3)
-        (known,) = drafts._kept[target].values()
+        known = drafts.known_of(asked["draft_model"], transformers._runner(target, "auto"), "auto")
+        assert known is not None
         assert known.choice is not None
         assert known.choice.rounds > ran[-1].rounds
         bigger = tiny_model("llama", vocab_size=len(byte_level()) + 600, layers=1)

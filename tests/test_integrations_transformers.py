@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +17,10 @@ from transformers.generation.stopping_criteria import StoppingCriteria, StopStri
 import shoal
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.integrations import transformers
+from shoal.integrations import drafts, transformers
 from shoal.testing import tiny_tokenizer
 from shoal.types.stats import Stats
+from test_heads import save_medusa
 
 VOCAB = 61
 
@@ -218,6 +224,67 @@ def test_the_self_check_runs_once_per_model(pair: tuple[Any, Any], monkeypatch: 
     monkeypatch.setattr(transformers.loading, "wrap", lambda *a: pytest.fail("checked twice"))
     model.generate(PROMPT, max_new_tokens=2, custom_generate=shoal.custom_generate)
     assert issubclass(UnsupportedModel, shoal.ModelError)
+
+
+USES = [None, "model", "suffix", "self:exit=1", "medusa"]
+
+
+def freed(use: str | None, tmp_path: Path) -> tuple[bool, bool]:
+    """Whether a draft model is freed beside its target, and a target after it was used twice, nothing else being freed by hand."""
+    target, draft = llama(0, 2), llama(1, 1)
+    if use == "medusa":
+        save_medusa(tmp_path, vocab=VOCAB)
+    drafter = {"model": draft, "medusa": f"medusa:{tmp_path}"}.get(str(use), use)
+    for _ in range(2):
+        target.generate(PROMPT, max_new_tokens=4, lookahead=2, custom_generate=shoal.custom_generate, draft_model=drafter)
+    held = weakref.ref(draft), weakref.ref(target)
+    del draft, drafter
+    gc.collect()
+    without_draft = held[0]() is None
+    del target
+    gc.collect()
+    return without_draft, held[1]() is None
+
+
+@pytest.mark.parametrize("use", USES)
+def test_models_are_freed(use: str | None, tmp_path: Path) -> None:
+    """Though what is made for them once is kept from call to call."""
+    assert freed(use, tmp_path) == (True, True)
+
+
+def test_a_target_is_freed_while_its_draft_model_is_used(pair: tuple[Any, Any]) -> None:
+    target = llama(0, 2)
+    target.generate(PROMPT, max_new_tokens=4, custom_generate=shoal.custom_generate, draft_model=pair[1], lookahead=2)
+    held = weakref.ref(target)
+    del target
+    gc.collect()
+    assert held() is None
+
+
+def test_a_dictionary_with_weak_keys_would_hold_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sabotage: a runner holds the model that it is kept by."""
+
+    class Table:
+        def __init__(self) -> None:
+            self.known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+        def of(self, model: Any) -> dict[Any, Any]:
+            return self.known.setdefault(model, {})
+
+    monkeypatch.setattr(transformers, "_runners", Table())
+    assert freed(None, tmp_path) == (True, False)
+    monkeypatch.undo()
+    monkeypatch.setattr(drafts, "_given", Table())
+    assert freed("model", tmp_path) == (False, True)
+
+
+def test_copies_of_a_model_begin_anew() -> None:
+    """Deep or shallow, and what is saved: a copy with the runner of its original would run the original's weights."""
+    model = llama(0, 2)
+    runner = transformers._runner(model, "auto")
+    for made in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert transformers._runner(made, "auto").hf is made
+    assert transformers._runner(model, "auto") is runner
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["grouped", "separate"])

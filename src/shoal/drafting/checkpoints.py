@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,15 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PairMismatch, RequestError
+from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
 
 Heads = TypeVar("Heads")
-_loaded: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_loaded: Belongings[Any] = Belongings("heads")
 
 
 def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) -> Heads:
     """The heads in a directory, loaded once for a target."""
-    known = _loaded.setdefault(target.hf, {})
+    known = _loaded.of(target.hf)
     key = f"{load.__qualname__} {Path(directory).resolve()}"
     if key not in known:
         known[key] = load(Path(directory), target)

@@ -15,6 +15,7 @@ from shoal.drafting.specs import BUNDLED, DRAFTINGS, WITH_MODEL, Drafting
 from shoal.drafting.stored import require_tokenizer, stored
 from shoal.errors import RequestError
 from shoal.models import loading, pairing, trimming
+from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 
@@ -72,8 +73,10 @@ class DraftModel:
         return DraftModel(runner, trimming.proposable(other, kept, target.vocab_size), choice, given)
 
 
-_kept: weakref.WeakKeyDictionary[Any, dict[tuple[Any, str], DraftModel]] = weakref.WeakKeyDictionary()
-"""By target, then by draft model or its name, and attention."""
+_named: Belongings[DraftModel] = Belongings("draft models")
+"""Of a target, by the name of a draft model and attention."""
+_given: Belongings[weakref.WeakKeyDictionary[nn.Module, DraftModel]] = Belongings("targets")
+"""Of a draft model, by attention and target."""
 
 
 def drafter_of(draft: Any, target: Runner, attention: str, tokenizers: Tokenizers) -> Drafter | None:
@@ -111,8 +114,18 @@ def _source(draft: str, drafting: Drafting | None) -> str | None:
 
 
 def _of_model(source: Any, target: Runner, attention: str, tokenizers: Tokenizers) -> Drafter:
-    known = _kept.setdefault(target.hf, {})
-    found = known.get((source, attention))
+    found = known_of(source, target, attention)
     if found is None or found.tokenizers != tokenizers:
-        found = known[source, attention] = DraftModel.of(source, target, attention, tokenizers)
+        found = DraftModel.of(source, target, attention, tokenizers)
+        if isinstance(source, nn.Module):
+            _given.of(source).setdefault(attention, weakref.WeakKeyDictionary())[target.hf] = found
+        else:
+            _named.of(target.hf)[source, attention] = found
     return model_drafter(found.runner, target.vocab_size, found.proposable, found.choice)
+
+
+def known_of(source: Any, target: Runner, attention: str) -> DraftModel | None:
+    """What earlier calls have made of a draft model, or of its name, beside a target; None = nothing."""
+    if isinstance(source, nn.Module):
+        return _given.of(source).get(attention, {}).get(target.hf)
+    return _named.of(target.hf).get((source, attention))

@@ -31,6 +31,7 @@ from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
 from shoal.models import loading
+from shoal.models.belongings import Belongings
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
@@ -45,10 +46,11 @@ NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
 """Arguments that `generate` silently does not pass to a callable. `tokenizer` is needed for `stop_strings` only, and `generate`
 itself raises an error then."""
 
-_runners: weakref.WeakKeyDictionary[Any, dict[str, Runner]] = weakref.WeakKeyDictionary()
+_runners: Belongings[Runner] = Belongings("runners")
+"""Of a model, by attention."""
 _batch_sizes = BatchSizes()
-_pair_costs: weakref.WeakKeyDictionary[Any, dict[Any, PairCosts]] = weakref.WeakKeyDictionary()
-"""By target, and by what drafts for it."""
+_pair_costs: Belongings[PairCosts] = Belongings("pair costs")
+"""Of a target, by what drafts for it: a name, a class, a weak reference to a draft model, or None."""
 
 
 def custom_generate(
@@ -133,8 +135,9 @@ def _engine(
     target = _runner(model, attention)
     drafter = drafter_of(draft_model, target, attention, tokenizers)
     # An object of the protocol by its class: it may be made anew for each call, and need not be hashable.
-    key = draft_model if draft_model is None or isinstance(draft_model, (str, nn.Module)) else type(draft_model)
-    pair_costs = _pair_costs.setdefault(model, {}).setdefault(key, PairCosts(packed=target.skips_padding))
+    key: Any = draft_model if draft_model is None or isinstance(draft_model, str) else type(draft_model)
+    key = weakref.ref(draft_model) if isinstance(draft_model, nn.Module) else key
+    pair_costs = _pair_costs.of(model).setdefault(key, PairCosts(packed=target.skips_padding))
     choices = drafter if isinstance(drafter, SumDrafter) else None
     controller = controllers.by_name(speculation.lookahead, pair_costs, choices)
     size = _batch_sizes.of(max_batch, model, speculation.lookahead)
@@ -143,7 +146,7 @@ def _engine(
 
 def _runner(model: Any, attention: str) -> Runner:
     """The checked runner of a model object; the self-check runs once per model."""
-    known = _runners.setdefault(model, {})
+    known = _runners.of(model)
     if attention not in known:
         known[attention] = loading.wrap(model, loading.name_of(model), attention)
     return known[attention]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RequestError, UnsupportedModel
+from shoal.models.belongings import Belongings
 from shoal.models.cache import SlotCache
 from shoal.models.lean.forward import LeanPass
 from shoal.models.runner import Runner
@@ -24,7 +25,8 @@ from shoal.models.runner import Runner
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 """What Transformers calls the norm between the last layer and the head."""
 
-_models: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDictionary()
+_models: Belongings[Any] = Belongings("first layers")
+"""Of a model, by the number of layers."""
 _places: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Of each model, the name of its list of layers."""
 
@@ -66,7 +68,7 @@ def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
 
 def _model_of(runner: Runner, layers: int) -> Any:
     """The Transformers model, made and tried once. Its config is the model's own, which tells layers how to attend."""
-    known = _models.setdefault(runner.hf, {})
+    known = _models.of(runner.hf)
     if layers not in known:
         _place_of(runner)
         known[layers] = shallow(runner.hf, layers)

@@ -3,9 +3,10 @@
     python benchmarks/syntax.py library --files 300 --cuts 10     # prefixes of true middles of the standard library
     python benchmarks/syntax.py pair --problems 24 -n 8           # held-out functions, a middle of each; --json FILE
 
-`free` is without checks; `longest` is free with its middle cut at the longest prefix with which the whole parses ("checked
-unconstrained" of Melcer et al.); `checked` is with `PythonMiddle`. An error is a middle with which the whole does not parse;
-a pass is one with which the function passes its tests, in the sandbox.
+Middles are pieces of a line of the body, cut anywhere; a line break stops a sample, and all are aligned. `free` is without checks;
+`longest` is free with its middle cut at the longest prefix with which the whole parses ("checked unconstrained" of Melcer et al.);
+`checked` is with `syntax="python"`. An error is a middle with which the whole does not parse; a pass is one with which the function
+passes its tests, in the sandbox. `share_of_time` is of the rounds, without the cuts of finished samples, which are timed apart.
 Exit code 1 if a middle that ended by itself under checks does not parse, or if a prefix of a true middle was refused.
 """
 
@@ -25,7 +26,6 @@ import torch
 
 import shoal
 from held_out import problems
-from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.viable import is_complete, is_viable
@@ -104,33 +104,57 @@ def passes(source: str, tests: tuple[str, ...], sandbox: Sandbox) -> bool:
 
 
 def pair(count: int, n: int, temperature: float, seed: int) -> Json:
-    model, lots, clock, sandbox = shoal.load(), random.Random(seed), Clock(), Sandbox()
-    inner = engine.checked
+    model, lots, sandbox = shoal.load(), random.Random(seed), Sandbox()
+    rounds, cuts = Clock(), Clock()
+    inner, best_end = engine.checked, PythonMiddle.best_end
     tables: dict[str, Counter[str]] = {name: Counter() for name in ("free", "longest", "checked")}
     seconds = {"free": 0.0, "checked": 0.0}
+    model.generate("x = ", suffix="\n", n=n, max_new_tokens=8)  # the first call measures and builds
+    engine.checked = rounds.wrap(inner)
+    PythonMiddle.best_end = cuts.wrap(best_end)  # type: ignore[method-assign]
     for problem in problems(count):
-        body = len(problem.prompt)
         whole = problem.function
-        first = lots.randrange(body, len(whole) - 4)
-        last = lots.randrange(first + 2, len(whole))
+        first = lots.randrange(len(problem.prompt), len(whole) - 4)
+        last = lots.randrange(first + 1, max(first + 1, whole.index("\n", first)) + 1)
         left, right = whole[:first], whole[last:]
-        ids = fill_in_middle(model.tokenizer, left, right)
-        for name in ("free", "checked"):
-            held = [PythonMiddle(model.tokenizer, left, right)] if name == "checked" else []
-            engine.checked = clock.wrap(inner) if held else inner
+        options: Json = {
+            "suffix": right,
+            "n": n,
+            "max_new_tokens": 48,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": "\n",
+        }
+        for name, syntax in (("free", None), ("checked", "python")):
             started = time.perf_counter()
-            result = model.generate([ids], n=n, max_new_tokens=96, temperature=temperature, seed=seed, constraints=held)
+            result = model.generate(left, syntax=syntax, **options)
             seconds[name] += time.perf_counter() - started
             for sample in result[0].samples:
-                ended = sample.finish_reason == "eos"
-                _count(tables[name], left + sample.text + right, problem.tests, ended, len(sample.token_ids), sandbox)
+                texts = {name: sample.text}
                 if name == "free":
-                    text = longest(left, sample.text, right)
-                    _count(tables["longest"], left + text + right, problem.tests, ended, 0, sandbox)
-    engine.checked = inner
-    shares = {"share_of_time": clock.seconds / seconds["checked"], "seconds": seconds}
+                    texts["longest"] = longest(left, sample.text, right)
+                ended = sample.finish_reason == "eos"
+                for kind, text in texts.items():
+                    _count(tables[kind], left + text + right, problem.tests, ended, len(sample.token_ids), sandbox)
+    engine.checked, PythonMiddle.best_end = inner, best_end  # type: ignore[method-assign]
     tokens = tables["checked"]["tokens"]
-    return {**{name: dict(table) for name, table in tables.items()}, **shares, "us_per_token": 1e6 * clock.seconds / tokens}
+    return {
+        **{name: dict(table) for name, table in tables.items()},
+        "seconds": seconds,
+        "share_of_time": rounds.seconds / (seconds["checked"] - cuts.seconds),
+        "us_per_token": 1e6 * rounds.seconds / tokens,
+        "ms_per_cut": 1e3 * cuts.seconds / max(1, cuts.calls),
+    }
+
+
+def table(found: Json) -> str:
+    """As Markdown."""
+    lines = ["| | syntax errors | ended by itself | passes |", "| --- | --- | --- | --- |"]
+    for name in ("free", "longest", "checked"):
+        own = Counter(found[name])
+        share = {key: f"{100 * own[key] / own['samples']:.1f} %" for key in ("errors", "ended", "passes")}
+        lines.append(f"| {name} | {share['errors']} | {share['ended']} | {share['passes']} |")
+    return "\n".join(lines)
 
 
 def _count(table: Counter[str], source: str, tests: tuple[str, ...], ended: bool, tokens: int, sandbox: Sandbox) -> None:
@@ -161,6 +185,8 @@ def main() -> int:
         else pair(args.problems, args.n, args.temperature, args.seed)
     )
     print(json.dumps(found, indent=2))
+    if args.what == "pair":
+        print(table(found))
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)}, **found}, indent=2) + "\n")
     return int(bool(found["refused"]) if args.what == "library" else found["checked"].get("errors_of_ended", 0) > 0)

@@ -33,6 +33,7 @@ from shoal.engine import engine
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
+from shoal.problems.generator import FunctionProblem
 
 Json = dict[str, Any]
 LONGEST = 40
@@ -98,9 +99,9 @@ def longest(left: str, middle: str, right: str) -> str:
     return next((middle[:end] for end in ends if is_complete(left + middle[:end] + right)), middle)
 
 
-def passes(source: str, tests: tuple[str, ...], sandbox: Sandbox) -> bool:
-    problem = Problem("middle", "python", "", "\n".join(tests), "f")
-    return execute(problem, source + "\n", sandbox).passed
+def passes(source: str, problem: FunctionProblem, sandbox: Sandbox) -> bool:
+    asked = Problem("middle", "python", "", "\n".join(problem.tests) + "\n", problem.name)
+    return execute(asked, source + "\n", sandbox).passed
 
 
 def pair(count: int, n: int, temperature: float, seed: int) -> Json:
@@ -114,6 +115,7 @@ def pair(count: int, n: int, temperature: float, seed: int) -> Json:
     PythonMiddle.best_end = cuts.wrap(best_end)  # type: ignore[method-assign]
     for problem in problems(count):
         whole = problem.function
+        assert passes(whole, problem, sandbox), "a true middle fails its tests"
         first = lots.randrange(len(problem.prompt), len(whole) - 4)
         last = lots.randrange(first + 1, max(first + 1, whole.index("\n", first)) + 1)
         left, right = whole[:first], whole[last:]
@@ -135,7 +137,7 @@ def pair(count: int, n: int, temperature: float, seed: int) -> Json:
                     texts["longest"] = longest(left, sample.text, right)
                 ended = sample.finish_reason == "eos"
                 for kind, text in texts.items():
-                    _count(tables[kind], left + text + right, problem.tests, ended, len(sample.token_ids), sandbox)
+                    _count(tables[kind], left + text + right, problem, ended, len(sample.token_ids), sandbox)
     engine.checked, PythonMiddle.best_end = inner, best_end  # type: ignore[method-assign]
     tokens = tables["checked"]["tokens"]
     return {
@@ -157,14 +159,14 @@ def table(found: Json) -> str:
     return "\n".join(lines)
 
 
-def _count(table: Counter[str], source: str, tests: tuple[str, ...], ended: bool, tokens: int, sandbox: Sandbox) -> None:
+def _count(table: Counter[str], source: str, problem: FunctionProblem, ended: bool, tokens: int, sandbox: Sandbox) -> None:
     good = is_complete(source)
     table["samples"] += 1
     table["tokens"] += tokens
     table["errors"] += not good
     table["ended"] += ended
     table["errors_of_ended"] += ended and not good
-    table["passes"] += good and passes(source, tests, sandbox)
+    table["passes"] += good and passes(source, problem, sandbox)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import shoal
 from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax import python
+from shoal.constraints.syntax.endings import ends_program
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.python import Middle, PythonMiddle
 from shoal.constraints.syntax.requests import Syntax
@@ -50,6 +51,7 @@ def test_every_prefix_of_a_true_middle_can_be_completed(module: object) -> None:
         first = lots.randrange(len(source) - 30)
         layout = Layout()
         assert all(layout.feed(character) for character in source[:first])
+        assert ends_program(source[first:])
         for place in range(first, first + 30):
             assert layout.feed(source[place])
             assert is_viable(layout), source[first - 40 : place + 1]
@@ -120,6 +122,38 @@ def test_long_files_leave_only_the_open_blocks() -> None:
 def test_a_wrong_left_context_is_named() -> None:
     with pytest.raises(RequestError, match="not the beginning of a Python program"):
         PythonMiddle(tiny_tokenizer(), "x = = ", "")
+
+
+BEGINNINGS = (
+    "", "(", "((", "a", "'", '"', "'''", "'''a''", "'\\", "\\", "#", "if a", "if a:\n a\n", "if a:\n if a:\n  a\n", "x[a",
+    "if a:\n ",
+    "if a: a\n", "for a in a:\n a\n", "a = ", "if (", "(''", "if a:\n if a: a\n", "if a:\n if a", "if a:\n if (",
+)  # fmt: skip
+
+
+def test_no_end_of_a_program_is_taken_for_none() -> None:
+    """By brute force over all texts of up to three pieces, put behind many beginnings."""
+    refused = 0
+    for length in range(1, 4):
+        for found in itertools.product(("a", ")", "=", "\n", "'", " ", ":\n", "else"), repeat=length):
+            text = "".join(found) + "\n"
+            if not ends_program(text):
+                refused += 1
+                assert not any(is_complete(begun + text) for begun in BEGINNINGS), repr(text)
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("text", "possible"),
+    [
+        ("\nx = = 1\n", False), ("\n  a\n b\n  c\n", False), ("\nelse\n", False), ("\nif x:\n", False), ("\na\n  b\n", False),
+        ("\na = (\n", False), ("\n[)\n", False), ("a'''\nx y\n", False), ("\n    return best\n", True),
+        ("  a:\n  b\nelse:\n  c\n", True), ("\n  case 1:\n    a\n", True), ("', a])\nb\n", True),
+        ("\n  b\nexcept a:\n  c\nelse:\n  d\nfinally:\n  e\n", True), ("\ndef f():\n  a\n", True), ("", True),
+    ],
+)  # fmt: skip
+def test_what_no_program_ends_with_is_told_by_its_lines(text: str, possible: bool) -> None:
+    assert ends_program(text) == possible
 
 
 class Even:
@@ -313,6 +347,7 @@ def test_requests_that_cannot_be_checked_are_refused() -> None:
         ("x = = ", {}, "not the beginning of a Python program"),
         ([1, 2], {}, "prompts that are texts"),
         ("x = 1", {"align": True, "exact": True}, "exact alignment does not go with syntax"),
+        ("x = 1", {"suffix": "\ny = = 1\n"}, "not the end of a Python program"),
         ("x = 1", {"syntax": "rust"}, "syntax must be one of python"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -1,4 +1,5 @@
 """Fill in the middle that parses: what may stand between the text before a cursor and the text behind it.
 
-`python` answers for Python, `viable` asks its parser, `layout` follows lines and brackets.
+`requests` adds checks to requests, `python` answers for Python, `viable` asks its parser, `layout` follows lines and brackets,
+`endings` looks at the text behind the cursor.
 """

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from shoal.constraints.check import Cutting
+from shoal.constraints.syntax.endings import ends_program
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
 from shoal.constraints.token_bytes import token_bytes
@@ -50,7 +51,7 @@ class PythonMiddle(Cutting):
             tokens write again.
 
     Raises:
-        RequestError: no program begins with `left`; or this is Python 3.10.
+        RequestError: no program begins with `left`, or none ends with `right` (`ends_program`); or this is Python 3.10.
     """
 
     def __init__(self, tokenizer: Any, left: str, right: str, healing: int = 0) -> None:
@@ -58,6 +59,8 @@ class PythonMiddle(Cutting):
         whole, layout = Layout(forgets=False), Layout()
         if not (all(whole.feed(c) and layout.feed(c) for c in left) and is_viable(whole)):
             raise RequestError("syntax='python': the text before the cursor is not the beginning of a Python program")
+        if not ends_program(right):
+            raise RequestError("syntax='python': the text behind the cursor is not the end of a Python program")
         self._bytes, self._left, self._right = token_bytes(tokenizer), left, right
         self._next_lines = "".join(right.splitlines(keepends=True)[:NEXT_LINES])
         self._start = Middle(layout, "", b"", healing)

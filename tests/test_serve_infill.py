@@ -115,6 +115,14 @@ def test_streams_have_the_same_text(server: Served) -> None:
     assert "".join(event["content"] for event in events) == asked(server, body, stream=False).json()["content"]
 
 
+def test_only_names_that_fit_a_header_are_told(server: Served) -> None:
+    unknown = {"": 1, " ": 1, "\u00a5": 1, "a\r\nx-other": 1, "y" * 900: 1, **{f"z{i}": 1 for i in range(99)}}
+    answer = asked(server, VSCODE | unknown, samplers=["top_k", "\u00a5\n"])
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-shoal-ignored"] == ", ".join(f"z{i}" for i in range(32))
+    assert "x-other" not in answer.headers
+
+
 def test_probabilities(server: Served) -> None:
     answer = asked(server, VSCODE, n_probs=3, seed=7).json()
     found = answer["completion_probabilities"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -21,6 +22,9 @@ SAMPLERS = {
 """Names in `samplers`, and the fields that they read."""
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """Of llama.cpp's server, for fields that are missing."""
+MAX_IGNORED = 32
+"""Names in x-shoal-ignored."""
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_EFFECT = ("cache_prompt", "id_slot", "model")
 """Fields that ask for nothing that an answer could lack."""
 
@@ -86,9 +90,10 @@ class InfillRequest(BaseModel):
 
     @property
     def ignored(self) -> Iterable[str]:
-        """Names of fields and samplers that were sent and have no effect."""
+        """Names of fields and samplers that were sent and have no effect, as many and such as a header can hold."""
         unknown = [name for name, value in (self.model_extra or {}).items() if value is not None and name not in NO_EFFECT]
-        return [*unknown, *(f"samplers.{name}" for name in self.samplers or () if name not in SAMPLERS)]
+        samplers = [f"samplers.{name}" for name in self.samplers or () if name not in SAMPLERS]
+        return [name for name in (*unknown, *samplers) if PLAIN_NAME.fullmatch(name)][:MAX_IGNORED]
 
     def completion(self) -> dict[str, Any]:
         """The fields of /v1/completions that mean the same, but for the prompt.

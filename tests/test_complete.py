@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -218,3 +219,21 @@ def test_ctrl_c_keeps_what_finished(
     assert answer.code == 130
     assert "interrupted: 0 of 2 suggestions finished" in answer.err
     assert "# suggestion" not in answer.out
+
+
+def test_suggestions_parse_under_a_syntax(shoal: Command, tmp_path: Path) -> None:
+    """The bundled pair; the whole file counts, also where the model sees its nearest parts alone."""
+    path = tmp_path / "b.py"
+    path.write_text(LINES.replace("line", "x = 1  # line") * 8 + "def f(a):\n    retu\n\nx = f(1)\n")
+    ask = ["complete", path, "--at", "322:9", "-n", 4, "--seed", 1, "--syntax", "python", "--compile", "off"]
+    ask += ["--max-new-tokens", 24]
+    found = shoal(*ask, "--json").json["suggestions"]
+    before, behind = split_at(path, "322:9")
+    kinds = [suggestion["syntax"] for suggestion in found]
+    assert kinds == sorted(kinds, key=["complete", "cut", "incomplete"].index)
+    parsing = [suggestion for suggestion in found if suggestion["syntax"] != "incomplete"]
+    assert parsing
+    for suggestion in parsing:
+        ast.parse(before + suggestion["text"] + behind)
+    path.write_text("def (\n")
+    assert "not the beginning of a Python program" in shoal("complete", path, "--at", "1:6", "--syntax", "python").err

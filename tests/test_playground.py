@@ -628,9 +628,9 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     page = opened("about:blank")
     about = {"context": 100, "max_n": 9, "max_tokens": 99, "fill_in_middle": True, "syntax": ["python"]}
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "m", "shoal": about}]}))
-    ends = [("eos", "1)"), ("length", "1 +")]
+    ends = [("complete", "1)"), ("incomplete", "1 +")]
     choices = [{"index": i, "text": text, "shoal": {"mean_logprob": i - 2.0}} for i, (_, text) in enumerate(ends)]
-    usage = {"choices": [{"index": i, "ended_by": end} for i, (end, _) in enumerate(ends)]}
+    usage = {"choices": [{"index": i, "ended_by": "length", "syntax": end} for i, (end, _) in enumerate(ends)]}
     events = [{"choices": choices}, {"choices": [], "usage": usage}]
     got = asked(page, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
     with served(pair()) as server:
@@ -642,7 +642,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
         area.evaluate("area => area.setSelectionRange(6, 6)")
         page.keyboard.press("Control+Enter")
         expect(page.get_by_role("listitem").first).to_contain_text("the file parses")
-        expect(page.get_by_role("listitem").nth(1)).to_contain_text("not complete yet")
+        expect(page.get_by_role("listitem").nth(1)).to_contain_text("the file does not parse yet")
     (body,) = got
     assert (body["syntax"], body["prompt"], len(body["suffix"])) == ("python", "print(", 50)
 

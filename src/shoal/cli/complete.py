@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -47,6 +47,10 @@ class SuggestionOptions(SamplingOptions):
         bool,
         sampling_option("--align/--no-align", help="The cursor may stand inside a token, whose bytes are written again."),
     ] = True
+    syntax: Annotated[
+        Literal["python"] | None,
+        sampling_option("--syntax", help="Suggestions after which the file parses; unfinished ones are cut where it does."),
+    ] = None
 
 
 @option_groups()
@@ -89,6 +93,7 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
         RequestError: such a model and more text behind the cursor, or no text at all.
     """
     from shoal.constraints.fim import middle_tokens, nearest
+    from shoal.constraints.syntax.requests import Syntax
 
     fills = middle_tokens(model.tokenizer) is not None
     if not fills and behind.strip():
@@ -103,8 +108,9 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
         raise RequestError(
             f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
         )
+    asked = {"align": sampling.align, "syntax": sampling.syntax and Syntax(sampling.syntax, before, behind)}
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
-    return before, {"align": sampling.align} | ({"suffix": behind} if fills else {})
+    return before, asked | ({"suffix": behind} if fills else {})
 
 
 def _document(result: Result, cursor: CursorOptions) -> dict[str, Any]:

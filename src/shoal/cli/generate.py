@@ -35,6 +35,8 @@ from shoal.types.samples import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
+NOT_SAMPLING = ("n", "greedy", "align", "syntax")
+"""Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,7 @@ class SamplingOptions(SampleOptions):
             raise RequestError(
                 f"--greedy means --temperature 0, but --temperature {self.temperature:g} was given: leave one out"
             )
-        options = {
-            name: value for name, value in vars(self).items() if name not in ("n", "greedy", "align") and value is not None
-        }
+        options = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING and value is not None}
         return options | ({"temperature": 0.0} if self.greedy else {})
 
 

@@ -16,13 +16,24 @@ if TYPE_CHECKING:
     from shoal.types.samples import Output, Sample
 
 ENDED = ("eos", "stop")
+PARSES = {"complete": "the file parses", "cut": "cut where the file parses", "incomplete": "the file does not parse yet"}
+SYNTAX = list(PARSES)
 NO_NEWLINE = "\\ No newline at end of file"
 STYLES = {"-": "red", "+": "green", " ": "dim", "@": "cyan"}
 
 
 def best_first(output: Output) -> list[Sample]:
-    """Those that the model ended before the others, which do not lead to the text behind the cursor; each kind as it is ranked."""
-    return sorted(output.ranked, key=lambda sample: sample.finish_reason not in ENDED)
+    """Those that the model ended before the others, which do not lead to the text behind the cursor; each kind as it is ranked.
+
+    Under a syntax those that were cut where the whole parses come between, and those with which it does not parse last.
+    """
+
+    def kind(sample: Sample) -> int:
+        if sample.syntax is not None:
+            return SYNTAX.index(sample.syntax)
+        return 0 if sample.finish_reason in ENDED else len(SYNTAX)
+
+    return sorted(output.ranked, key=kind)
 
 
 def show_suggestions(console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]) -> None:
@@ -32,9 +43,9 @@ def show_suggestions(console: Console, name: str, before: str, behind: str, rank
     for number, text in enumerate(texts, 1):
         same = [sample for sample in samples if sample.text == text]
         times = f", {len(same)} times" if len(same) > 1 else ""
-        console.print(
-            Text(f"# suggestion {number} of {len(texts)}{times}: {describe(same[0])}", style="bold"), soft_wrap=True
-        )
+        parses = f", {PARSES[same[0].syntax]}" if same[0].syntax is not None else ""
+        header = f"# suggestion {number} of {len(texts)}{times}: {describe(same[0])}{parses}"
+        console.print(Text(header, style="bold"), soft_wrap=True)
         if not text:
             console.print(Text("# nothing to add", style="dim"))
         for line in diff(name, before, text, behind) if text else ():

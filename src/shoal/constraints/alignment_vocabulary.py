@@ -52,11 +52,9 @@ class AlignmentVocabulary:
     def uncached(self, remainder: bytes) -> Tensor:
         """`allowed`, computed anew."""
         mask = torch.zeros(len(self.spelled), dtype=torch.bool)
-        start, end = self._range(remainder)
-        mask[self._ids[start:end]] = True
-        for length in range(1, min(len(remainder) - 1, self._longest) + 1):
-            start, end = self._same(remainder[:length])
-            mask[self._ids[start:end]] = True
+        places = [self._range(remainder)]
+        places += [self._same(remainder[:length]) for length in range(1, min(len(remainder) - 1, self._longest) + 1)]
+        mask[torch.cat([self._ids[start:end] for start, end in places])] = True
         return mask
 
     def _range(self, beginning: bytes) -> tuple[int, int]:

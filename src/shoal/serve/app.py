@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
+from shoal.constraints.syntax.requests import LANGUAGES
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, openapi, response_models
 from shoal.serve.api_errors import ApiError
@@ -132,7 +133,7 @@ def _model(handler: ApiHandler) -> response_models.Model:
         "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
         "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
-        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "loaded": shoal.loaded,
+        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "loaded": shoal.loaded,
         "lossy": engine.stats.lossy or None,
     }  # fmt: skip
     return response_models.Model(

@@ -45,11 +45,13 @@ function body() {
   return { ...sides, ...numbers, ...syntax, stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
 }
 
-/** Those that the model ended before the others, then by mean log-probability; once the usage says how they ended. */
+/** Those that the model ended, or that parse, before the others, then by mean log-probability; the usage says how they ended. */
 function ranked(choices, usage) {
-  const ends = new Map(usage?.choices.map((took) => [took.index, took.ended_by]));
-  const all = [...choices].map(([index, { text, mean_logprob }]) => ({ text, mean: mean_logprob, end: ends.get(index), times: 1 }));
-  all.sort((a, b) => ended(b) - ended(a) || (b.mean ?? -Infinity) - (a.mean ?? -Infinity));
+  const took = new Map(usage?.choices.map((one) => [one.index, one]));
+  const all = [...choices].map(([index, { text, mean_logprob }]) => (
+    { text, mean: mean_logprob, end: took.get(index)?.ended_by, syntax: took.get(index)?.syntax, times: 1 }
+  ));
+  all.sort((a, b) => kind(a) - kind(b) || (b.mean ?? -Infinity) - (a.mean ?? -Infinity));
   const different = new Map();
   for (const one of all) {
     if (different.has(one.text)) different.get(one.text).times += 1;
@@ -58,7 +60,9 @@ function ranked(choices, usage) {
   return [...different.values()];
 }
 
+const PARSES = { complete: "the file parses", cut: "cut where the file parses", incomplete: "the file does not parse yet" };
 const ended = ({ end }) => end === "eos" || end === "stop";
+const kind = (one) => (one.syntax ? Object.keys(PARSES).indexOf(one.syntax) : ended(one) ? 0 : 3);
 
 // ── showing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,7 +79,8 @@ function entry(suggestion, index) {
   button.type = "button";
   button.setAttribute("aria-pressed", index === chosen);
   button.append(element("p", "about", about(suggestion, index)), element("pre", "text", suggestion.text || "nothing"));
-  if (at("syntax").value && suggestion.end) button.firstChild.append(" · ", state(suggestion));
+  const parses = suggestion.syntax === "incomplete" ? "" : "parses";
+  if (suggestion.syntax) button.firstChild.append(" · ", element("span", parses, PARSES[suggestion.syntax]));
   button.addEventListener("click", () => { chosen = index; accept(); });
   item.append(button);
   return item;
@@ -86,11 +91,6 @@ function about({ mean, end, times }, index) {
   if (times > 1) figures.push(`${times} times`);
   if (end) figures.push(`ended by ${end}`);
   return figures.join(" · ");
-}
-
-/** Under a syntax the server lets a text end only where the whole file parses. */
-function state(suggestion) {
-  return ended(suggestion) ? element("span", "parses", "the file parses") : element("span", "", "not complete yet");
 }
 
 function element(name, className, content) {

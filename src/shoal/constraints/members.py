@@ -1,0 +1,139 @@
+"""Members after a dot by static analysis: monitor-guided decoding (Agrawal et al., NeurIPS 2023, arXiv 2306.10763), for Python.
+
+Where a dot is written that an attribute or module must follow, jedi (the extra `members`) is asked once which names there are, and
+the identifier that is written next must be one of them, up to the first character that no identifier has. Where jedi knows nothing,
+any name may follow. A dot and the names around it may be divided among tokens in any way.
+
+It is a check: a token's law is p given that the token passes (`shoal.constraints.check`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from shoal.constraints.check import Check
+from shoal.constraints.token_bytes import token_bytes
+from shoal.errors import RequestError
+from shoal.types.requests import Row
+
+Analyser = Callable[[str, str], Collection[str]]
+"""Source up to a dot and what follows the new text -> the names that may follow the dot; none: not known, or no name follows."""
+_PART = re.compile(r"\.(\w*)\Z")
+_TAIL = re.compile(r"\w*")
+_FREE = ("self", "cls", "from", ".", "...")
+"""What may stand before a dot that anything follows: methods define members by writing to them, and relative imports."""
+
+
+class State(NamedTuple):
+    """New text.
+
+    Attributes:
+        text: the bytes so far. names: what the identifier at its end may be, sorted; None where it is free. part: of it, so far.
+    """
+
+    text: bytes
+    names: tuple[bytes, ...] | None = None
+    part: bytes = b""
+
+
+class Members(Check[State]):
+    """Lets only known members follow a dot.
+
+    Args:
+        tokenizer: of the model. left, right: what stands before and behind the new text. analyser: asked at each dot; None = jedi.
+
+    Attributes:
+        queries: how often the analyser was asked: once for a text that ends with a dot, by however many rows and drafts.
+
+    Raises:
+        RequestError: jedi is asked for and not installed.
+    """
+
+    def __init__(self, tokenizer: Any, left: str = "", right: str = "", *, analyser: Analyser | None = None) -> None:
+        self._spelled = token_bytes(tokenizer)
+        self._left, self._right = left, right
+        self._analyser = analyser or jedi_analyser()
+        self._known: dict[bytes, tuple[bytes, ...] | None] = {}
+        tail = _TAIL.match(right)
+        self._tail = b"" if tail is None else tail[0].encode()
+        self.queries = 0
+
+    def start(self, row: Row) -> State:
+        part = _PART.search(self._left)
+        if part is None:
+            return State(b"")
+        names = self._asked(self._left[: part.start() + 1])
+        written = part[1].encode()
+        return State(b"", names, written) if names and _begins(names, written) else State(b"")
+
+    def after(self, state: State, token: int) -> State | None:
+        for byte in (self._spelled[token] if token < len(self._spelled) else None) or b"":
+            following = self._next(state, bytes([byte]))
+            if following is None:
+                return None
+            state = following
+        return state
+
+    def may_end(self, state: State) -> bool:
+        return state.names is None or state.part + self._tail in state.names
+
+    def _next(self, state: State, byte: bytes) -> State | None:
+        text = state.text + byte
+        if state.names is not None and _extends(byte):
+            part = state.part + byte
+            return State(text, state.names, part) if _begins(state.names, part) else None
+        if state.names is not None and state.part not in state.names:
+            return None
+        return State(text, self._members(text) if byte == b"." else None)
+
+    def _members(self, text: bytes) -> tuple[bytes, ...] | None:
+        """The names after a text that ends with a dot; asked once."""
+        if text not in self._known:
+            self._known[text] = self._asked(self._left + text.decode(errors="replace"))
+        return self._known[text]
+
+    def _asked(self, source: str) -> tuple[bytes, ...] | None:
+        self.queries += 1
+        return tuple(sorted(name.encode() for name in self._analyser(source, self._right))) or None
+
+
+def _extends(byte: bytes) -> bool:
+    """Whether a byte may belong to an identifier: all bytes of characters beyond ASCII are taken for it."""
+    return byte.isalnum() or byte == b"_" or byte >= b"\x80"
+
+
+def _begins(names: tuple[bytes, ...], part: bytes) -> bool:
+    """Whether a name begins so. names: sorted."""
+    at = bisect_left(names, part)
+    return at < len(names) and names[at].startswith(part)
+
+
+def jedi_analyser() -> Analyser:
+    """jedi's answer. Raises RequestError: it is not installed.
+
+    Nothing is said of numbers, strings and comments, of relative imports, and of members of `self` and `cls`, which methods define
+    by writing to them. What jedi fails at counts as not known.
+    """
+    try:
+        import jedi
+        import parso
+    except ImportError as error:
+        raise RequestError("members after a dot need jedi: pip install '.[members]'") from error
+
+    def names(before: str, behind: str) -> Collection[str]:
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+        leaf = parso.parse(before + behind).get_leaf_for_position((line, column), include_prefixes=True)
+        if leaf is None or leaf.value != "." or leaf.start_pos != (line, column - 1):
+            return ()
+        receiver = leaf.get_previous_leaf()
+        if receiver is None or receiver.value in _FREE:
+            return ()
+        try:
+            return {found.name for found in jedi.Script(before + behind).complete(line, column) if found.type != "keyword"}
+        except Exception:  # of source that is being written jedi fails in many ways
+            return ()
+
+    return names

@@ -1,0 +1,211 @@
+"""Members after a dot: known names only, one query per dot, the distribution of p given that tokens pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.config import Limits, Sampling
+from shoal.constraints import members
+from shoal.constraints.members import Members, State, jedi_analyser
+from shoal.errors import RequestError
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled, Rejection
+from shoal.testing import tiny_tokenizer
+from shoal.testing.engines import engine_of
+from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+
+
+class Tokens:
+    """A tokenizer of six tokens, some of which hold a dot and what stands around it."""
+
+    texts = ("a", "b", ".", "b.a", ".ab", " ")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: i for i, text in enumerate(self.texts)}
+
+
+TOKENS = Tokens()
+VOCAB, END, LONGEST = 7, 6, 3
+asked: list[tuple[str, str]] = []
+
+
+def analyser(before: str, behind: str) -> Collection[str]:
+    """After a name that ends with a: b and ba; after one that ends with b: aa; else it knows nothing."""
+    asked.append((before, behind))
+    return {"a": ("b", "ba"), "b": ("aa",)}.get(before[-2:-1], ())
+
+
+def passes(text: str, end: bool) -> bool:
+    """By the definition, over the whole text: each name after a dot is one of those known, or at the text's end begins one."""
+    for at in range(len(text)):
+        if text[at] == "." and (names := analyser(text[: at + 1], "")):
+            rest = text[at + 1 :]
+            name = rest[: next((i for i, c in enumerate(rest) if c not in "ab"), len(rest))]
+            open_ = len(name) == len(rest) and not end
+            if not (any(known.startswith(name) for known in names) if open_ else name in names):
+                return False
+    return True
+
+
+TARGET, DRAFTER = hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7)
+
+
+def law() -> dict[tuple[int, ...], float]:
+    found, open_ = dict[tuple[int, ...], float](), [((), 1.0)]
+    while open_:
+        new, mass = open_.pop()
+        text = "".join(Tokens.texts[token] for token in new)
+        allowed = [passes(text, True) if t == END else passes(text + Tokens.texts[t], False) for t in range(VOCAB)]
+        p = TARGET((0, *new)).double().softmax(-1) * torch.tensor(allowed)
+        for token in p.nonzero().flatten().tolist():
+            grown, share = (*new, token), mass * float(p[token] / p.sum())
+            if token == END or len(grown) == LONGEST:
+                found[grown] = share
+            else:
+                open_.append((grown, share))
+    return found
+
+
+def run(rule: Any, k: int, n: int) -> tuple[list[Row], Members]:
+    check = Members(TOKENS, analyser=analyser)
+    engine = engine_of(
+        scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB) if k else None, Fixed(k), eos=(END,), rule=rule, max_batch=250
+    )
+    rows = engine.submit(Request((0,), n, Sampling(seed=5), Limits(max_new_tokens=LONGEST), constraints=(check,)))
+    while engine.step():
+        pass
+    return rows, check
+
+
+def agreement(rows: list[Row]) -> float:
+    expected = law()
+    found = [tuple(row.tokens[1:]) for row in rows]
+    counts = torch.tensor([float(found.count(text)) for text in expected])
+    return 0.0 if counts.sum() < len(rows) else chi_square(counts, torch.tensor(list(expected.values())))
+
+
+@pytest.mark.parametrize(
+    ("rule", "k"), [(Rejection(), 0), (Rejection(), 2), (Coupled(), 2)], ids=["plain", "rejection", "coupled"]
+)
+def test_tokens_have_the_distribution_of_p_given_that_they_pass(rule: Any, k: int) -> None:
+    assert sum(law().values()) == pytest.approx(1)
+    assert agreement(run(rule, k, 600)[0]) > 1e-3
+
+
+def test_names_of_another_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the names of whoever wrote the first dot there, as states that are not forked would have them."""
+    first: dict[int, Any] = {}
+    real = Members._members
+    monkeypatch.setattr(Members, "_members", lambda self, text: first.setdefault(len(text), real(self, text)))
+    assert agreement(run(Rejection(), 2, 300)[0]) < 1e-6
+
+
+def test_each_dot_is_asked_about_once() -> None:
+    """By whatever rows and drafts it is written."""
+    asked.clear()
+    rows, check = run(Rejection(), 2, 100)
+    queries = [before for before, _ in asked]
+    written = {
+        text[: at + 1]
+        for row in rows
+        for text in ["".join(Tokens.texts[token] for token in row.tokens[1:] if token != END)]
+        for at, c in enumerate(text)
+        if c == "."
+    }
+    assert len(queries) == len(set(queries)) == check.queries
+    assert written <= set(queries)
+    assert len(written) > 5
+    assert sum(row.accepted for row in rows) > 0
+
+
+def test_greedy_rows_write_the_same_whatever_is_drafted() -> None:
+    texts = []
+    for drafter in (None, TARGET, mixed(TARGET, DRAFTER)):
+        engine = engine_of(
+            scripted(TARGET, VOCAB),
+            None if drafter is None else scripted(drafter, VOCAB),
+            Fixed(3 if drafter else 0),
+            eos=(END,),
+        )
+        request = Request(
+            (3,), 1, Sampling(temperature=0.0), Limits(max_new_tokens=9), constraints=(Members(TOKENS, analyser=analyser),)
+        )
+        (row,) = engine.submit(request)
+        while engine.step():
+            pass
+        texts.append(row.tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
+# ── contexts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(check: Members, text: str) -> State | None:
+    tokenizer = tiny_tokenizer()
+    state: State | None = check.start(None)  # type: ignore[arg-type]
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        state = None if state is None else check.after(state, token)
+    return state
+
+
+def test_a_cursor_inside_a_name_and_before_one() -> None:
+    tokenizer = tiny_tokenizer()
+
+    def names(before: str, behind: str) -> Collection[str]:
+        assert (before, behind) == ("x = os.", "isdir(y)")
+        return ["path_isdir", "parse"]
+
+    check = Members(tokenizer, "x = os.pa", "isdir(y)", analyser=names)
+    middle = written(check, "th_")
+    assert middle is not None
+    assert check.may_end(middle)  # with what stands behind it is a name
+    whole = written(check, "rse")
+    assert whole is not None
+    assert not check.may_end(whole)
+    assert written(check, "ths") is None
+    assert written(check, "rse(") is not None
+    assert written(check, "r(") is None
+
+
+def test_where_nothing_is_known_any_name_may_follow() -> None:
+    check = Members(tiny_tokenizer(), "x = thing.unheard", analyser=lambda before, behind: ())
+    assert written(check, "_of.other.names()") is not None
+    assert check.queries == 3
+
+
+CLASS = "class A:\n    def __init__(self):\n        self.alpha = []\n\na = A()\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "text", "right_text"),
+    [
+        (CLASS + "a.", "", "alpaca", "alpha.append(1)"),
+        (CLASS, "", "a.alpha.push(1)", "a.alpha.pop()\n"),
+        ("def user():\n    return made().", "\n\ndef made():\n    return A()\n" + CLASS, "beta", "alpha"),
+        ("import math\n", "", "x = math.sine(", "x = math.sin(1.5) # about.this and '.that' are no members"),
+        (CLASS + "class B:\n    def f(self):\n        ", "", "a.beta", "self.new = a.alpha\n        from .a import b"),
+    ],
+)
+def test_what_jedi_knows(left: str, right: str, text: str, right_text: str) -> None:
+    pytest.importorskip("jedi")
+    check = Members(tiny_tokenizer(), left, right)
+    assert written(check, text) is None
+    assert written(check, right_text) is not None
+
+
+def test_what_jedi_fails_at_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    jedi = pytest.importorskip("jedi")
+    monkeypatch.setattr(jedi, "Script", lambda code: 1 / 0)
+    assert not jedi_analyser()("import math\nmath.", "")
+
+
+def test_jedi_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jedi", None)
+    with pytest.raises(RequestError, match="members after a dot need jedi"):
+        members.Members(tiny_tokenizer())

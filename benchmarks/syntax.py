@@ -26,6 +26,8 @@ import torch
 
 import shoal
 from held_out import problems
+from shoal.bench.machine import machine
+from shoal.bench.provenance import place_of_results, write_results
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.viable import is_complete, is_viable
@@ -178,7 +180,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     found = (
@@ -190,7 +192,8 @@ def main() -> int:
     if args.what == "pair":
         print(table(found))
     if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)}, **found}, indent=2) + "\n")
+        asked = vars(args) | {"json": str(args.json)}
+        write_results(args.json, {"machine": machine(torch.device("cpu")), "arguments": asked, **found})
     return int(bool(found["refused"]) if args.what == "library" else found["checked"].get("errors_of_ended", 0) > 0)
 
 

@@ -21,6 +21,7 @@ from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax, with_syntaxes
+from shoal.constraints.weights import weighed
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.names import drafting_of
@@ -302,8 +303,8 @@ class Shoal:
             align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
                 in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
                 include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or filter.
-            exact: with `align`, samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given the
-                prompt's characters.
+            exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given that the whole text
+                is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`).
             syntax: "python": no token is written after which the text between prompt and suffix cannot be completed to a program,
                 and a text ends by itself only where the whole parses; where it does not end by itself it is cut, see
                 `Sample.syntax`. The text of a stream then comes with a row's last increment.
@@ -355,16 +356,14 @@ class Shoal:
         ]
         align, exact = alignment
         align = suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
-        if exact and not align:
-            raise RequestError("exact=True weighs aligned samples: it needs align=True")
         if exact and engine.rule.lossy:
             raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
         if align:
             places = ends or [None] * len(requests)
-            requests = [
-                aligned(request, self.tokenizer, at=at, exact=exact) for request, at in zip(requests, places, strict=True)
-            ]
+            requests = [aligned(request, self.tokenizer, at=at) for request, at in zip(requests, places, strict=True)]
         requests = with_syntaxes(requests, self.tokenizer, syntax, suffix)
+        if exact:
+            requests = [weighed(request, aligned=align) for request in requests]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

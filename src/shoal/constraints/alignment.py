@@ -4,7 +4,8 @@ A prompt is shortened by its last tokens, and the first new tokens must write th
 model's choice. Each sample does so by itself, under the noise of its own row, so samples of a prompt stay independent.
 
 The law is local: each constrained token has p renormalised over what is allowed. The law of p given the bytes, among all
-continuations of the shortened prompt, weighs a sample by w = prod Z_t, where Z_t is what p gives the allowed tokens at step t.
+continuations of the shortened prompt, weighs a sample by w = prod Z_t, where Z_t is what p gives the allowed tokens at step t
+(`shoal.constraints.weights`).
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ class Alignment(Constraint[bytes]):
         return Alignment, id(self._vocabulary)
 
 
-def aligned(request: Request, tokenizer: Any, *, at: int | None = None, exact: bool = False) -> Request:
+def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
     """The request with its prompt shortened, and the constraint that its samples write what was taken away.
 
     Args:
         at: place in the prompt where the text to be continued ends; None = the end of the prompt. It is another one where a suffix
-            follows. exact: the samples get weights, see above.
+            follows.
 
     Raises:
         RequestError: there is no tokenizer, or a control that alignment does not go with.
     """
-    _require(request, tokenizer, exact)
+    _require(request, tokenizer)
     ids = request.prompt_ids
     end = len(ids) if at is None else at
     vocabulary = vocabulary_of(tokenizer)
@@ -80,13 +81,12 @@ def aligned(request: Request, tokenizer: Any, *, at: int | None = None, exact: b
     removed = ids[end - count : end]
     remainder = b"".join(vocabulary.spelled[token] for token in removed)
     if not remainder:
-        return replace(request, weighted=exact)
+        return request
     return replace(
         request,
         prompt_ids=ids[: end - count] + ids[end:],
         removed=removed,
         removed_from=end - count,
-        weighted=exact,
         limits=replace(request.limits, max_new_tokens=request.limits.max_new_tokens + count),
         constraints=(*request.constraints, Alignment(remainder, vocabulary)),
     )
@@ -116,20 +116,11 @@ def bound_from_start(sampling: Sampling, constraints: Sequence[Any]) -> bool:
     return sampling.grammar is not None or any(isinstance(each, Filter | Grammar) for each in constraints)
 
 
-def _require(request: Request, tokenizer: Any, exact: bool) -> None:
+def _require(request: Request, tokenizer: Any) -> None:
     sampling = request.sampling
     if tokenizer is None:
         raise RequestError("align needs a tokenizer, and this engine has none")
     if bound_from_start(sampling, request.constraints):
         raise RequestError(
             "align does not go with a grammar or filter, whose language begins where the prompt ends: leave one out"
-        )
-    if not exact:
-        return
-    if request.constraints:
-        raise RequestError("exact alignment does not go with other constraints, whose weights are not known: leave one out")
-    truncates = sampling.top_k or sampling.min_p or sampling.top_p < 1 or sampling.typical_p < 1
-    if sampling.greedy or truncates:
-        raise RequestError(
-            "exact alignment weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
         )

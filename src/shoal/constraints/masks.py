@@ -34,6 +34,8 @@ def bound(row: Row, block: Sequence[int]) -> int:
         held = [(constraint, state) for constraint, state in held if not calls.is_free(constraint, state)]
         if not held:
             return count
+        if token in row.eos:
+            return count + 1
         held = [(constraint, calls.advanced(constraint, state, token)) for constraint, state in held]
     return len(block)
 

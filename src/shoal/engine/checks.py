@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
+from shoal.sampling.awrs import awrs
 from shoal.sampling.controls import all_controlled
 from shoal.sampling.drawing import draw
 from shoal.sampling.scores import Block, Scores
@@ -32,6 +36,7 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
         return verdict
     paths, following = verdict.lists
     accepted, token, probs = verdict.accepted.clone(), verdict.token.clone(), verdict.probs.clone()
+    weights: dict[int, list[float]] = {}
     changed = False
     for b, row in enumerate(rows):
         if not row.checks:
@@ -39,16 +44,22 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
         columns = [0, *(node + 1 for node in paths[b])]
         path = [*(tree.drafts[b][node] for node in paths[b]), following[b]]
         found = _refused(row, path, columns, scores)
+        if row.request.weighted:
+            weights[b] = _weights(scores, b, path if found is None else path[: found[0]], columns)
         if found is None:
             continue
         depth, states = found
         try:
-            drawn, probability = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
+            drawn, probability, weight = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
         except Exception as error:
             _fail(scores, row, columns[depth], error)
             continue
         accepted[b], token[b], probs[b, depth], changed = depth, drawn, probability, True
-    return replace(verdict, accepted=accepted, token=token, probs=probs, raw_logprobs=None) if changed else verdict
+        if row.request.weighted:
+            weights[b].append(math.log(weight) if weight else -math.inf)
+    if changed:
+        verdict = replace(verdict, accepted=accepted, token=token, probs=probs, raw_logprobs=None)
+    return replace(verdict, check_weights=weights) if weights else verdict
 
 
 def _refused(row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores) -> tuple[int, States] | None:
@@ -81,23 +92,61 @@ def _passes(row: Row, states: States, token: int) -> bool:
     return all(check.after(state, token) is not None for check, state in states)
 
 
-def _drawn(scores: Scores, b: int, column: int, position: int, states: States, refused: int) -> tuple[int, float]:
-    """A token that passes, and its probability under p.
+def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]) -> list[float]:
+    """Natural logs of the weights of tokens that pass: each is the first one drawn at its place."""
+    row, found = scores.positions.rows[b], []
+    states, start = row.checks, len(row.tokens)
+    for depth, token in enumerate(path):
+        try:
+            p = _p(scores, b, columns[depth])
+            _, weight = awrs(p, token, partial(_passes, row, states), _following(row.seed, start + depth))
+            found.append(math.log(weight))
+            if token in row.eos:
+                break
+            states = [(check, check.after(state, token)) for check, state in states]
+        except Exception as error:  # of a check that a user wrote
+            _fail(scores, row, columns[depth], error)
+            break
+    return found
 
-    Draws without replacement by p until one passes: that is the order of an exponential race, and the first of them that passes
-    has the law of p given that a token passes.
+
+def _p(scores: Scores, b: int, column: int) -> Tensor:
+    return scores.p(_row_block(scores, b))[0, column].double().cpu()
+
+
+def _row_block(scores: Scores, b: int) -> Block:
+    return Block(scores.everything().columns, [b], torch.tensor([b], device=scores.logits.device))
+
+
+def _following(seed: int, position: int) -> Callable[[Tensor], int]:
+    """Draws from what is left of p, each time by another number."""
+    turns = count()
+
+    def following(left: Tensor) -> int:
+        number = uniforms(seed, position, np.array(Purpose.CHECK + next(turns)))
+        return int(draw(left[None], torch.tensor([float(number)], dtype=torch.float64)))
+
+    return following
+
+
+def _drawn(
+    scores: Scores, b: int, column: int, position: int, states: States, refused: int
+) -> tuple[int, float, float]:  # fmt: skip
+    """A token that passes, its probability under p, and its weight (`shoal.sampling.awrs`).
+
+    Where none passes that p gives anything to it is the one of the highest score that does, with weight 0.
     """
     row = scores.positions.rows[b]
 
     def passes(token: int) -> bool:
         return _passes(row, states, token)
 
-    block = Block(scores.everything().columns, [b], torch.tensor([b], device=scores.logits.device))
-    p = scores.p(block)[0, column].double().cpu()
-    left = p.clone()
-    left[refused] = 0.0
-    token = None if row.request.sampling.greedy else _by_lot(left, row.seed, position, passes)
+    token, weight = None, 0.0
+    p = _p(scores, b, column)
+    if not row.request.sampling.greedy:
+        token, weight = awrs(p, refused, passes, _following(row.seed, position), weighs=row.request.weighted)
     if token is None:
+        block = _row_block(scores, b)
         token = _by_score(all_controlled(block.of(scores.logits), scores.positions_of(block), {})[0, column], passes)
     if token is None:
         names = ", ".join(type(check).__name__ for check, _ in states)
@@ -105,21 +154,8 @@ def _drawn(scores: Scores, b: int, column: int, position: int, states: States, r
             f"no token passes the checks of the request, {names}: what has been written cannot be completed"
         )
         scores.faults.setdefault(row, {})[column] = error
-        return refused, 1.0
-    return token, float(p[token])
-
-
-def _by_lot(left: Tensor, seed: int, position: int, passes: Callable[[int], bool]) -> int | None:
-    """Changes `left`, the probabilities of the tokens not refused yet."""
-    for turn in range(len(left)):
-        if not float(left.sum()) > 0:
-            break
-        number = uniforms(seed, position, np.array(Purpose.CHECK + turn))
-        token = int(draw(left[None], torch.tensor([float(number)], dtype=torch.float64)))
-        if passes(token):
-            return token
-        left[token] = 0.0
-    return None
+        return refused, 1.0, 0.0
+    return token, float(p[token]), weight
 
 
 def _by_score(scores: Tensor, passes: Callable[[int], bool]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ def reported(
     processed = verdict.probs.log().tolist()
     return [
         Logprobs(
-            raw[b], processed[b], _top(scores, row, b, columns[b]), _weights(scores, row, b, blocks[b], columns[b]),
+            raw[b], processed[b], _top(scores, row, b, columns[b]),
+            _summed(_weights(scores, row, b, blocks[b], columns[b]), verdict.check_weights.get(b, ())),
             _ends(scores, row, b, columns[b]),
         )
         for b, row in enumerate(rows)
@@ -82,6 +83,11 @@ def _weights(scores: Scores, row: Row, place: int, block: Sequence[int], columns
     unbound = controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature
     inside = unbound.masked_fill(~allowed[0, at], -math.inf)
     return (inside.logsumexp(-1) - unbound.logsumexp(-1)).tolist()
+
+
+def _summed(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Position by position; the shorter one has zeros."""
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0.0)]
 
 
 def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -5,8 +5,8 @@ Shapes: `rows` active rows, `m` the most nodes of a row's draft tree, `vocab` th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -37,6 +37,8 @@ class Verdict:
         path: the nodes kept, from the root on, [rows, longest path] int64, padded; None where all trees are chains: the first
             `accepted` nodes.
         raw_logprobs: of the same tokens by the logits alone, natural logarithms, shaped like `probs`; None if unknown.
+        check_weights: natural logs of the weights of the kept tokens and of `token`, by the place of rows whose checks are weighed
+            (`shoal.sampling.awrs`).
     """
 
     accepted: Tensor
@@ -44,6 +46,7 @@ class Verdict:
     probs: Tensor
     path: Tensor | None = None
     raw_logprobs: Tensor | None = None
+    check_weights: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     @cached_property
     def lists(self) -> tuple[list[Sequence[int]], list[int]]:

@@ -1,0 +1,39 @@
+"""`exact=True`: weights that make samples under constraints samples of p given that the whole text is allowed.
+
+Each token is drawn from p given that the token is allowed, so that a text's probability is p's over the product of what p gives to
+the allowed tokens at each place. Multiplied by that product it is p's (`Sample.log_weight`): computed where constraints mask the
+vocabulary, estimated without bias where checks are asked about single tokens (`shoal.sampling.awrs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.constraints.check import Check, Cutting
+from shoal.errors import RequestError
+from shoal.types.requests import Request
+
+
+def weighed(request: Request, *, aligned: bool = False) -> Request:
+    """The request with weights.
+
+    Args:
+        aligned: whether it was aligned, which limits nothing where its prompt ends with a token that cannot go on.
+
+    Raises:
+        RequestError: nothing limits its tokens; it is greedy; its tokens are truncated after they were masked; its text may be cut.
+    """
+    sampling = request.sampling
+    if any(isinstance(each, Cutting) for each in request.constraints):
+        raise RequestError("exact=True does not go with syntax: the weight of a text that is cut is not known")
+    masked = sampling.grammar is not None or any(not isinstance(each, Check) for each in request.constraints)
+    if not masked and not request.constraints and not aligned:
+        raise RequestError(
+            "exact=True weighs samples by what limits them: it needs align=True, a grammar or other constraints"
+        )
+    truncates = sampling.top_k or sampling.min_p or sampling.top_p < 1 or sampling.typical_p < 1
+    if sampling.greedy or ((masked or aligned) and truncates):
+        raise RequestError(
+            "exact=True weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
+        )
+    return replace(request, weighted=True)

@@ -346,7 +346,7 @@ def test_requests_that_cannot_be_checked_are_refused() -> None:
     for prompt, options, message in (
         ("x = = ", {}, "not the beginning of a Python program"),
         ([1, 2], {}, "prompts that are texts"),
-        ("x = 1", {"align": True, "exact": True}, "exact alignment does not go with syntax"),
+        ("x = 1", {"align": True, "exact": True}, "exact=True does not go with syntax"),
         ("x = 1", {"suffix": "\ny = = 1\n"}, "not the end of a Python program"),
         ("x = 1", {"syntax": "rust"}, "syntax must be one of python"),
     ):

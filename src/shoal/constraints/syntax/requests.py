@@ -42,8 +42,8 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
     A request that is aligned has to be so before: the bytes that its samples write again belong to the text before the cursor.
 
     Raises:
-        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; `exact` weights
-            were asked for; or no program begins with the text before.
+        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; or no
+            program begins with the text before.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left
@@ -52,8 +52,6 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
         raise RequestError("syntax needs a tokenizer, and this model was given none")
     if left is None:
         raise RequestError("syntax needs prompts that are texts, or Syntax(left=...)")
-    if request.weighted:
-        raise RequestError("exact alignment does not go with syntax, whose weights are not known: leave one out")
     healing = sum(len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed))
     return replace(request, constraints=(*request.constraints, PythonMiddle(tokenizer, left, right, healing)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from shoal.lookahead.costs import CostCurve, MixedCostCurve, PairCosts
 from shoal.lookahead.fixed import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.distributions import chain_rule
+from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import ScriptedModel, one_hot, runner, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
+from shoal.types.rounds import Outcome
 from shoal.types.trees import DraftTree
 from test_exact_distribution import ALPHA, P, Q, joint
 from test_text_drafters import sampled
@@ -222,6 +225,26 @@ def test_a_choice_that_is_not_measured_loses(plain: float) -> None:
     clock = Clock()
     seconds, _ = decoded(clock, SumDrafter([Reader(always(0.02))], Stepper(always(0.02), clock, 0.3)), Fixed(2))
     assert plain / seconds < 0.9
+
+
+class Unbilled(Auto):
+    """Takes rounds of a drafter that names no steps for plain ones."""
+
+    def learn(self, outcome: Outcome) -> None:
+        super().learn(replace(outcome, steps=0))
+
+
+@pytest.mark.parametrize(("controller", "least", "most"), [(Auto, 0.95, 1.0), (Unbilled, 0.0, 0.85)])
+def test_a_drafter_that_names_no_steps_is_billed(
+    controller: type[Auto], least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trees of up to twelve nodes do not pay, and are left. The second case is a sabotage."""
+    monkeypatch.setattr("test_choice.COLUMN", 0.15)
+    plain, _ = decoded(Clock(), None, Fixed(0), 250)
+    seconds, engine = decoded(clock := Clock(), RandomTrees(V, guess=truth), controller(PairCosts(packed=False)), 250)
+    assert engine.stats.drafted > 0
+    assert clock.seconds == seconds
+    assert least < plain / seconds < most
 
 
 def test_proposals_that_cost_unlike_amounts_count_as_they_are() -> None:

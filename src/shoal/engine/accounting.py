@@ -98,4 +98,5 @@ def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, p
     """
     drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
     accepted, laps = [len(path) for path in paths], watch.laps
-    return Outcome(drafted, accepted, tree.steps, sum(laps), laps[0], preparing, watch.between)
+    steps = max(tree.steps, any(drafted))  # a drafter need not say how many it has made
+    return Outcome(drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Ending = Literal["stop", "length", "error"]
 
@@ -173,9 +173,15 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
 
 
+def _selected(schema: dict[str, Any]) -> None:
+    """Any field may be left out."""
+    del schema["required"]
+
+
 class Infill(BaseModel):
     """Answer of /infill; of a stream the last event, before which others bring the text. `response_fields` selects fields."""
 
+    model_config = ConfigDict(json_schema_extra=_selected)
     index: int
     content: str
     tokens: list[int] = Field(description="Always empty.")

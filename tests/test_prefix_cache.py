@@ -96,6 +96,12 @@ def test_what_was_used_last_stays() -> None:
     assert not tree.find("", [1, 2])
 
 
+def test_room_that_is_not_used_takes_nothing() -> None:
+    tree = PrefixTree(1 << 60)
+    assert tree.add("", [1, 2, 3]) == (0, [0, 1, 2])
+    assert tree.used == 3
+
+
 def test_no_owner_is_remembered_of_whom_nothing_is_kept() -> None:
     tree = PrefixTree(4)
     for owner in map(str, range(50)):

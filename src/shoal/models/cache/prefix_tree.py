@@ -42,14 +42,15 @@ class PrefixTree:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._free = list(range(capacity - 1, -1, -1))  # the lowest is taken first, so that memory grows with what is kept
+        self._free: Cells = []
+        self._begun = 0  # cells from here on were never taken, so that memory grows with what is kept
         self._roots: dict[str, _Node] = {}
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
     @property
     def used(self) -> int:
         """Cells taken."""
-        return self.capacity - len(self._free)
+        return self._begun - len(self._free)
 
     def find(self, owner: str, tokens: Sequence[int]) -> Cells:
         """The cells of the longest kept prefix of the tokens; it counts as used."""
@@ -108,16 +109,19 @@ class PrefixTree:
     def _take(self, count: int, below: _Node) -> Cells:
         """So many free cells, or as many as there are without giving up this node or one above it."""
         protected = set(below.path())
-        while len(self._free) < count:
+        while self.capacity - self.used < count:
             oldest = next(iter(self._by_use), None)
             if oldest is None or oldest in protected:
                 break
             self._give_up(oldest)
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+        count = min(count, self.capacity - self.used)
+        again = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        start, self._begun = self._begun, self._begun + count - len(again)
+        return [*again, *range(start, self._begun)]
 
     def _give_up(self, leaf: _Node) -> None:
         del self._by_use[leaf]
-        self._free += reversed(leaf.cells)
+        self._free += leaf.cells
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]

@@ -13,7 +13,6 @@ Exit code 1 if a middle that ended by itself under checks does not parse, or if 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -188,7 +187,9 @@ def main() -> int:
         if args.what == "library"
         else pair(args.problems, args.n, args.temperature, args.seed)
     )
-    print(json.dumps(found, indent=2))
+    for name, value in found.items():
+        if not isinstance(value, dict):
+            print(f"{name}: {len(value) if isinstance(value, list) else value}")
     if args.what == "pair":
         print(table(found))
     if args.json:

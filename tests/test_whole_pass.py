@@ -291,7 +291,8 @@ WRONG_BYTES = {
     "bytes over what is gated": ("at.bytes = (uint8_t *)(at.gated + a->tokens * model->layers->gate.outputs)",
                                  "at.bytes = (uint8_t *)at.gated"),
     "scales over states": ("at.x = (T *)(at.token_scales + a->tokens)", "at.x = (T *)at.token_scales"),
-    "nobody waits for bytes": ("if (a->scales) {\n#pragma omp for schedule(static)", "if (a->scales) {\n#pragma omp for nowait"),
+    "nobody waits for bytes": ("if (a->scales) {\n#pragma omp for schedule(static)",
+                               "if (a->scales) {\nif (!panel) for (volatile int i = 0; i < 20000; i++) {}\n#pragma omp for nowait"),
 }  # fmt: skip
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 

@@ -1,0 +1,170 @@
+"""RPG, repetition penalisation by grammar (Dong et al., ACL 2025, arXiv 2505.10402), as a logits processor in log space.
+
+Two kinds of repetition at the end of the tokens are found. Of tokens: the last L tokens are the L before them, n times over. Of
+structure: the last k lines have the token types of the k lines before them, n times over, where all names are of one type and so
+are all numbers, all strings and all comments. The token that would begin the next repetition loses n |ln decay|, and where it opens
+a statement EOS gains n |ln ending|: probabilities are multiplied by decay^n and ending^-n and renormalised. (The authors' code
+multiplies raw logits by 0.9^n, which raises the probability of a token whose logit is negative.)
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shoal.constraints.token_bytes import token_bytes
+from shoal.errors import RequestError
+
+WINDOW = 1024
+"""Tokens at the end of the ids in which repetitions are looked for."""
+_LEXEMES = re.compile(
+    rb"""(?P<comment>\#.*|//.*)
+    |(?P<string>[A-Za-z]{0,2}(?:\"{3}.*?(?:\"{3}|$)|'{3}.*?(?:'{3}|$)|"(?:\\.|[^"\\])*(?:"|$)|'(?:\\.|[^'\\])*(?:'|$)))
+    |(?P<number>\.?[0-9](?:[eE][+-]|[\w.])*)
+    |(?P<word>[\w\x80-\xff]+)
+    |(?P<sign>\S)""",
+    re.VERBOSE,
+)
+_KEYWORDS = frozenset(word.encode() for word in [*keyword.kwlist, "print"])
+OPENERS = frozenset(
+    word.encode()
+    for word in ("assert", "class", "def", "elif", "else", "except", "for", "from", "if", "import", "print", "return",
+                 "try", "while", "with", "#", "@")
+)  # fmt: skip
+"""First lexemes of lines before which a program may as well end."""
+
+
+class Repetition(NamedTuple):
+    """What would go on.
+
+    Attributes:
+        token: that would begin the next repetition. times: how often what it begins has been repeated, >= 1. opens: a statement.
+    """
+
+    token: int
+    times: int
+    opens: bool
+
+
+class GrammarRepetitionPenalty:
+    """A logits processor, pure in (ids, scores), for `Sampling.processors`.
+
+    The prompt counts as text before, so what it repeats at its end is penalised as well. Python's keywords are told apart; names of
+    other languages' keywords count as names.
+
+    Args:
+        tokenizer: of the model. eos: ids that end a text; None = the tokenizer's.
+        decay, ending: in (0, 1]; 1 = no penalty, EOS as it is. The paper has 0.9 and 0.8.
+
+    Raises:
+        RequestError: decay or ending is outside of (0, 1].
+    """
+
+    def __init__(self, tokenizer: Any, *, eos: Sequence[int] | None = None, decay: float = 0.9, ending: float = 0.8) -> None:
+        for name, value in (("decay", decay), ("ending", ending)):
+            if not 0 < value <= 1:
+                raise RequestError(f"{name} of a repetition penalty must be in (0, 1], got {value!r}")
+        own = getattr(tokenizer, "eos_token_id", None)
+        self._eos = list(eos) if eos is not None else [] if own is None else [own]
+        self._spelled = token_bytes(tokenizer)
+        self._penalty, self._ending = -math.log(decay), -math.log(ending)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, vocab] after ids, int64 [1, length]."""
+        changed = scores.clone()
+        found, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
+        for token in {each.token for each in found if each.token < scores.shape[-1]}:
+            changed[0, token] -= self._penalty * max(each.times for each in found if each.token == token)
+        for each in found:
+            if each.opens:
+                changed[0, self._eos] += self._ending * each.times
+        return changed
+
+    def __deepcopy__(self, _: Any) -> GrammarRepetitionPenalty:
+        return self  # nothing of it changes
+
+    def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
+        """Of tokens and of structure at the end of the tokens, each at most once."""
+        found = []
+        length, times = repeated(tokens)
+        if times:
+            found.append(Repetition(tokens[-length], times, False))
+        structure = self._structure(tokens)
+        return found if structure is None else [*found, structure]
+
+    def _structure(self, tokens: Sequence[int]) -> Repetition | None:
+        """The repetition of lines that ends where the tokens do, blanks of a next line aside."""
+        at_start = next((b"\n" in text for text in map(self._text, reversed(tokens)) if text.strip(b" \t\r")), False)
+        if not at_start:
+            return None
+        pieces = [self._text(token) for token in tokens]
+        whole, _, rest = b"".join(pieces).rpartition(b"\n")
+        if rest.strip():
+            return None
+        lines = [line for line in _lines(whole) if line.types]
+        length, times = repeated([line.types for line in lines])
+        if not times:
+            return None
+        first = lines[-length]
+        place = bisect_right(list(accumulate(map(len, pieces))), first.start)
+        return Repetition(tokens[place], times, first.types[0] in OPENERS)
+
+    def _text(self, token: int) -> bytes:
+        return (self._spelled[token] if token < len(self._spelled) else None) or b""
+
+
+class Line(NamedTuple):
+    """A line of a text. start: offset of its first byte that is no blank. types: see `types_of`; none of a blank line."""
+
+    start: int
+    types: tuple[bytes, ...]
+
+
+def _lines(text: bytes) -> list[Line]:
+    found, at = [], 0
+    for line in text.split(b"\n"):
+        found.append(Line(at + len(line) - len(line.lstrip()), types_of(line)))
+        at += len(line) + 1
+    return found
+
+
+@lru_cache(maxsize=1 << 14)
+def types_of(line: bytes) -> tuple[bytes, ...]:
+    """The token types of one line; strings and comments are told by their line alone.
+
+    Keywords and signs stand for themselves, others are "name", "number", "string" and, of a comment, "#".
+    """
+    types = []
+    for found in _LEXEMES.finditer(line):
+        kind, lexeme = str(found.lastgroup), found[0]
+        if kind == "comment":
+            types.append(b"#")
+        elif kind == "word":
+            types.append(lexeme if lexeme in _KEYWORDS else b"name")
+        else:
+            types.append(lexeme if kind == "sign" else kind.encode())
+    return tuple(types)
+
+
+def repeated(items: Sequence[Any]) -> tuple[int, int]:
+    """The shortest L for which the last L items are the L before them, and how often these are repeated; (0, 0) if none."""
+    back = list(items[::-1])
+    length = 0
+    while True:
+        try:
+            length = back.index(back[0], length + 1, len(back) // 2 + 1)
+        except (ValueError, IndexError):
+            return 0, 0
+        if back[:length] == back[length : 2 * length]:
+            times = 1
+            while back[:length] == back[(times + 1) * length : (times + 2) * length]:
+                times += 1
+            return length, times

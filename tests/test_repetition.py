@@ -1,4 +1,4 @@
-"""RPG: what repeats at the end of the tokens by brute force, the law by enumeration, ids of drafts, and the paper's trap of signs."""
+"""RPG: repetitions by brute force, the law by enumeration, ids of drafts, and the trap of signs in the authors' code."""
 
 from __future__ import annotations
 

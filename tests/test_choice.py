@@ -188,6 +188,22 @@ def test_an_expensive_good_one_is_taken_where_it_pays(plain: float) -> None:
     assert engine.stats.by_drafter["stepper"].drafted < 0.03 * engine.stats.committed
 
 
+@pytest.mark.parametrize(("learns_alone", "least", "most"), [(False, 1.5, 9.0), (True, 0.0, 1.35)])
+def test_short_runs_find_the_one_that_pays(
+    learns_alone: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 tokens a row, of which the last drafter takes few trials. The second case is a sabotage: each drafter begins with plain
+    rounds of its own, as it did."""
+    if learns_alone:
+        monkeypatch.setattr("shoal.lookahead.choosing.KNOWN", 0)
+    clock = Clock()
+    drafter = SumDrafter([Reader(always(0.05))], Stepper(always(0.8), clock, 0.1))
+    controller = by_name("auto", PairCosts(packed=False), drafter)
+    seconds, _ = decoded(clock, drafter, controller, 48)
+    ratio = decoded(Clock(), None, Fixed(0), 48)[0] / seconds
+    assert least < ratio < most
+
+
 def test_a_free_poor_one_is_taken_as_far_as_it_pays(plain: float) -> None:
     seconds, engine, controller = choosing(always(0.4), always(0.02), step=0.3, sure=0.4)
     assert plain / seconds > 1.1

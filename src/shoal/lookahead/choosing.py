@@ -30,6 +30,10 @@ BETTER = 1.02
 """How many times as much another choice must promise."""
 
 
+KNOWN = len(FIRST_ROUNDS) - 1
+"""First rounds that drafters after the first one go without: one trial tells what drafts cost and bring."""
+
+
 class Choices(Protocol):
     """What may draft.
 
@@ -63,6 +67,8 @@ class AutoChoice:
         names = list(choices.choices)
         self.rounds = dict.fromkeys(names, 0)
         self._autos = [Auto(costs.of(name, mixed=place == len(names) - 1)) for place, name in enumerate(names)]
+        for auto in self._autos[1:]:  # a plain round tells them nothing: its cost is that of all
+            auto.costs.rounds = max(auto.costs.rounds, KNOWN)
         self._current = self._best = 0
         self._held = 0  # rounds that the choice still holds
         self._pays = False  # whether any promised anything when they were last compared

@@ -30,7 +30,6 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.self_drafting import SelfDrafting
 from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting, Sum
 from shoal.drafting.stored import require_tokenizer
-from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
 from shoal.engine.engine import PREPARED_TOKENS, Engine
@@ -420,8 +419,7 @@ class Shoal:
             costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.skips_padding))
         else:
             drafter = self.new_drafter()
-        choices = drafter if isinstance(drafter, SumDrafter) else None
-        controller = controllers.by_name(lookahead_name, costs, choices)
+        controller = controllers.by_name(lookahead_name, costs, drafter)
         engine = Engine(
             self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,

@@ -97,6 +97,8 @@ def _sum(text: str) -> Sum:
         return Sum(given, None, _heads(word, options))
     last = named(source) if ":tree=" in source else None
     if isinstance(last, ModelTrees):
+        if last.tree == "auto":
+            raise RequestError(f"a sum is chosen from by its drafters: give their trees one shape, as rsd-s, in {text!r}")
         if last.tree == "k-seq":
             raise RequestError(
                 f"k-seq trees are drawn independently, and nothing can be joined to them: take rsd-s in {text!r}"

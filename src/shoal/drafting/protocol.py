@@ -129,6 +129,10 @@ class Drafter(Protocol):
         keeps: what it keeps beside these, at most. kept_bytes: what it keeps now.
         hidden_layers: hidden states of the target that it reads, as Transformers numbers them (`Runner.hidden_layers`): of prompts
             by `read_prompts`, of each round's columns in `Scores.hidden`. None are kept for a drafter that reads none.
+        choices: ways in which it can propose, by their names, the cheapest first: `lookahead="auto"` chooses one for each round,
+            by `use`. Empty where there is one way.
+        choices_join: the last of them is all others together, and each of those computes rows for itself. Else all are ways of one
+            model with one memory.
     """
 
     name: str = ""
@@ -136,6 +140,12 @@ class Drafter(Protocol):
     memory: KeyValueMemory | None = None
     keeps: Keeps = Keeps()
     hidden_layers: Sequence[int] = ()
+    choices: Sequence[str] = ()
+    choices_join: bool = False
+
+    def use(self, choice: int) -> None:
+        """Which of the choices proposes in the rounds to come."""
+        return
 
     def attach(self, target: Runner) -> None:
         """An engine was made, before anything else is asked: its own runner of the target, whose cache the engine keeps. A drafter

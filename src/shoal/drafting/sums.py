@@ -49,7 +49,7 @@ class SumDrafter(Drafter):
         self._names = [name_of(member) for member in self._members]
         self.name = self._names[-1]
         self.keeps = _common([member.keeps for member in self._members])
-        self.choices = [*self._names, "+".join(self._names)]
+        self.choices, self.choices_join = [*self._names, "+".join(self._names)], True
         self._used = list(range(len(self._members)))
         joined = [text.max_nodes for text in texts if text.max_nodes]
         self._joins = bool(joined)

@@ -54,7 +54,8 @@ class Eagle3:
     """Heads on three of the target's hidden states, which draft token by token (`shoal.drafting.eagle3`).
 
     Attributes:
-        directory: holds them. tree: one of `shoal.drafting.model_trees.TREES`; "" = chains, also for a target that takes no trees.
+        directory: holds them. tree: one of `shoal.drafting.model_trees.TREES` but "auto"; "" = chains, also for a target
+            that takes no trees.
         width, nodes: of trees, as of those of a model.
 
     Raises:
@@ -68,6 +69,8 @@ class Eagle3:
 
     def __post_init__(self) -> None:
         _require_heads(self.directory, "eagle3", self.nodes)
+        if self.tree == "auto":
+            raise RequestError("eagle3 takes trees of one shape, as in eagle3:DIR,tree=rsd-s: tree=auto is for draft models")
         _ = self.name
 
     @property

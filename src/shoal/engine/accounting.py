@@ -98,5 +98,6 @@ def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, p
     """
     drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
     accepted, laps = [len(path) for path in paths], watch.laps
+    nodes = list(map(len, tree.drafts)) if tree.branches else None
     steps = max(tree.steps, any(drafted))  # a drafter need not say how many it has made
-    return Outcome(drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between)
+    return Outcome(drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between, nodes)

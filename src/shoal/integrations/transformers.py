@@ -21,7 +21,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from shoal.config import LOSSY_RULES, Speculation
-from shoal.drafting.sums import SumDrafter
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
@@ -138,8 +137,7 @@ def _engine(
     key: Any = draft_model if draft_model is None or isinstance(draft_model, str) else type(draft_model)
     key = weakref.ref(draft_model) if isinstance(draft_model, nn.Module) else key
     pair_costs = _pair_costs.of(model).setdefault(key, PairCosts(packed=target.skips_padding))
-    choices = drafter if isinstance(drafter, SumDrafter) else None
-    controller = controllers.by_name(speculation.lookahead, pair_costs, choices)
+    controller = controllers.by_name(speculation.lookahead, pair_costs, drafter)
     size = _batch_sizes.of(max_batch, model, speculation.lookahead)
     return Engine(target, drafter, controller, max_batch=size, rule=RULES[speculation.rule]())
 

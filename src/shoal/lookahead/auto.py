@@ -10,7 +10,7 @@ Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose aga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
+from math import ceil, nan
 from operator import mul
 
 import numpy as np
@@ -49,6 +49,7 @@ class Auto:
 
     Attributes:
         limit, adaptive: see `shoal.lookahead.controller.Controller`. costs: what it knows of the pair.
+        unfed: what the drafter has not computed.
     """
 
     limit = LIMIT
@@ -57,7 +58,7 @@ class Auto:
     def __init__(self, costs: PairCosts) -> None:
         self.costs = costs
         self._backoff = Backoff()
-        self._unfed = Unfed()
+        self.unfed = Unfed()
         self._rows: list[int] = []  # serial numbers
         self._record = Record(())
         self._waiting = False
@@ -82,7 +83,7 @@ class Auto:
         """Longest draft of each row; drafting may stop earlier."""
         serials = [row.serial for row in rows]
         if serials != self._rows or (waiting > 0) != self._waiting:
-            self._unfed.change(rows)
+            self.unfed.change(rows)
             if not self._goes_on(serials, waiting > 0):
                 self._begin(serials, waiting > 0)
         self._confidence, costs = [], self.costs
@@ -93,8 +94,8 @@ class Auto:
         else:
             chosen = {row.serial for row in drafting}
             self._longest = [min(row.max_draft_length, longest) if row.serial in chosen else 0 for row in rows]
-            self._unfed.leave(rows)
-        self._unfed_tokens = self._unfed.feed(drafting) if drafting else 0
+            self.unfed.leave(rows)
+        self._unfed_tokens = self.unfed.feed(drafting) if drafting else 0
         return self._longest
 
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:
@@ -124,7 +125,7 @@ class Auto:
         """All rows if there is a plan, a few for a trial, or none."""
         costs = self.costs
         if costs.rounds < len(FIRST_ROUNDS):
-            return self._unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
+            return self.unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
         if costs.plain_rounds.due(len(rows)):
             return ()
         if self._stopping is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
@@ -138,8 +139,8 @@ class Auto:
             self._backoff, self._age = Backoff(), 1
             return rows
         self._backoff.extend(len(rows))
-        chosen = self._unfed.cheapest(rows, TRIAL_ROWS)
-        return chosen if self.trial_is_due(len(rows), self._unfed.tokens(chosen)) else ()
+        chosen = self.unfed.cheapest(rows, TRIAL_ROWS)
+        return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
 
     def promise(self, rows: Sequence[Row]) -> float:
         """Tokens per second of the best plan for these rows; 0 where none pays, with what has to be computed for it."""
@@ -148,13 +149,13 @@ class Auto:
         plan = best_plan(survival, np.ones(len(rows)), self.costs)
         remaining, preparing = (
             np.array([row.remaining for row in rows]),
-            self.costs.seconds_preparing(self._unfed.tokens(rows)),
+            self.costs.seconds_preparing(self.unfed.tokens(rows)),
         )
         return plan.rate if plan is not None and repays(plan, remaining, preparing, self.costs) else 0.0
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Another drafter drafts for these rows."""
-        self._unfed.leave(rows)
+        self.unfed.leave(rows)
 
     def _survival(self, rows: Sequence[Row]) -> tuple[Array, Array]:
         """Acceptance at each position of each row, and the probability that a draft and all before it are accepted."""
@@ -171,7 +172,7 @@ class Auto:
         weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
         self._weights, self._plain = weights.tolist(), None
         plan = best_plan(survival, weights, costs)
-        if plan is None or not repays(plan, remaining, costs.seconds_preparing(self._unfed.tokens(rows)), costs):
+        if plan is None or not repays(plan, remaining, costs.seconds_preparing(self.unfed.tokens(rows)), costs):
             return None
         by_confidence = costs.acceptance.by_confidence(self._rows)
         return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
@@ -179,10 +180,10 @@ class Auto:
     def trial_is_due(self, rows: int, unfed: int) -> bool:
         """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the drafter has to compute first."""
         costs = self.costs
-        plain = costs.verify.seconds(rows)
+        plain, nodes = costs.verify.seconds(rows), ceil(costs.trees.by_depth[1])
         cost = (
             costs.seconds_starting(rows)
-            + costs.verify.seconds(rows + TRIAL_ROWS if costs.packed else 2 * rows)
+            + costs.verify.seconds(rows + (TRIAL_ROWS if costs.packed else rows) * nodes)
             - plain
             + costs.seconds_preparing(unfed)
         )
@@ -207,7 +208,8 @@ class Auto:
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1
-        whole = costs.verify.observe(costs.positions(outcome.drafted), outcome.seconds - outcome.seconds_drafting)
+        drafted = costs.positions(outcome.drafted if outcome.nodes is None else outcome.nodes)
+        whole = costs.verify.observe(drafted, outcome.seconds - outcome.seconds_drafting)
         if not outcome.steps:
             checks = costs.plain_rounds.plain(rows)
             self._plain = None
@@ -218,6 +220,7 @@ class Auto:
                 self._stopping = None
             return
         costs.plain_rounds.drafted(rows)
+        costs.trees.observe(outcome.drafted, outcome.nodes)
         if self._plain is None:
             self._plain = costs.verify.seconds(rows)
         drafting = costs.observe_drafting(rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between)

@@ -1,8 +1,9 @@
-"""Which of several drafters proposes, by measured costs: what each of them promises for the rows that run, none included.
+"""Which of several drafters proposes, or in which way one does, by measured costs: what each promises for the rows that run, none
+included.
 
-Each choice (one of the drafters, or all of them together) has an `Auto` of its own, which knows what its drafts cost and bring, and
-plans its draft lengths. What a pass of the target costs, and the account that bounds what drafting may lose, they have in common:
-however many are tried, they lose no more than one alone.
+Each choice (one of the drafters, all of them together, or chains and trees of one model) has an `Auto` of its own, which knows what
+its drafts cost and bring, and plans its draft lengths. What a pass of the target costs, and the account that bounds what drafting
+may lose, they have in common: however many are tried, they lose no more than one alone.
 
 A choice holds for some rounds. From time to time another one has a few rounds, so that what is believed of it does not grow old;
 where none promises anything, they take turns with the trials that the account allows.
@@ -28,8 +29,6 @@ TRIED = 2
 """Rounds that it has."""
 BETTER = 1.02
 """How many times as much another choice must promise."""
-
-
 KNOWN = len(FIRST_ROUNDS) - 1
 """First rounds that drafters after the first one go without: one trial tells what drafts cost and bring."""
 
@@ -38,11 +37,14 @@ class Choices(Protocol):
     """What may draft.
 
     Attributes:
-        choices: their names, the cheapest first.
+        choices: their names, the cheapest first. choices_join: see `shoal.drafting.protocol.Drafter`.
     """
 
     @property
     def choices(self) -> Sequence[str]: ...
+
+    @property
+    def choices_join(self) -> bool: ...
 
     def use(self, choice: int) -> None:
         """Which of them drafts in the rounds to come."""
@@ -66,7 +68,14 @@ class AutoChoice:
         self._choices, self._account = choices, costs
         names = list(choices.choices)
         self.rounds = dict.fromkeys(names, 0)
-        self._autos = [Auto(costs.of(name, mixed=place == len(names) - 1)) for place, name in enumerate(names)]
+        last = len(names) - 1
+        self._autos = [
+            Auto(costs.of(name, mixed=choices.choices_join and place == last, one_memory=not choices.choices_join))
+            for place, name in enumerate(names)
+        ]
+        if not choices.choices_join:
+            for auto in self._autos[1:]:
+                auto.unfed = self._autos[0].unfed
         for auto in self._autos[1:]:  # a plain round tells them nothing: its cost is that of all
             auto.costs.rounds = max(auto.costs.rounds, KNOWN)
         self._current = self._best = 0
@@ -87,7 +96,7 @@ class AutoChoice:
             self._held = 0
         self._rows = serials
         choice = self._next(rows)
-        if choice != self._current:
+        if choice != self._current and self._choices.choices_join:
             self._autos[self._current].pause(rows)
         self._current = choice
         self._choices.use(choice)
@@ -126,9 +135,10 @@ class AutoChoice:
         costs = self._autos[choice].costs
         if costs.rounds >= len(FIRST_ROUNDS) or (choice and not self._account.credit.allows_plans):
             return False
-        if choice == len(self._autos) - 1:
+        if self._choices.choices_join and choice == len(self._autos) - 1:
             return self._pays
-        return not choice or not costs.start.known or self._autos[choice].trial_is_due(rows, 0)
+        unknown = not costs.start.known and self._choices.choices_join
+        return not choice or unknown or self._autos[choice].trial_is_due(rows, 0)
 
     def shorten(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
         """See `shoal.lookahead.auto.Auto.shorten`."""

@@ -89,7 +89,7 @@ def by_name(
 
     Args:
         pair_costs: what `Auto` knows of the pair at first, and adds to; None = nothing.
-        choices: several drafters, among which "auto" chooses as well; None = there is one.
+        choices: the drafter; "auto" chooses among the ways that it names. None = there is one way.
 
     Raises:
         RequestError: for anything else.
@@ -97,7 +97,7 @@ def by_name(
     if isinstance(name, int) and not isinstance(name, bool):
         return Fixed(name)
     if isinstance(name, str):
-        if name == "auto" and choices is not None:
+        if name == "auto" and choices is not None and choices.choices:
             return AutoChoice(pair_costs or PairCosts(packed=True), choices)
         if name in _NAMES:
             return _NAMES[name](pair_costs)

@@ -11,6 +11,7 @@ import numpy as np
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.credit import Credit
 from shoal.lookahead.plain_rounds import PlainRounds
+from shoal.lookahead.tree_sizes import TreeSizes
 
 CALIBRATION_SHARE = 0.02
 """Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
@@ -139,6 +140,7 @@ class PairCosts:
         start: seconds of a proposal of one step, by rows. draft: of each step more.
         preparing: seconds in which the drafter computes prompts and what was decoded without it, by tokens.
         packed: a pass costs its real positions, not rows times the longest.
+        trees: how many nodes drafts have by their depth.
         rounds: learned from so far.
         calibrations: tokens per second that rounds with drafts bring, over what their plans promised, by the number of rows to a
             power of two. Plans are corrected by it: the last row of a batch, an unlucky one, brings little more than half.
@@ -147,7 +149,7 @@ class PairCosts:
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
-        self.acceptance = Acceptance(LIMIT)
+        self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
         self.verify, self.start, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve(), CostCurve()
         self.rounds = 0
         self.calibrations: dict[int, float] = {}
@@ -155,15 +157,19 @@ class PairCosts:
         self.plain_rounds = PlainRounds()
         self._drafters: dict[str, PairCosts] = {}
 
-    def of(self, name: str, *, mixed: bool = False) -> PairCosts:
-        """What is known of one of several drafters. What passes of the target cost, and the account, they have in common.
+    def of(self, name: str, *, mixed: bool = False, one_memory: bool = False) -> PairCosts:
+        """What is known of one of several drafters, or of the ways of one. What passes of the target cost, and the account,
+        they have in common.
 
         Args:
             mixed: it is several drafters, so that what a proposal costs depends on who took part in it.
+            one_memory: they compute prompts for each other.
         """
         if name not in self._drafters:
             own = self._drafters[name] = PairCosts(self.packed)
             own.verify, own.credit, own.plain_rounds = self.verify, self.credit, self.plain_rounds
+            if one_memory:
+                own.preparing = self.preparing
             if mixed:
                 own.start, own.draft = MixedCostCurve(), MixedCostCurve()
         return self._drafters[name]
@@ -197,7 +203,7 @@ class PairCosts:
         return self.seconds_starting(rows) + (steps - 1) * self.seconds_step(rows)
 
     def positions(self, drafted: Sequence[int]) -> int:
-        """Of a target pass over so many drafts of each row."""
+        """Of a target pass over so many drafted nodes of each row."""
         rows = len(drafted)
         return rows + (sum(drafted) if self.packed else rows * max(drafted))
 

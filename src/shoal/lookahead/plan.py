@@ -1,13 +1,14 @@
 """How many drafts of a batch are worth their cost: the plan of one round.
 
 A plan takes draft positions of all rows in the order of their probability of being committed (the greedy rule of DySpec's tree
-builder, Xiong et al. 2024, with the whole batch as one tree) and ends where expected tokens per second are highest. That rate
-converts seconds into tokens, so the plan says how many tokens a verified position and a drafter step must bring (Dinkelbach 1967,
-on ratios).
+builder, Xiong et al. 2024, with the whole batch as one tree) and ends where expected tokens per second are highest. A position of a
+tree costs the nodes that trees of its depth have more than those of the depth before. The rate converts seconds into tokens, so the
+plan says how many tokens a verified position and a drafter step must bring (Dinkelbach 1967, on ratios).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ class Plan:
 
     Attributes:
         rate: expected committed tokens per second, weighted as the plan was asked for.
-        position_cost: tokens that could be committed elsewhere in the time that one verified position takes.
+        position_cost: tokens that could be committed elsewhere in the time that one verified position takes, of trees one depth.
         step_cost: the same of one drafter step.
     """
 
@@ -54,9 +55,10 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     gains = (weights[:, None] * survival).ravel()
     order = np.argsort(-gains, kind="stable")
     steps = np.maximum.accumulate(order % limit) + 1
-    drafts = np.arange(1, len(order) + 1)
-    positions = rows + (drafts if costs.packed else rows * steps)
-    verify = costs.verify.table(rows * (limit + 1))
+    drafts, nodes = np.arange(1, len(order) + 1), costs.trees.by_depth
+    columns = np.diff(nodes)[order % limit].cumsum() if costs.packed else rows * nodes[steps]
+    positions = rows + np.ceil(columns - 1e-6).astype(int)
+    verify = costs.verify.table(int(positions.max()))
     start, step = costs.seconds_starting(rows), costs.seconds_step(rows)
     rates = (rows + gains[order].cumsum()) / (verify[positions] + start + step * (steps - 1))
     # Of passes larger than any that was made nothing is known: a plan may grow by doubling.
@@ -67,7 +69,8 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
         return None
     # The slope from plain decoding to the plan: between neighbouring sizes most of the difference is noise, and beyond the plan
     # nothing was measured.
-    seconds_per_position = (verify[positions[best]] - verify[rows]) / (positions[best] - rows)
+    drafted = drafts[best] if costs.packed else rows * steps[best]
+    seconds_per_position = (verify[positions[best]] - verify[rows]) / drafted
     return Plan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
 
 
@@ -94,7 +97,8 @@ def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Ar
     rows, speed = len(remaining), 1 + survival.sum(axis=1)
     rounds = remaining / speed
     last = np.exp((rounds - rounds.max()) / np.sqrt(rounds.max()))  # counts of rounds differ by their square roots
-    alone, together = (costs.verify.seconds((1 + TYPICAL) * n) + costs.seconds_drafting(n, TYPICAL) for n in (1, rows))
+    typical = 1 + math.ceil(costs.trees.by_depth[TYPICAL])
+    alone, together = (costs.verify.seconds(typical * n) + costs.seconds_drafting(n, TYPICAL) for n in (1, rows))
     beside = max((together - alone) / max(rows - 1, 1), 0.01 * alone)
     weights = (beside + alone * last / last.sum()) / speed
     return np.asarray(weights / weights.mean())

@@ -63,10 +63,11 @@ class Outcome:
     """What a draft length controller hears of a round.
 
     Attributes:
-        drafted, accepted: tokens per row; replacement and bonus not counted.
+        drafted, accepted: tokens per row, of trees the depth; replacement and bonus not counted.
         steps: positions the drafter looked at. seconds: of the whole round. seconds_drafting: of them, for the proposal.
         seconds_preparing: beside the round, for what the drafter had to compute of prompts, and of what was decoded without it.
         seconds_between: of the drafting, from the first position looked at to the last: of all steps but one. None = unknown.
+        nodes: of each row's tree; None = all are chains.
     """
 
     drafted: list[int]
@@ -76,6 +77,7 @@ class Outcome:
     seconds_drafting: float
     seconds_preparing: float = 0.0
     seconds_between: float | None = None
+    nodes: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -360,7 +360,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bundled:tree=oak", "tree must be one of rsd-c, rsd-s, dyspec, k-seq, got 'oak'"),
+        ("bundled:tree=oak", "tree must be one of rsd-c, rsd-s, dyspec, k-seq, auto, got 'oak'"),
         ("bundled:tree=rsd-s,nodes=64", "a draft tree has at most 63 nodes"),
         ("bundled:tree=rsd-s,width=9,nodes=8", "at least its width"),
         ("bundled:tree=dyspec,width=2", "a dyspec tree has no width"),

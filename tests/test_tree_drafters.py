@@ -363,7 +363,7 @@ def test_names() -> None:
         ("bundled:tree=oak", "tree must be one of rsd-c, rsd-s, dyspec, k-seq, auto, got 'oak'"),
         ("bundled:tree=rsd-s,nodes=64", "a draft tree has at most 63 nodes"),
         ("bundled:tree=rsd-s,width=9,nodes=8", "at least its width"),
-        ("bundled:tree=dyspec,width=2", "a dyspec tree has no width"),
+        ("bundled:tree=dyspec,width=2", "tree=dyspec takes no width"),
         ("bundled:tree=rsd-s,depth=3", "has no option 'depth'"),
         (":tree=rsd-s", "are those of a draft model"),
     ],

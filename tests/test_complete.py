@@ -7,6 +7,7 @@ import io
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from shoal.api import load
 from shoal.cli.cursor import split_at
 from shoal.cli.streaming import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
-from shoal.constraints import fim
+from shoal.constraints import fim, members
 from shoal.errors import RequestError
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
 from test_cli import SAMPLE_KEYS, Command, Models, shoal, tiny
@@ -237,3 +238,34 @@ def test_suggestions_parse_under_a_syntax(shoal: Command, tmp_path: Path) -> Non
         ast.parse(before + suggestion["text"] + behind)
     path.write_text("def (\n")
     assert "not the beginning of a Python program" in shoal("complete", path, "--at", "1:6", "--syntax", "python").err
+
+
+@pytest.mark.parametrize("syntax", [(), ("--syntax", "python")])
+def test_only_members_that_exist(
+    shoal: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syntax: tuple[str, ...]
+) -> None:
+    """A cursor inside a name behind a dot; what is before it is written again."""
+    asked = []
+
+    def names(before: str, behind: str) -> list[str]:
+        asked.append((before, behind))
+        return ["count", "contents"]
+
+    monkeypatch.setattr(members, "jedi_analyser", lambda: names)
+    path = tmp_path / "a.py"
+    path.write_text("def f(text):\n    return text.con\n\n\nx = f(1)\n")
+    ask = ("complete", path, "--at", "2:20", "-n", 4, "--seed", 0, "--max-new-tokens", 6, "--compile", "off", *syntax)
+    free = {sample["text"] for sample in shoal(*ask, "--json").json["suggestions"]}
+    assert not all(text.startswith(("t", "e")) for text in free)
+    found = [sample["text"] for sample in shoal(*ask, "--members", "--json").json["suggestions"]]
+    assert len(found) == 4
+    assert all(re.match(r"(tents|tent?|te)\b", text) or text in ("", "t", "te") for text in found), found
+    assert ("def f(text):\n    return text.", "\n\n\nx = f(1)\n") in asked
+
+
+def test_members_without_jedi_are_refused_before_a_model_is_loaded(
+    shoal: Command, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jedi", None)
+    answer = shoal("complete", file, "--at", "1:6", "--members", "--model", "nowhere")
+    assert (answer.code, "pip install '.[members]'" in answer.err) == (2, True)

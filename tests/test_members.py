@@ -11,6 +11,8 @@ import torch
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
 from shoal.constraints.members import Members, State, jedi_analyser
+from shoal.constraints.syntax.python import PythonMiddle
+from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
@@ -173,9 +175,39 @@ def test_a_cursor_inside_a_name_and_before_one() -> None:
     assert written(check, "r(") is None
 
 
+def test_what_alignment_writes_again_is_not_checked() -> None:
+    tokenizer, queries = tiny_tokenizer(), []
+
+    def names(before: str, behind: str) -> Collection[str]:
+        queries.append(before)
+        return ["path", "parse"]
+
+    known = Members(tokenizer, "x = os.pa", analyser=names, healing=3)
+    assert written(known, ".pa") == State(b"", (b"parse", b"path"), b"pa")
+    assert written(known, ".pat") is not None
+    assert written(known, ".pax") is None
+    unknown = Members(tokenizer, "x = os.xé", analyser=names, healing=4)
+    assert written(unknown, ".xé + ") is not None  # what the user wrote is not refused
+    assert queries == ["x = os."] * 2
+
+
+@pytest.mark.parametrize(("parses", "member"), [(True, True), (False, True), (True, False)])
+def test_requests_with_members(monkeypatch: pytest.MonkeyPatch, parses: bool, member: bool) -> None:
+    monkeypatch.setattr(members, "jedi_analyser", lambda: lambda before, behind: ["alpha"])
+    asked = Request((1,), prompt="a.", removed=())
+    syntax = Syntax("python", "b = a.", "\n", parses=parses, members=member)
+    checks = with_syntax(asked, tiny_tokenizer(), syntax).constraints
+    assert [type(check) for check in checks] == [kind for kind, on in ((PythonMiddle, parses), (Members, member)) if on]
+    if member:
+        assert written(checks[-1], "alp") is not None
+        assert written(checks[-1], "be") is None
+
+
 def test_where_nothing_is_known_any_name_may_follow() -> None:
     check = Members(tiny_tokenizer(), "x = thing.unheard", analyser=lambda before, behind: ())
     assert written(check, "_of.other.names()") is not None
+    assert check.queries == 3  # one of them for all texts that begin at the cursor
+    assert written(check, "_of") is not None
     assert check.queries == 3
 
 

@@ -626,7 +626,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     opened: Callable[..., Any],
 ) -> None:
     page = opened("about:blank")
-    about = {"context": 100, "max_n": 9, "max_tokens": 99, "fill_in_middle": True, "syntax": ["python"]}
+    about = {"context": 100, "max_n": 9, "max_tokens": 99, "fill_in_middle": True, "syntax": ["python"], "members": True}
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "m", "shoal": about}]}))
     ends = [("complete", "1)"), ("incomplete", "1 +")]
     choices = [{"index": i, "text": text, "shoal": {"mean_logprob": i - 2.0}} for i, (_, text) in enumerate(ends)]
@@ -636,6 +636,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     with served(pair()) as server:
         page.goto(f"{server.url}/editor")
         page.get_by_label("Syntax").select_option("python")
+        page.get_by_label("Known members only").check()
         area = page.get_by_label("Text")
         area.fill("print(\n" + "x" * 300)
         page.keyboard.press("Escape")
@@ -644,6 +645,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
         expect(page.get_by_role("listitem").first).to_contain_text("the file parses")
         expect(page.get_by_role("listitem").nth(1)).to_contain_text("the file does not parse yet")
     (body,) = got
+    assert body["members"] is True
     assert (body["syntax"], body["prompt"], len(body["suffix"])) == ("python", "print(", 50)
 
 

@@ -161,7 +161,7 @@ def test_a_token_of_negative_score_becomes_less_probable_too() -> None:
     ids = torch.tensor([[B, A, A]])
     scores = torch.full((1, VOCAB), -torch.inf)
     scores[0, A], scores[0, B] = -2.0, -3.0
-    before, after = scores.softmax(-1)[0, A], GrammarRepetitionPenalty(TOKENS)(ids, scores).softmax(-1)[0, A]
+    before, after = scores.softmax(-1)[0, A], GrammarRepetitionPenalty(TOKENS, decay=0.9)(ids, scores).softmax(-1)[0, A]
     multiplied = torch.where(torch.arange(VOCAB) == A, scores * 0.9, scores).softmax(-1)[0, A]
     assert (round(float(before), 2), round(float(multiplied), 2)) == (0.73, 0.77)
     assert float(after / (1 - after)) == pytest.approx(0.9 * float(before / (1 - before)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 from serving import Served, pair, served
 from shoal.constraints import fim
+from shoal.errors import RequestError
 from shoal.serve.infill import IndentLimit
+from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_tokenizer
 
 PREFIX, MIDDLE, SUFFIX = "import os\n\ndef f(a):\n", "    retu", "\n\nprint(f(1))\n"
@@ -217,3 +220,35 @@ def test_models_that_cannot_fill_in_say_so(server: Served, monkeypatch: pytest.M
     monkeypatch.setattr(fim, "TOKENS", ())
     answer = asked(server, VSCODE)
     assert (answer.status_code, "no fill-in-the-middle tokens" in answer.text) == (400, True)
+
+
+def test_members_are_for_servers_that_allow_them(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of /infill and of /v1/completions: "z" and "9" are all that is known."""
+    refused = asked(server, VSCODE, members=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "members")
+    assert "--members" in refused.json()["error"]["message"]
+    monkeypatch.setattr("shoal.constraints.members.jedi_analyser", lambda: lambda before, behind: ["z", "9"])
+    body = VSCODE | {
+        "prompt": "    a.",
+        "members": True,
+        "align": False,
+        "seed": 3,
+        "temperature": 5.0,
+        "top_k": 0,
+        "samplers": None,
+    }
+    with served(server.shoal, members=True, max_tokens=64) as allowed:
+        (model,) = httpx.get(f"{allowed.url}/v1/models").json()["data"]
+        assert model["shoal"]["members"]
+        given = {"prompt": PREFIX + "    a.", "suffix": SUFFIX, "max_tokens": 3, "n": 6, "seed": 3}
+        answers = [asked(allowed, body | {"seed": seed}).json()["content"] for seed in range(4)]
+        answers += [choice["text"] for choice in allowed.post(**given, members=True).json()["choices"]]
+        free = [choice["text"] for choice in allowed.post(**given).json()["choices"]]
+    assert all(text[:1] in ("z", "9") for text in answers), answers
+    assert not all(text[:1] in ("z", "9") for text in free)
+
+
+def test_a_server_with_members_needs_jedi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jedi", None)
+    with pytest.raises(RequestError, match=r"pip install '\.\[members\]'"):
+        Settings("m", members=True)

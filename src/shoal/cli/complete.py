@@ -16,6 +16,7 @@ from shoal.cli.option_groups import option_groups, sampling_option
 from shoal.cli.options import JsonOption, ModelSource, SamplesOption, SpeculationOptions, parse_lookahead
 from shoal.cli.streaming import follow
 from shoal.cli.suggestions import best_first, show_suggestions
+from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
 from shoal.types.options import split_options
 
@@ -51,6 +52,10 @@ class SuggestionOptions(SamplingOptions):
         Literal["python"] | None,
         sampling_option("--syntax", help="Suggestions after which the file parses; unfinished ones are cut where it does."),
     ] = None
+    members: Annotated[
+        bool,
+        sampling_option("--members", help="Python: behind a dot, only names that jedi knows (pip install '.\\[members]')."),
+    ] = False
 
 
 @option_groups()
@@ -67,6 +72,8 @@ def complete(
     before, behind = split_at(cursor.file, cursor.at)
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     split_options(options)  # a wrong value is reported before a model is loaded
+    if sampling.members:
+        jedi_analyser()
     with Progress() as progress:
         model = source.load()
         progress.expect(rows=sampling.n)
@@ -108,7 +115,9 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
         raise RequestError(
             f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
         )
-    asked = {"align": sampling.align, "syntax": sampling.syntax and Syntax(sampling.syntax, before, behind)}
+    checked = sampling.syntax is not None, sampling.members
+    syntax = Syntax(sampling.syntax or "python", before, behind, *checked) if any(checked) else None
+    asked = {"align": sampling.align, "syntax": syntax}
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
     return before, asked | ({"suffix": behind} if fills else {})
 

@@ -35,7 +35,7 @@ from shoal.types.samples import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
-NOT_SAMPLING = ("n", "greedy", "align", "syntax")
+NOT_SAMPLING = ("n", "greedy", "align", "syntax", "members")
 """Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 

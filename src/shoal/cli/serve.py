@@ -100,6 +100,12 @@ class LimitOptions:
     queue: Annotated[int, limits_option(min=0, help="Samples that may wait; beyond, requests are told to come again.")] = 256
     kv_memory: KvMemoryOption = None
     prefix_memory: PrefixMemoryOption = None
+    members: Annotated[
+        bool,
+        limits_option(
+            "--members", help="Requests may ask for members that jedi knows behind a dot (pip install '.\\[members]')."
+        ),
+    ] = False
     max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
     timeout: Annotated[
         float, limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are.")
@@ -206,6 +212,7 @@ def _settings(name: str, chat_template: Path | None, rule: str, address: Address
         max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
         keys=keys.read_keys(address.api_key_file), origins=tuple(address.cors_origin or ()),
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
+        members=limits.members,
     )  # fmt: skip
 
 

@@ -32,11 +32,13 @@ class State(NamedTuple):
 
     Attributes:
         text: the bytes so far. names: what the identifier at its end may be, sorted; None where it is free. part: of it, so far.
+        healing: bytes of the text before the cursor that are still to be written again (`shoal.constraints.alignment`).
     """
 
     text: bytes
     names: tuple[bytes, ...] | None = None
     part: bytes = b""
+    healing: int = 0
 
 
 class Members(Check[State]):
@@ -44,6 +46,7 @@ class Members(Check[State]):
 
     Args:
         tokenizer: of the model. left, right: what stands before and behind the new text. analyser: asked at each dot; None = jedi.
+        healing: bytes of `left`'s end that the new tokens write again.
 
     Attributes:
         queries: how often the analyser was asked: once for a text that ends with a dot, by however many rows and drafts.
@@ -52,25 +55,35 @@ class Members(Check[State]):
         RequestError: jedi is asked for and not installed.
     """
 
-    def __init__(self, tokenizer: Any, left: str = "", right: str = "", *, analyser: Analyser | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, left: str = "", right: str = "", *, analyser: Analyser | None = None, healing: int = 0
+    ) -> None:
         self._spelled = token_bytes(tokenizer)
-        self._left, self._right = left, right
+        self._left, self._right, self._healing = left, right, healing
         self._analyser = analyser or jedi_analyser()
         self._known: dict[bytes, tuple[bytes, ...] | None] = {}
         tail = _TAIL.match(right)
         self._tail = b"" if tail is None else tail[0].encode()
+        self._start: State | None = None
         self.queries = 0
 
     def start(self, row: Row) -> State:
-        part = _PART.search(self._left)
+        if self._start is None:
+            self._start = self._first()
+        return self._start
+
+    def _first(self) -> State:
+        free, part = State(b"", healing=self._healing), _PART.search(self._left)
         if part is None:
-            return State(b"")
+            return free
         names = self._asked(self._left[: part.start() + 1])
         written = part[1].encode()
-        return State(b"", names, written) if names and _begins(names, written) else State(b"")
+        return free._replace(names=names, part=written) if names and _begins(names, written) else free
 
     def after(self, state: State, token: int) -> State | None:
-        for byte in (self._spelled[token] if token < len(self._spelled) else None) or b"":
+        own = (self._spelled[token] if token < len(self._spelled) else None) or b""
+        state, own = state._replace(healing=max(0, state.healing - len(own))), own[state.healing :]
+        for byte in own:
             following = self._next(state, bytes([byte]))
             if following is None:
                 return None

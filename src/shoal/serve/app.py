@@ -133,7 +133,8 @@ def _model(handler: ApiHandler) -> response_models.Model:
         "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
         "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
-        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "loaded": shoal.loaded,
+        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "members": settings.members,
+        "loaded": shoal.loaded,
         "lossy": engine.stats.lossy or None,
     }  # fmt: skip
     return response_models.Model(

@@ -76,6 +76,9 @@ class InfillRequest(BaseModel):
         "The fields of the answer, as paths such as timings/prompt_n, by which they are then named."
     )
     align: bool | None = optional("The cursor may stand inside a token; true.")
+    members: bool | None = optional(
+        "Python: only names that the value before it has follow a dot. Servers allow it with `--members` only.",
+    )
 
     @property
     def before_cursor(self) -> str:

@@ -11,7 +11,7 @@ from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.request_models import Message
+from shoal.serve.request_models import CompletionRequest, Message
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
@@ -72,12 +72,17 @@ class PromptEncoder:
             prompt = next((one for one in found if len(one.ids) <= space), prompt)
         return prompt, (left, right) != (prefix, suffix)
 
-    def checked(self, request: Request, syntax: str, prompt: Prompt, suffix: str) -> Request:
-        """The request, once it is aligned, whose text has to parse between two others. Raises ApiError."""
+    def checked(self, request: Request, asked: CompletionRequest | InfillRequest, prompt: Prompt, suffix: str) -> Request:
+        """The request, once it is aligned, whose text has to parse between two others, or to name members. Raises ApiError."""
+        syntax = asked.syntax if isinstance(asked, CompletionRequest) else None
+        field, members = "members" if syntax is None else "syntax", asked.members is True
+        if syntax is None and not members:
+            return request
         if not isinstance(prompt, str):
-            raise ApiError(400, "syntax needs a prompt that is a text", param="syntax")
-        with naming("syntax"):
-            return with_syntax(request, self._tokenizer, Syntax(syntax, prompt, suffix))
+            raise ApiError(400, f"{field} needs a prompt that is a text", param=field)
+        with naming(field):
+            found = Syntax(syntax or "python", prompt, suffix, parses=syntax is not None, members=members)
+            return with_syntax(request, self._tokenizer, found)
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""

@@ -155,6 +155,9 @@ class CompletionRequest(BaseRequest):
         "No token is written after which the text between prompt and suffix cannot be completed to a program, and samples that do "
         "not end by themselves are cut where it parses; a stream has their text in the last chunk.",
     )
+    members: bool | None = optional(
+        "Python: only names that the value before it has follow a dot. Servers allow it with `--members` only.",
+    )
     echo: bool | None = optional("The prompt comes back before each sample's text.")
     best_of: Positive | None = optional(
         "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",

@@ -90,6 +90,7 @@ class RequestParser:
         Raises:
             ApiError, RequestError: what cannot be served.
         """
+        self._require_members(request)
         wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else self._settings.max_tokens
         max_tokens = min(wanted, self._settings.max_tokens, self._context // 2)
         prompt, truncated = self._encoder.middle(request, self._context - max_tokens)
@@ -104,9 +105,11 @@ class RequestParser:
         parsed = self._parsed(
             completion, [prompt.ids], max_tokens, 1, 1, top_logprobs, () if max_tokens == 0 else None, headers
         )
-        if request.align is False:
-            return parsed, truncated
-        return replace(parsed, requests=[self._encoder.aligned_at(one, prompt.end) for one in parsed.requests]), truncated
+        own = parsed.requests
+        if request.align is not False:
+            own = [self._encoder.aligned_at(one, prompt.end) for one in own]
+        own = [self._encoder.checked(one, request, request.before_cursor, request.input_suffix) for one in own]
+        return replace(parsed, requests=own), truncated
 
     def _aligned(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
         """With a suffix unless the request says otherwise; without one, or beside a grammar, only if it asks for it."""
@@ -119,11 +122,14 @@ class RequestParser:
         return replace(parsed, requests=[self._encoder.aligned(one, prompt, request.suffix) for one, prompt in pairs])
 
     def _checked(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
-        if request.syntax is None:
-            return parsed
+        self._require_members(request)
         pairs = zip(parsed.requests, given, strict=False)
-        checked = [self._encoder.checked(one, request.syntax, prompt, request.suffix or "") for one, prompt in pairs]
+        checked = [self._encoder.checked(one, request, prompt, request.suffix or "") for one, prompt in pairs]
         return replace(parsed, requests=checked)
+
+    def _require_members(self, request: CompletionRequest | InfillRequest) -> None:
+        if request.members and not self._settings.members:
+            raise ApiError(400, "members after a dot are off: start the server with --members", param="members")
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:

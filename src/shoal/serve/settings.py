@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
 
 
@@ -20,7 +21,8 @@ class Settings:
         seeds: whether seeds are accepted: with the coupled rule the same seed gives the same tokens, whatever else is served.
         keys: valid API keys of /v1; none = no key is needed. origins: of pages that may send requests from a browser (CORS).
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
-        chat_template: replaces the tokenizer's.
+        chat_template: replaces the tokenizer's. members: whether requests may ask for `shoal.constraints.members`; it analyses what
+            they send beside the packages of this environment, and the other rows wait meanwhile.
     """
 
     model: str
@@ -36,8 +38,11 @@ class Settings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None
+    members: bool = False
 
     def __post_init__(self) -> None:
+        if self.members:
+            jedi_analyser()
         for name in ("max_n", "max_tokens", "max_logprobs", "max_body", "max_grammar", "timeout"):
             if getattr(self, name) <= 0:
                 raise RequestError(f"{name} must be > 0, got {getattr(self, name)!r}")

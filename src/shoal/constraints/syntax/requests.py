@@ -1,4 +1,4 @@
-"""Requests whose new text has to parse between two others."""
+"""Requests whose new text has to parse between two others, or to name only members that exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.constraints.members import Members
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
@@ -16,16 +17,19 @@ LANGUAGES = ("python",)
 
 @dataclass(frozen=True)
 class Syntax:
-    """What the new text has to parse in.
+    """What the new text has to fit in.
 
     Attributes:
         language: one of `LANGUAGES`. left, right: the text before and behind the new one; None = the prompt and the suffix of the
             request. They are to be given where a model sees only the nearest parts of a file.
+        parses: the whole has to parse. members: only names that jedi knows follow a dot (`shoal.constraints.members`).
     """
 
     language: str
     left: str | None = None
     right: str | None = None
+    parses: bool = True
+    members: bool = False
 
 
 def read_syntax(syntax: str | Syntax) -> Syntax:
@@ -37,13 +41,14 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
 
 
 def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: str | None = None) -> Request:
-    """The request with the check that its text, between the prompt's and the suffix's, can be completed to what parses.
+    """The request with the checks of its text, between the prompt's and the suffix's: that it can be completed to what parses,
+    and that members exist.
 
     A request that is aligned has to be so before: the bytes that its samples write again belong to the text before the cursor.
 
     Raises:
-        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; or no
-            program begins with the text before.
+        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; no program begins with
+            the text before; or jedi is needed and not installed.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left
@@ -53,7 +58,10 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
     if left is None:
         raise RequestError("syntax needs prompts that are texts, or Syntax(left=...)")
     healing = sum(len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed))
-    return replace(request, constraints=(*request.constraints, PythonMiddle(tokenizer, left, right, healing)))
+    checks: list[Any] = [PythonMiddle(tokenizer, left, right, healing)] if found.parses else []
+    if found.members:  # behind the parser: jedi is slower, and not asked about what does not parse
+        checks.append(Members(tokenizer, left, right, healing=healing))
+    return replace(request, constraints=(*request.constraints, *checks))
 
 
 def with_syntaxes(

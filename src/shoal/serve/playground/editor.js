@@ -42,7 +42,8 @@ function body() {
     prompt: text.value.slice(Math.max(0, place - 2 * context), place), suffix: text.value.slice(place, place + context / 2),
   };
   const syntax = at("syntax").value ? { syntax: at("syntax").value } : {};
-  return { ...sides, ...numbers, ...syntax, stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
+  const members = at("members").checked ? { members: true } : {};
+  return { ...sides, ...numbers, ...syntax, ...members, stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
 }
 
 /** Those that the model ended, or that parse, before the others, then by mean log-probability; the usage says how they ended. */
@@ -179,6 +180,7 @@ async function learn() {
   at("max_tokens").max = about.max_tokens;
   for (const name of about.syntax ?? []) at("syntax").add(new Option(name, name));
   at("syntax").disabled = at("syntax").parentElement.hidden = !about.syntax?.length;
+  at("members").disabled = at("members").parentElement.hidden = !about.members;
   at("ask").disabled = !about.fill_in_middle;
   if (!about.fill_in_middle) say("This model was not trained to fill in.");
 }

@@ -54,7 +54,7 @@ class SuggestionOptions(SamplingOptions):
     ] = None
     members: Annotated[
         bool,
-        sampling_option("--members", help="Python: behind a dot, only names that jedi knows (pip install '.\\[members]')."),
+        sampling_option("--members", help="Python: behind a dot, only names that jedi knows. It needs jedi."),
     ] = False
 
 

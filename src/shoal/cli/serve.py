@@ -102,9 +102,7 @@ class LimitOptions:
     prefix_memory: PrefixMemoryOption = None
     members: Annotated[
         bool,
-        limits_option(
-            "--members", help="Requests may ask for members that jedi knows behind a dot (pip install '.\\[members]')."
-        ),
+        limits_option("--members", help="Requests may ask for members that jedi knows behind a dot. It needs jedi."),
     ] = False
     max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
     timeout: Annotated[

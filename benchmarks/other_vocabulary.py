@@ -1,7 +1,9 @@
 """Tokens per target pass of drafters with another tokenizer, by TLI, SLEM and SLRS: counts alone, no times.
 
     python benchmarks/other_vocabulary.py WORK
+    python benchmarks/other_vocabulary.py WORK --greedy --prompts 500 -n 1 --tokens 24
 
+The second counts no sampled rows: it compares the greedy ids of many prompts with those of plain decoding.
 Trains the drafters first, in a few minutes each, if there are none in WORK yet, on a part of the bundled drafter's corpus: one of
 its shape, with a tokenizer of 1,536 tokens, split as GPT-2 splits texts, and one of two layers whose tokens are bytes. The bundled
 drafter, beside them, was trained for longer, and distilled from the target.
@@ -35,6 +37,8 @@ SCALE = 0.3
 """Of the bundled pair's corpus."""
 VOCABULARIES = {"other": 1536, "bytes": 258}
 """Tokens of each drafter, the two special ones included."""
+BATCH = 8
+"""Rows at once, at least."""
 LAYERS = {"other": 1, "bytes": 2}
 METHODS: dict[str, list[list[str]]] = {
     "bundled": [[]],
@@ -77,6 +81,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("-n", type=int, default=8)
     parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="of each row")
+    parser.add_argument("--greedy", action="store_true", help="without sampled rows")
     parser.add_argument("--drafters", nargs="+", choices=METHODS, default=list(METHODS))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -84,22 +90,29 @@ def main() -> None:
         if not (given.work / name / "config.json").exists():
             train(given.work, name, given.steps)
     prompts = [problem.prompt for problem in generate(SEED, given.prompts, "templates")]
-    columns = ("drafter", "rule", "T", "tokens/pass", "drafted/pass", "accepted", "draft passes/pass")
+    columns = ("drafter", "rule", "T", "tokens/pass", "drafted/pass", "accepted", "draft passes/pass", "ids of plain decoding")
+    plain = shoal.load(bundled("target"), dtype="float32", max_batch=BATCH).generate(
+        prompts, 1, temperature=0.0, lookahead="off", max_new_tokens=given.tokens
+    )
+    expected = [output.samples[0].token_ids for output in plain]
     table = Table(*(Column(column, no_wrap=True) for column in columns))
     for name, methods in ((one, methods) for one in given.drafters for methods in METHODS[one]):
         draft = bundled("drafter") if name == "bundled" else given.work / name
-        pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=given.n)
-        for rule, temperature in (("rejection", 0.0), ("rejection", 0.8), ("coupled", 0.8)):
+        pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=max(given.n, BATCH))
+        for rule, temperature in (("rejection", 0.0), ("rejection", 0.8), ("coupled", 0.8))[: 1 if given.greedy else 3]:
             if pair.vocabularies is not None and pair.choice is not None:
                 pair.choice = Choice(pair.choice.cost, {method: Tally() for method in methods})
-            stats = pair.generate(
-                prompts, given.n, temperature=temperature, seed=0, rule=rule, lookahead=given.k, max_new_tokens=128
-            ).stats
+            result = pair.generate(
+                prompts, given.n, temperature=temperature, seed=0, rule=rule, lookahead=given.k, max_new_tokens=given.tokens
+            )
+            stats = result.stats
+            same = sum(output.samples[0].token_ids == ids for output, ids in zip(result, expected, strict=True))
+            equal = "" if temperature else f"{same} of {len(expected)}"
             each = (f"{value:.2f}" for value in (stats.drafted / stats.row_rounds, stats.acceptance_rate))
             passes = f"{stats.draft_passes / stats.target_passes:.1f}"
             said = f"{name}, {methods[0] if len(methods) == 1 else 'as chosen'}" if methods else name
-            table.add_row(said, rule, f"{temperature:g}", f"{stats.acceptance_length:.2f}", *each, passes)
-    Console(width=100).print(table)
+            table.add_row(said, rule, f"{temperature:g}", f"{stats.acceptance_length:.2f}", *each, passes, equal)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

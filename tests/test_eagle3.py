@@ -104,7 +104,8 @@ proposals: list[tuple[list[int], list[int], list[Tensor]]] = []
 def decoded(
     target: Runner, drafter: Eagle3Drafter | None, rule: Rule, max_batch: int, temperature: float, sharing: str = "auto"
 ) -> tuple[Engine, list[list[int]]]:
-    """Groups that join one after the other, a row of which is cancelled; the tokens of the others."""
+    """Groups that join one after the other and fill a batch of nine rows or more, a row of which is cancelled; the tokens of the
+    others."""
     k = Fixed(3 if drafter else 0)
     engine = Engine(target, drafter, k, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
     rows: list[Row] = []
@@ -113,7 +114,7 @@ def decoded(
             tuple((7 * i * i + number) % V for i in range(length)),
             Sampling(temperature=temperature, seed=number),
         )
-        rows += engine.submit(Request(prompt, 3, sampling, Limits(max_new_tokens=9 + number)))
+        rows += engine.submit(Request(prompt, max(3, max_batch // 3), sampling, Limits(max_new_tokens=9 + number)))
         engine.step()
     engine.cancel(rows[2:3])
     while engine.step():
@@ -229,6 +230,7 @@ def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_bat
         engine, found = decoded(target, drafter, rule, max_batch, temperature)
         assert found == expected
         stats = engine.stats
+        assert stats.row_rounds > 0.5 * max_batch * stats.rounds
         assert stats.committed == stats.row_rounds + stats.accepted
         assert plain.stats.row_rounds == plain.stats.committed
         assert 0 < stats.draft_passes <= 3 * stats.rounds

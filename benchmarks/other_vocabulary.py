@@ -90,7 +90,16 @@ def main() -> None:
         if not (given.work / name / "config.json").exists():
             train(given.work, name, given.steps)
     prompts = [problem.prompt for problem in generate(SEED, given.prompts, "templates")]
-    columns = ("drafter", "rule", "T", "tokens/pass", "drafted/pass", "accepted", "draft passes/pass", "ids of plain decoding")
+    columns = (
+        "drafter",
+        "rule",
+        "T",
+        "tokens/pass",
+        "drafted/pass",
+        "accepted",
+        "draft passes/pass",
+        "ids of plain decoding",
+    )
     plain = shoal.load(bundled("target"), dtype="float32", max_batch=BATCH).generate(
         prompts, 1, temperature=0.0, lookahead="off", max_new_tokens=given.tokens
     )

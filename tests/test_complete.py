@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import signal
@@ -238,6 +239,16 @@ def test_suggestions_parse_under_a_syntax(shoal: Command, tmp_path: Path) -> Non
         ast.parse(before + suggestion["text"] + behind)
     path.write_text("def (\n")
     assert "not the beginning of a Python program" in shoal("complete", path, "--at", "1:6", "--syntax", "python").err
+    path.write_text('{"name": "sh", "numbers": []}\n')
+    found = shoal(
+        "complete", path, "--at", "1:13", "-n", 2, "--seed", 1, "--syntax", "json", "--compile", "off", "--json"
+    ).json
+    for suggestion in found["suggestions"]:
+        assert suggestion["syntax"] in ("complete", "cut")
+        json.loads('{"name": "sh' + suggestion["text"] + '", "numbers": []}')
+    assert "syntax must be one of python, json" in shoal("complete", path, "--at", "1:13", "--syntax", "rust").err
+    answer = shoal("complete", path, "--at", "1:13", "--syntax", "json", "--members", "--model", "nowhere")
+    assert "members are those of Python" in answer.err
 
 
 @pytest.mark.parametrize("syntax", [(), ("--syntax", "python")])

@@ -461,6 +461,8 @@ def test_syntax_cuts_middles_where_they_parse(bundled: Served) -> None:
     assert "cut" in states
     samples = bundled.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
     assert texts == [sample.text for sample in samples]
+    answer = bundled.post(prompt='["a', suffix='b", 1]', syntax="json", n=2, max_tokens=6, seed=3).json()
+    assert all(len(json.loads(f'["a{choice["text"]}b", 1]')) >= 2 for choice in answer["choices"])
     refused = bundled.post(prompt="x = = ", syntax="python", max_tokens=4)
     assert refused.status_code == 400
     assert "not the beginning of a Python program" in refused.json()["error"]["message"]

@@ -304,9 +304,10 @@ class Shoal:
                 include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or filter.
             exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given that the whole text
                 is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`).
-            syntax: "python": no token is written after which the text between prompt and suffix cannot be completed to a program,
-                and a text ends by itself only where the whole parses; where it does not end by itself it is cut, see
-                `Sample.syntax`. The text of a stream then comes with a row's last increment.
+            syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no token is written after which the
+                text between prompt and suffix cannot be completed to a program, document or text of the grammar, and a text
+                ends by itself only where the whole parses; where it does not end by itself it is cut, see `Sample.syntax`. The
+                text of a stream then comes with a row's last increment.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from shoal.types.options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
+    from shoal.constraints.syntax.requests import Syntax
     from shoal.types.samples import Result
 
 
@@ -49,8 +50,12 @@ class SuggestionOptions(SamplingOptions):
         sampling_option("--align/--no-align", help="The cursor may stand inside a token, whose bytes are written again."),
     ] = True
     syntax: Annotated[
-        Literal["python"] | None,
-        sampling_option("--syntax", help="Suggestions after which the file parses; unfinished ones are cut where it does."),
+        str | None,
+        sampling_option(
+            "--syntax",
+            metavar="LANGUAGE",
+            help="python, json or a .lark grammar: suggestions after which the file parses; unfinished ones are cut where it does.",
+        ),
     ] = None
     members: Annotated[
         bool,
@@ -75,6 +80,7 @@ def complete(
     if sampling.members:
         jedi_analyser()
     with Progress() as progress:
+        _read_syntax(sampling)
         model = source.load()
         progress.expect(rows=sampling.n)
         prompt, asked = _prompt(model, before, behind, sampling)
@@ -91,6 +97,17 @@ def complete(
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
+def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
+    """What suggestions have to fit in; of the whole file, which `_prompt` adds. Raises RequestError: see `read_syntax`."""
+    from shoal.constraints.syntax.requests import Syntax, read_syntax
+
+    checked = sampling.syntax is not None, sampling.members
+    if not any(checked):
+        return None
+    language = "python" if sampling.syntax is None else sampling.syntax
+    return read_syntax(Syntax(language, parses=checked[0], members=checked[1]))
+
+
 def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions) -> tuple[str, dict[str, Any]]:
     """The text that is continued, and what `Shoal.stream` has to be told of it; as much text as fits.
 
@@ -100,7 +117,6 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
         RequestError: such a model and more text behind the cursor, or no text at all.
     """
     from shoal.constraints.fim import middle_tokens, nearest
-    from shoal.constraints.syntax.requests import Syntax
 
     fills = middle_tokens(model.tokenizer) is not None
     if not fills and behind.strip():
@@ -115,9 +131,8 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
         raise RequestError(
             f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
         )
-    checked = sampling.syntax is not None, sampling.members
-    syntax = Syntax(sampling.syntax or "python", before, behind, *checked) if any(checked) else None
-    asked = {"align": sampling.align, "syntax": syntax}
+    syntax = _read_syntax(sampling)
+    asked = {"align": sampling.align, "syntax": syntax and replace(syntax, left=before, right=behind)}
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
     return before, asked | ({"suffix": behind} if fills else {})
 

@@ -151,9 +151,9 @@ class CompletionRequest(BaseRequest):
     align: bool | None = optional(
         "The prompt may end inside a token, whose bytes every sample writes again; the default is true with a suffix.",
     )
-    syntax: Literal["python"] | None = optional(
-        "No token is written after which the text between prompt and suffix cannot be completed to a program, and samples that do "
-        "not end by themselves are cut where it parses; a stream has their text in the last chunk.",
+    syntax: Literal["python", "json"] | None = optional(
+        "No token is written after which the text between prompt and suffix cannot be completed to a program or a document, and "
+        "samples that do not end by themselves are cut where it parses; a stream has their text in the last chunk.",
     )
     members: bool | None = optional(
         "Python: only names that the value before it has follow a dot. Servers allow it with `--members` only.",

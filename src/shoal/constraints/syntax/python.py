@@ -15,6 +15,7 @@ from typing import Any
 from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.endings import ends_program
 from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
@@ -80,18 +81,9 @@ class PythonMiddle(Cutting):
 
     def best_end(self, tokens: Sequence[int], scores: Sequence[float], most: int) -> tuple[int, int] | None:
         """See `Cutting`; the places of highest score are asked first, each by a parse of the whole."""
-        places = [(scores[0], 0, 0)] if not self._start.healing else []
-        decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
-        healing, text = self._start.healing, ""
-        for count, token in enumerate(tokens, start=1):
-            own = (self._bytes[token] if token < len(self._bytes) else None) or b""
-            text += decoder.decode(own[healing:])
-            if 0 < healing <= len(own):
-                places.append((scores[count], 0, count))
-            healing = max(0, healing - len(own))
-            places += [(scores[count], end, count) for end in range(size + 1, min(most, len(text)) + 1)]
-            size = len(text)
-        ends = (place for place in sorted(places, reverse=True) if self._may_cut(text[: place[1]]))
+        own = [(self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens]
+        places, text = end_places(own, self._start.healing, scores, most)
+        ends = (place for place in places if self._may_cut(text[: place[1]]))
         return next(((size, count) for _, size, count in ends), None)
 
     def _may_cut(self, text: str) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from shoal.constraints.check import Cutting
 from shoal.constraints.members import Members
+from shoal.constraints.syntax.middles import GrammarMiddle
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Request
 
-LANGUAGES = ("python",)
+LANGUAGES = ("python", "json")
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,10 @@ class Syntax:
     """What the new text has to fit in.
 
     Attributes:
-        language: one of `LANGUAGES`. left, right: the text before and behind the new one; None = the prompt and the suffix of the
-            request. They are to be given where a model sees only the nearest parts of a file.
-        parses: the whole has to parse. members: only names that jedi knows follow a dot (`shoal.constraints.members`).
+        language: one of `LANGUAGES`, a grammar in lark's language, or the path of one, which ends in ".lark".
+        left, right: the text before and behind the new one; None = the prompt and the suffix of the request. They are to be given
+            where a model sees only the nearest parts of a file.
+        parses: the whole has to parse. members: only names that jedi knows follow a dot (`shoal.constraints.members`), in Python.
     """
 
     language: str
@@ -33,11 +38,35 @@ class Syntax:
 
 
 def read_syntax(syntax: str | Syntax) -> Syntax:
-    """Raises RequestError: an unknown language."""
+    """With the grammar in the place of its path.
+
+    Raises:
+        RequestError: an unknown language, a file that cannot be read, or members of another language than Python.
+    """
     found = syntax if isinstance(syntax, Syntax) else Syntax(syntax)
-    if found.language not in LANGUAGES:
-        raise RequestError(f"syntax must be one of {', '.join(LANGUAGES)}, got {found.language!r}")
+    language = found.language
+    if language.endswith(".lark") and "\n" not in language:
+        try:
+            found = replace(found, language=Path(language).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"the grammar {language} cannot be read: {error}") from None
+    elif language not in LANGUAGES and ":" not in language:
+        raise RequestError(
+            f"syntax must be one of {', '.join(LANGUAGES)}, a grammar in lark's language or the path of a .lark file, "
+            f"got {language!r}"
+        )
+    if found.members and language != "python":
+        raise RequestError("members are those of Python: they do not go with the syntax of another language")
     return found
+
+
+def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) -> Cutting:
+    if language == "python":
+        return PythonMiddle(tokenizer, left, right, healing)
+    if language == "json":
+        grammar = files("shoal.constraints.syntax").joinpath("json.lark").read_text(encoding="utf-8")
+        return GrammarMiddle(tokenizer, left, right, grammar, healing, name="json")
+    return GrammarMiddle(tokenizer, left, right, language, healing)
 
 
 def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: str | None = None) -> Request:
@@ -48,7 +77,7 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
 
     Raises:
         RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; no program begins with
-            the text before; or jedi is needed and not installed.
+            the text before, or ends with that behind; jedi or lark is needed and not installed; or members of another language.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left
@@ -58,7 +87,7 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
     if left is None:
         raise RequestError("syntax needs prompts that are texts, or Syntax(left=...)")
     healing = sum(len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed))
-    checks: list[Any] = [PythonMiddle(tokenizer, left, right, healing)] if found.parses else []
+    checks: list[Any] = [_middle(found.language, tokenizer, left, right, healing)] if found.parses else []
     if found.members:  # behind the parser: jedi is slower, and not asked about what does not parse
         checks.append(Members(tokenizer, left, right, healing=healing))
     return replace(request, constraints=(*request.constraints, *checks))

@@ -1,0 +1,203 @@
+"""Two-sided quotients of a grammar: what may be written between two texts.
+
+A chart of Earley's algorithm over the text before the cursor, kept as a graph of stacks whose nodes never change: a column is all
+that the next byte needs. Each node knows at which places of the text behind it may end (`shoal.constraints.syntax.behind`), found
+from the root down, so whether the whole can be completed is told by the states of terminals alone, and a byte costs what its column
+holds, whatever the lengths of the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.constraints.syntax.behind import GAP, Behind, Places
+
+Waiter = tuple[int, int]  # a rule, and the place in its right side behind a symbol
+
+
+class Node:
+    """A symbol that begins at some place before the cursor.
+
+    Attributes:
+        ends: where it may end. waiters: what goes on behind it: rule, place in its right side, and the node of its left side.
+        exact, gap: of a terminal, see `Behind.alive`.
+    """
+
+    __slots__ = ("ends", "exact", "gap", "waiters")
+
+    def __init__(self, ends: Places) -> None:
+        self.ends = ends
+        self.waiters: list[tuple[int, int, Node]] = []
+        self.exact: Places = frozenset()
+        self.gap: Places = frozenset()
+
+
+@dataclass(frozen=True)
+class Column:
+    """The chart at a place.
+
+    Attributes:
+        scans: terminals that are being read: terminal, state and node. ended: the text so far is in the language.
+        after: what follows a byte, found so far; None = it may not follow.
+    """
+
+    scans: tuple[tuple[int, int, Node], ...]
+    ended: bool
+    after: dict[int, Column | None]
+
+
+@dataclass(frozen=True)
+class Closure:
+    """What is predicted behind certain items, whichever nodes they belong to.
+
+    Attributes:
+        ends: of each new node. waiters: of each new node, rule, place and whose: an item (from 0 on) or a new node (-1 - number).
+        scans: terminals that begin, each with its node and its `Behind.alive`.
+    """
+
+    ends: list[Places]
+    waiters: list[list[tuple[int, int, int]]]
+    scans: list[tuple[int, int, Places, Places]]
+
+
+class Quotients:
+    """For one grammar and one text behind the cursor."""
+
+    def __init__(self, behind: Behind) -> None:
+        self._behind, self._grammar = behind, behind.grammar
+        self._closures: dict[tuple[tuple[int, int, Places], ...], Closure] = {}
+        self._root = Node(behind.last)
+
+    def start(self) -> Column | None:
+        """The chart before the first byte; None: no text of the language ends with the text behind."""
+        return self._column({(rule, 0, self._root) for rule in self._grammar.of[self._grammar.start]}, [])
+
+    def read(self, column: Column, byte: int) -> Column | None:
+        """The chart one byte further; None: no text then leads to a text of the language."""
+        if byte not in column.after:
+            column.after[byte] = self._read(column, byte)
+        return column.after[byte]
+
+    def may_end(self, column: Column) -> bool:
+        """Whether the text so far and the text behind it are one of the language."""
+        return (column.ended and 0 in self._root.ends) or any(state in node.exact for _, state, node in column.scans)
+
+    def _read(self, column: Column, byte: int) -> Column | None:
+        scans, complete = [], []
+        for terminal, state, node in column.scans:
+            automaton = self._grammar.terminals[terminal]
+            state = automaton.moves[state][byte]
+            if state >= 0 and state in node.gap:
+                scans.append((terminal, state, node))
+                if state in automaton.accepts and GAP in node.ends:
+                    complete.append(node)
+        if not complete:
+            return Column(tuple(scans), False, {}) if scans else None
+        items: set[tuple[int, int, Node]] = set()
+        done = set(complete)
+        ended = False
+        for node in complete:  # grows
+            ended = ended or node is self._root
+            for rule, dot, left in node.waiters:
+                if dot == len(self._grammar.rules[rule][1]):
+                    if left not in done:
+                        done.add(left)
+                        complete.append(left)
+                else:
+                    items.add((rule, dot, left))
+        return self._column(items, scans, ended)
+
+    def _column(
+        self, items: set[tuple[int, int, Node]], scans: list[tuple[int, int, Node]], ended: bool = False
+    ) -> Column | None:
+        """With what is predicted behind items of nodes that began before."""
+        items, ended = self._over_nullable(items, ended)
+        groups: dict[tuple[int, int, Places], list[Node]] = {}
+        for rule, dot, node in items:
+            if GAP in self._behind.tail(rule, dot, node.ends):
+                groups.setdefault((rule, dot, node.ends), []).append(node)
+        keys = tuple(sorted(groups, key=lambda key: (key[0], key[1], hash(key[2]))))
+        if keys:
+            if keys not in self._closures:
+                self._closures[keys] = self._closure(keys)
+            scans = scans + self._made(self._closures[keys], [groups[key] for key in keys])
+        return Column(tuple(scans), ended, {}) if scans or (ended and 0 in self._root.ends) else None
+
+    def _over_nullable(self, items: set[tuple[int, int, Node]], ended: bool) -> tuple[set[tuple[int, int, Node]], bool]:
+        """With what lies behind symbols that may be empty; an item at its end completes its node."""
+        found, open_ = set(items), list(items)
+        while open_:
+            rule, dot, node = open_.pop()
+            right = self._grammar.rules[rule][1]
+            more: Iterable[tuple[int, int, Node]] = ()
+            if dot == len(right):
+                ended, more = ended or node is self._root, node.waiters
+            elif right[dot] in self._grammar.nullable:
+                more = [(rule, dot + 1, node)]
+            for item in more:
+                if item not in found:
+                    found.add(item)
+                    open_.append(item)
+        return {item for item in found if item[1] < len(self._grammar.rules[item[0]][1])}, ended
+
+    def _made(self, closure: Closure, groups: list[list[Node]]) -> list[tuple[int, int, Node]]:
+        nodes = [Node(ends) for ends in closure.ends]
+        for node, waiters in zip(nodes, closure.waiters, strict=True):
+            for rule, dot, whose in waiters:
+                if whose >= 0:
+                    node.waiters += [(rule, dot, left) for left in groups[whose]]
+                else:
+                    node.waiters.append((rule, dot, nodes[-1 - whose]))
+        for _, number, exact, gap in closure.scans:
+            nodes[number].exact, nodes[number].gap = exact, gap
+        return [(terminal, 0, nodes[number]) for terminal, number, _, _ in closure.scans]
+
+    def _closure(self, keys: tuple[tuple[int, int, Places], ...]) -> Closure:
+        """The symbols that may begin behind items, with the places where they may end."""
+        numbers: dict[int, int] = {}
+        waiters: list[list[tuple[int, int, int]]] = []
+        open_ = [(rule, dot, whose) for whose, (rule, dot, _) in enumerate(keys)]
+        for rule, dot, whose in open_:  # grows
+            right = self._grammar.rules[rule][1]
+            if dot == len(right):
+                continue
+            symbol = right[dot]
+            if symbol not in numbers:
+                numbers[symbol] = len(waiters)
+                waiters.append([])
+                open_ += [(own, 0, -1 - numbers[symbol]) for own in self._grammar.of.get(symbol, ())]
+            waiters[numbers[symbol]].append((rule, dot + 1, whose))
+            if whose < 0 and symbol in self._grammar.nullable:
+                open_.append((rule, dot + 1, whose))
+        ends = self._ends(keys, waiters)
+        scans = []
+        for symbol, number in numbers.items():
+            if symbol < len(self._grammar.terminals):
+                exact, gap = self._behind.alive(symbol, ends[number])
+                if 0 in gap:
+                    scans.append((symbol, number, exact, gap))
+        return Closure(ends, waiters, scans)
+
+    def _ends(self, keys: tuple[tuple[int, int, Places], ...], waiters: list[list[tuple[int, int, int]]]) -> list[Places]:
+        """Where new nodes may end: where what waits for them begins, which may itself be among them."""
+        ends: list[set[int]] = [set() for _ in waiters]
+        below: list[list[tuple[int, int, int]]] = [[] for _ in waiters]
+        open_: list[tuple[int, int]] = []
+
+        def add(number: int, places: Iterable[int]) -> None:
+            new = set(places) - ends[number]
+            ends[number] |= new
+            open_.extend((number, place) for place in new)
+
+        for number, own in enumerate(waiters):
+            for rule, dot, whose in own:
+                if whose >= 0:
+                    add(number, self._behind.tail(rule, dot, keys[whose][2]))
+                else:
+                    below[-1 - whose].append((rule, dot, number))
+        while open_:
+            number, place = open_.pop()
+            for rule, dot, whose in below[number]:
+                add(whose, self._behind.tail_at(rule, dot, place))
+        return [frozenset(places) for places in ends]

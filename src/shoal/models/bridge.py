@@ -29,6 +29,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
+from shoal.models.structure import Structure
 from shoal.models.vectors import embedded
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
@@ -107,11 +108,12 @@ class Bridge:
         self._keeps_last = "logits_to_keep" in parameters
         self.lock = threading.RLock()
         self.layers: Layers | None = None
+        self._structure: Structure | None = None
 
     def of(self, hf: Any) -> Bridge:
         """The same for another model with this one's config, which one pass at a time may switch."""
         other = copy.copy(self)
-        other.hf, other.layers = hf, None
+        other.hf, other.layers, other._structure = hf, None, None
         return other
 
     def ordinary(
@@ -164,11 +166,13 @@ class Bridge:
         """Within it, `static_logits` may be called, traced or captured, and captures replayed.
 
         Raises:
-            RuntimeError: what was captured reads weights that the model has no longer.
+            RuntimeError: what was captured reads weights that the model has no longer, or leaves out layers that it has now.
         """
-        if self.layers is not None and self.layers.stale:
+        if self._structure is None:
+            self._structure = Structure(self.hf)
+        if self._structure.changed if self.layers is None else self.layers.stale:
             raise RuntimeError(
-                "weights of the model were replaced by other tensors; write into them, or load the pair again"
+                "weights or layers of the model were replaced by others; write into its weights, or load the pair again"
             )
         with self._switched(STATIC_NAME), _static.lock:
             before, _static.state = _static.state, state

@@ -10,11 +10,12 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.models.structure import Structure
 from shoal.models.weights import LINEARS, Matrix, matrix_of
 from shoal.models.weights.parameter import PackedWeight
 
@@ -66,7 +67,7 @@ class Decoder:
         embedding: the table [vocabulary, width]. rotary: the model's own module of cosines and sines.
         scale: of the scores. activation: of the gate, as `Matrix.linear` names it. width: of the model, features.
         dtype: of weights and states.
-        parameters: of all modules, as (those of the module, name, parameter or None, its address unless it is packed).
+        structure: of the model, to find changes of it.
     """
 
     embedding: Tensor
@@ -81,26 +82,12 @@ class Decoder:
     activation: str
     width: int
     dtype: torch.dtype
-    parameters: Sequence[tuple[dict[str, Tensor | None], str, Tensor | None, int | None]]
+    structure: Structure
 
     @property
     def stale(self) -> bool:
-        """Whether some weights were replaced by other tensors, so that only the model's modules know them."""
-        owners, names, known, plain, addresses = (
-            self._known
-        )  # every pass asks: loops of the interpreter take three times as long
-        return (
-            any(map(_STALE, self.matrices))
-            or not all(map(operator.is_, map(dict.get, owners, names), known))
-            or list(map(Tensor.data_ptr, plain)) != addresses
-        )
-
-    @cached_property
-    def _known(self) -> tuple[Any, ...]:
-        """Of `parameters`: owners, names and tensors of all; those that have an address, and it."""
-        owners, names, known, _ = zip(*self.parameters, strict=True)
-        places = [(tensor, address) for _, _, tensor, address in self.parameters if address is not None]
-        return owners, names, known, [tensor for tensor, _ in places], [address for _, address in places]
+        """Whether some weights or layers were replaced by others, so that only the model's modules know them."""
+        return any(map(_STALE, self.matrices)) or self.structure.changed
 
     @cached_property
     def matrices(self) -> list[Matrix]:
@@ -132,7 +119,7 @@ def decoder_of(hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf =
     return Decoder(
         _embedding(hf.model.embed_tokens.weight), layers, _norm(hf.model.norm), head, hf.model.rotary_emb,
         config.num_attention_heads, config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act],
-        config.hidden_size, hf.dtype, _parameters(hf),
+        config.hidden_size, hf.dtype, Structure(hf),
     )  # fmt: skip
 
 
@@ -142,19 +129,6 @@ def _embedding(weight: Tensor) -> Tensor:
         return weight
     assert weight.matrix.table is not None
     return weight.matrix.table
-
-
-def _parameters(hf: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, int | None]]:
-    return [
-        (
-            cast("dict[str, Tensor | None]", module._parameters),
-            name,
-            known,
-            None if known is None or isinstance(known, PackedWeight) else known.data_ptr(),
-        )
-        for module in hf.modules()
-        for name, known in module._parameters.items()
-    ]
 
 
 def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:

@@ -40,15 +40,20 @@ class Int8Linear(nn.Module):
 
     def __init__(self, layer: nn.Linear, packing: type[Int8Matrix] | None = None) -> None:
         super().__init__()
-        wide = layer.weight.detach().float()
-        scales = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
-        weight = (wide / scales[:, None]).round().to(torch.int8).contiguous()
+        weight, scales = _in_bytes(layer.weight.detach())
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = layer.bias
         self.in_features, self.out_features = layer.in_features, layer.out_features
         if packing is not None:
             weight = PackedWeight.rows(packing(weight, self.scales, self.bias, PACKED))
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Takes weights that are no bytes as well, so that a policy that is trained can be loaded into its copy in bytes."""
+        if (given := state_dict.get(f"{prefix}weight")) is not None and given.is_floating_point():
+            weight, scales = _in_bytes(given.to(self.scales.device))
+            state_dict = {**state_dict, f"{prefix}weight": weight, f"{prefix}scales": scales}
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the dtype of `x`."""
@@ -61,6 +66,13 @@ class Int8Linear(nn.Module):
         else:
             y = rounded_product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+def _in_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [out, in] as int8, and scales [out] float32."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return (wide / scales[:, None]).round().to(torch.int8).contiguous(), scales
 
 
 @torch.no_grad()

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, overload
 from shoal.types.counts import DraftCounts
 
 if TYPE_CHECKING:
+    import torch
+
+    from shoal.types.rollouts import Rollouts
     from shoal.types.stats import Stats
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
@@ -153,6 +156,16 @@ class Result(Sequence[Output]):
 
     def __iter__(self) -> Iterator[Output]:
         return iter(self.outputs)
+
+    def tensors(self, pad_id: int, device: torch.device | str = "cpu") -> Rollouts:
+        """All samples as padded tensors, for training: ids, masks and log-probabilities.
+
+        Args:
+            pad_id: the id where a row has no token. device: where the tensors lie.
+        """
+        from shoal.types.rollouts import rollouts
+
+        return rollouts(self.outputs, pad_id, device)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""Samples as padded tensors, as training loops take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Output
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """All samples of a run, a row each: those of the first prompt first, in row order.
+
+    Attributes:
+        prompt_ids: [rows, longest prompt] int64, padded on the left. prompt_mask: the same shape, bool, True at tokens.
+        completion_ids: [rows, longest sample] int64, padded on the right. completion_mask: the same shape, bool.
+        logprobs: [rows, longest sample] float32: `Sample.logprobs`, 0.0 at padding: of the policy itself, at temperature 1.
+        sampling_logprobs: the same of `Sample.processed_logprobs`: of the distribution that was sampled from.
+        prompts: [rows] int64: the prompt of each row, which is its group. finished: [rows] bool: `Sample.finished`.
+        log_weights: [rows] float32: `Sample.log_weight`, 0.0 where no weights were asked for.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    logprobs: Tensor
+    sampling_logprobs: Tensor
+    prompts: Tensor
+    finished: Tensor
+    log_weights: Tensor
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Prompts and samples, [rows, longest prompt + longest sample]: what a forward pass takes."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Of `input_ids`, int64."""
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1).long()
+
+
+def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str) -> Rollouts:
+    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No outputs, no rows."""
+    rows = [(number, output.prompt_ids, sample) for number, output in enumerate(outputs) for sample in output.samples]
+    prompt_ids, prompt_mask = _padded([list(ids) for _, ids, _ in rows], pad_id, left=True)
+    completion_ids, completion_mask = _padded([list(sample.token_ids) for *_, sample in rows], pad_id)
+    logprobs, _ = _padded([list(sample.logprobs) for *_, sample in rows], 0.0)
+    sampling_logprobs, _ = _padded([list(sample.processed_logprobs) for *_, sample in rows], 0.0)
+    made = Rollouts(
+        prompt_ids.long(), prompt_mask, completion_ids.long(), completion_mask, logprobs.float(), sampling_logprobs.float(),
+        torch.tensor([number for number, *_ in rows], dtype=torch.int64),
+        torch.tensor([sample.finished for *_, sample in rows], dtype=torch.bool),
+        torch.tensor([sample.log_weight or 0.0 for *_, sample in rows], dtype=torch.float32),
+    )  # fmt: skip
+    return Rollouts(**{name: tensor.to(device) for name, tensor in vars(made).items()})
+
+
+def _padded(rows: Sequence[Sequence[float]], value: float, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows of one length, [rows, longest], and where they are no padding."""
+    longest = max(map(len, rows), default=0)
+    filled = [[value] * (longest - len(row)) for row in rows]
+    every = [[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filled, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
+    places = torch.arange(longest)
+    mask = places >= longest - lengths if left else places < lengths
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    return torch.tensor(every, dtype=dtype).reshape(len(rows), longest), mask

@@ -1,0 +1,103 @@
+"""Rollouts by shoal for the trainers of TRL: `GRPOTrainer(..., rollout_func=shoal.integrations.trl.rollout_func(pair))`.
+
+A trainer hands its prompts to the function, each as often as it wants samples of it, and gets ids and log-probabilities back. The
+policy that is trained is the pair's target, or is copied into it before each batch of rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.api import Shoal
+from shoal.errors import RequestError
+
+RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
+"""(prompts, trainer) -> prompt_ids, completion_ids, logprobs: a list per sample each."""
+
+
+def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
+    """What a `GRPOTrainer` (or `RLOOTrainer`) of TRL takes as `rollout_func`.
+
+    Temperature, truncation, the repetition penalty, the number of new tokens and the seed are the trainer's. With its seed the
+    rollouts of a step are the same however many tokens are drafted; `seed=None` accepts more drafts.
+
+    Args:
+        pair: from `shoal.load(policy, draft=...)` with the very model that is trained, whose changed weights are read as they are;
+            or with another one of the same shape, also in 8 bits, into which they are copied before each batch of rollouts, merged
+            with their adapters.
+        options: of `Shoal.generate`, in place of the trainer's.
+
+    Returns:
+        The function. Its `logprobs` are those of the distribution that was sampled from (`Sample.processed_logprobs`).
+
+    Raises:
+        RequestError: when called, where the pair's target does not have the weights of the policy.
+    """
+
+    def rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        _follow(pair.target.hf, policy)
+        groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
+        n = groups[0][1] if groups else 1
+        if any(count != n for _, count in groups):
+            groups, n = [(prompt, 1) for prompt in prompts], 1
+        asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
+        result = pair.generate(asked, n, **_options(trainer) | options)
+        samples = [(list(output.prompt_ids), sample) for output in result for sample in output.samples]
+        return {
+            "prompt_ids": [prompt for prompt, _ in samples],
+            "completion_ids": [list(sample.token_ids) for _, sample in samples],
+            "logprobs": [list(sample.processed_logprobs) for _, sample in samples],
+        }
+
+    return rollouts
+
+
+def _options(trainer: Any) -> dict[str, Any]:
+    """Of a trainer's arguments; what it leaves out is None there."""
+    given = trainer.args
+    named = {
+        "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, "min_p": given.min_p,
+        "repetition_penalty": given.repetition_penalty, "max_new_tokens": given.max_completion_length,
+    }  # fmt: skip
+    seed = given.seed + trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index
+    return {name: value for name, value in named.items() if value is not None} | {"seed": seed}
+
+
+def _ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
+    """A prompt's tokens: a text, or the messages of a conversation."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+
+def _follow(target: nn.Module, policy: Any) -> None:
+    """Gives a target the weights of the policy, unless it is the policy, or what adapters were put into."""
+    if any(module is target for module in policy.modules()):
+        return
+    merges = hasattr(policy, "merge_adapter")
+    if merges:
+        policy.merge_adapter()
+    try:
+        missing, unexpected = target.load_state_dict(_own_names(policy.state_dict(), merges), strict=False)
+    except RuntimeError as error:
+        raise RequestError(f"the pair's target is another model than the policy: {error}") from error
+    finally:
+        if merges:
+            policy.unmerge_adapter()
+    if missing or unexpected:
+        raise RequestError(
+            f"the pair's target is another model than the policy: it misses {missing[:3]}, and does not know {unexpected[:3]}"
+        )
+
+
+def _own_names(state: Mapping[str, Tensor], adapted: bool) -> dict[str, Tensor]:
+    """The weights of a model with merged adapters by the names that they have without them."""
+    if not adapted:
+        return dict(state)
+    names = {name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in state}
+    return {names[name]: value for name, value in state.items() if ".lora_" not in name}

@@ -4,8 +4,7 @@ that it had. Adapters, hooks and replaced tensors are for its modules alone."""
 from __future__ import annotations
 
 import operator
-from itertools import repeat
-from typing import cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from shoal.models.weights.parameter import PackedWeight
 class Structure:
     """The modules of a model, its parameters and where they lie.
 
-    Each pass asks whether they have changed. Loops of the interpreter would take three times as long as maps.
+    Each pass asks whether they have changed: by maps, as loops of the interpreter would take three times as long.
 
     Args:
         hf: any module. Packed parameters may move: their matrices know it.
@@ -23,30 +22,27 @@ class Structure:
 
     def __init__(self, hf: nn.Module) -> None:
         modules = list(hf.modules())
-        children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
-        self._parents, self._names, self._children = map(list, zip(*children, strict=True)) if children else ([], [], [])
-        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._own = [module.__dict__ for module in modules]
-        self._forwards = [fields.get("forward") for fields in self._own]
-        found = [
-            (cast("dict[str, Tensor | None]", module._parameters), name, parameter)
-            for module in modules
-            for name, parameter in module._parameters.items()
-        ]
-        self._owners, self._parameter_names, self._parameters = (
-            map(list, zip(*found, strict=True)) if found else ([], [], [])
-        )
-        self._plain = [one for *_, one in found if one is not None and not isinstance(one, PackedWeight)]
+        held: list[tuple[dict[str, Any], str, Any]] = []
+        for module in modules:
+            held += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
+            held += [(module._modules, name, child) for name, child in module._modules.items()]
+            held.append((module.__dict__, "forward", module.__dict__.get("forward")))
+        self._holders = [holder for holder, _, _ in held]
+        self._names = [name for _, name, _ in held]
+        self._held = [known for *_, known in held]
+        parameters = [one for module in modules for one in module._parameters.values()]
+        self._plain = [one for one in parameters if one is not None and not isinstance(one, PackedWeight)]
         self._addresses = list(map(Tensor.data_ptr, self._plain))
-        self._hooked = list(map(len, self._hooks))
+        hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._no_hooks = [hooks for hooks in hooks if not hooks]
+        self._hooks = [(hooks, len(hooks)) for hooks in hooks if hooks]
 
     @property
     def changed(self) -> bool:
         """Whether a module, a parameter or a tensor behind one is another, or a module has other hooks or another forward."""
         return (
-            not all(map(operator.is_, map(dict.get, self._owners, self._parameter_names), self._parameters))
+            not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))
             or list(map(Tensor.data_ptr, self._plain)) != self._addresses
-            or not all(map(operator.is_, map(dict.get, self._parents, self._names), self._children))
-            or list(map(len, self._hooks)) != self._hooked
-            or not all(map(operator.is_, map(dict.get, self._own, repeat("forward")), self._forwards))
+            or any(self._no_hooks)
+            or any(len(hooks) != count for hooks, count in self._hooks)
         )

@@ -1,6 +1,17 @@
-"""Token alignment: time of masks at a vocabulary of 152,000, and recovery of the next word of held-out files.
+"""Token alignment: time of masks, property of outputs, recovery of cut words, and programs that were cut inside a token.
 
-`python benchmarks/alignment.py masks` and `python benchmarks/alignment.py words --files 200`.
+    python benchmarks/alignment.py masks                           # at a vocabulary of 152,000
+    python benchmarks/alignment.py words --files 200               # the next word of files of the standard library
+    python benchmarks/alignment.py offsets --files 200 --offsets 20  # outputs begin with the bytes of their prompts
+    python benchmarks/alignment.py classes [--problems FILE]       # pass rates; FILE: HumanEval's format, else held-out functions
+
+`naive` continues the prompt as it is cut, `aligned` takes tokens back. `uncut` continues from where the cut token of the whole text
+begins: nothing is cut there, and so many letters less are known. All greedy, on the bundled target.
+
+`classes` cuts solutions once per class, where a solution has such a place: `word` inside the letters of a token, `space` between a
+space and what follows it in the same token, `punctuation` inside a token of several signs, `prefix-indent` inside the blanks of an
+indent; `prefix-sep` behind a whole token of signs that longer tokens begin with, so that nothing is cut and `uncut` is `naive`.
+`passes` is of the program that the completion ends, in the sandbox.
 """
 
 from __future__ import annotations
@@ -9,12 +20,23 @@ import argparse
 import random
 import re
 import statistics
+import sys
 import sysconfig
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import shoal
+from held_out import problems
 from shoal.constraints.alignment_vocabulary import AlignmentVocabulary
+from shoal.constraints.token_bytes import token_bytes
+from shoal.evaluation.endings import ending
+from shoal.evaluation.execution import execute
+from shoal.evaluation.problems import Problem, read_humaneval
+from shoal.evaluation.sandbox import Sandbox
 
 VOCABULARY = 152_000
 WORD = re.compile(r"[A-Za-z_]{4,}")
@@ -39,25 +61,156 @@ def masks() -> None:
     print(f"uncached: median {statistics.median(times):.3f} ms, 99 % {sorted(times)[1979]:.3f} ms, most {max(times):.3f} ms")
 
 
-def words(files: int, cuts: int) -> None:
-    """Greedy recovery of the word that a cut goes through: naive, aligned, and from the word's beginning."""
-    pair, noise = shoal.load(), random.Random(0)
-    found = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+def sources(files: int, noise: random.Random) -> list[str]:
+    """Texts of files of the standard library, in random order."""
+    found = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     noise.shuffle(found)
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in found)
+    return [text for _, text in zip(range(files), (text for text in texts if len(text) > 2 * CONTEXT), strict=False)]
+
+
+def words(files: int, cuts: int) -> None:
+    """Greedy recovery of the word that a cut goes through, in the middle of a token."""
+    pair, noise = shoal.load(), random.Random(0)
     prompts: dict[str, list[str]] = {"naive": [], "aligned": [], "uncut": []}
     wanted: dict[str, list[str]] = {name: [] for name in prompts}
-    for path in found[:files]:
-        text = path.read_text(encoding="utf-8", errors="ignore")
+    for text in sources(files, noise):
         places = [match for match in WORD.finditer(text) if match.start() > CONTEXT]
         for match in noise.sample(places, min(cuts, len(places))):
-            cut = noise.randrange(match.start() + 1, match.end())
-            for name, end in (("naive", cut), ("aligned", cut), ("uncut", match.start())):
-                prompts[name].append(text[end - CONTEXT : end])
-                wanted[name].append(text[end : match.end()])
+            first = match.start() - CONTEXT
+            inside = [
+                (start, cut)
+                for start, end in tokens_of(pair.tokenizer, text[first : match.end()])
+                for cut in range(start + 1, end)
+                if cut > match.start() - first
+            ]
+            if not inside:
+                continue
+            start, cut = noise.choice(inside)
+            for name, end in (("naive", cut), ("aligned", cut), ("uncut", start)):
+                prompts[name].append(text[first : first + end])
+                wanted[name].append(text[first + end : match.end()])
+    recovered: dict[str, list[bool]] = {}
     for name, asked in prompts.items():
         result = pair.generate(asked, temperature=0, align=name == "aligned", max_new_tokens=8, progress=True)
-        right = sum(_begins(o.samples[0].text, rest) for o, rest in zip(result, wanted[name], strict=True))
-        print(f"{name}: {right} of {len(asked)} words")
+        recovered[name] = [_begins(o.samples[0].text, rest) for o, rest in zip(result, wanted[name], strict=True)]
+        print(f"{name}: {sum(recovered[name])} of {len(asked)} words")
+    against(recovered)
+
+
+def against(found: dict[str, list[bool]]) -> None:
+    """Cuts that one way recovers and the other does not."""
+    for other in ("naive", "uncut"):
+        pairs = list(zip(found["aligned"], found[other], strict=True))
+        print(f"aligned alone {pairs.count((True, False))}, {other} alone {pairs.count((False, True))}")
+
+
+def tokens_of(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """First and last place of the tokens of a text of ASCII characters; of other texts none."""
+    if not text.isascii():
+        return []
+    spelled = token_bytes(tokenizer)
+    ends = list(accumulate(len(spelled[token] or b"") for token in tokenizer.encode(text, add_special_tokens=False)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def offsets(files: int, count: int) -> int:
+    """Of each file so many prompts, which end at consecutive characters from a random one on: how many outputs do not begin with
+    the bytes of their prompt, or have a text that is not the rest."""
+    pair, noise = shoal.load(), random.Random(0)
+    spelled = token_bytes(pair.tokenizer)
+    asked = rewritten = cut = wrong = 0
+    for text in sources(files, noise):
+        first = noise.randrange(len(text) - 200 - count)
+        prompts = [text[first : first + 200 + n] for n in range(count)]
+        result = pair.generate(prompts, seed=asked, align=True, max_new_tokens=6)
+        for prompt, output in zip(prompts, result, strict=True):
+            (sample,) = output.samples
+            ids, own = [*output.prompt_ids, *sample.token_ids], pair.tokenizer.encode(prompt)
+            whole = b"".join(spelled[token] or b"" for token in ids)
+            begins = whole.startswith(prompt.encode())
+            short = prompt.encode().startswith(whole) and sample.finish_reason == "length" and not sample.text
+            asked += 1
+            cut += short and not begins
+            rewritten += ids[: len(own)] != own
+            right = begins and whole[len(prompt.encode()) :].decode(errors="replace") == sample.text
+            if not (right or short):
+                wrong += 1
+                print(f"wrong: {prompt[-20:]!r} is followed by {sample.text!r}, its bytes are {whole[-40:]!r}")
+    print(f"{asked} prompts of {files} files, {rewritten} of them written again by other tokens, {wrong} wrong")
+    print(f"{cut} of the outputs came to their limit of tokens before they had written the end of their prompt again")
+    return wrong
+
+
+SIGNS = re.compile(r"[^\w\s]+")
+
+
+def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, int]]]:
+    """By class: cuts of a solution, and where the cut token begins. first: where the solution begins."""
+    vocabulary = {spelled for spelled in token_bytes(tokenizer) if spelled}
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for start, end in tokens_of(tokenizer, whole):
+        token = whole[start:end]
+        if start < first:
+            continue
+        if re.fullmatch(r" ?\w+", token):
+            found["word"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
+        if re.fullmatch(r" \S+", token):
+            found["space"].append((start + 1, start))
+        if re.fullmatch(r" ?[^\w\s]{2,}", token):
+            found["punctuation"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
+        if token.isspace() and "\n" not in token and whole[start - 1] == "\n":
+            found["prefix-indent"] += [(cut, start) for cut in range(start + 1, end)]
+        if SIGNS.fullmatch(token) and any(len(own) > len(token) and own.startswith(token.encode()) for own in vocabulary):
+            found["prefix-sep"].append((end, end))
+    return found
+
+
+def given(file: Path | None, limit: int) -> list[Problem]:
+    """Problems with a published solution."""
+    if file is not None:
+        return [problem for problem in read_humaneval(file) if problem.canonical][:limit]
+    return [
+        Problem(one.name, "python", one.prompt, "\n".join(one.tests) + "\n", one.name, one.function[len(one.prompt) :])
+        for one in problems(limit)
+    ]
+
+
+def classes(file: Path | None, limit: int) -> None:
+    """Pass rates of solutions cut inside tokens, by class."""
+    pair, noise, sandbox, end = shoal.load(), random.Random(0), Sandbox(), ending("python")
+    cut: dict[str, list[tuple[Problem, int, int]]] = defaultdict(list)
+    for problem in given(file, limit):
+        whole = problem.prompt + (problem.canonical or "")
+        for name, found in places(pair.tokenizer, whole, len(problem.prompt)).items():
+            cut[name].append((problem, *noise.choice(found)))
+    print("| class | cuts | naive | aligned | uncut | aligned alone, naive alone | aligned alone, uncut alone |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, cases in sorted(cut.items()):
+        passed = {way: passes(pair, way, cases, end.stops, end.cut, sandbox) for way in ("naive", "aligned", "uncut")}
+        alone = []
+        for other in ("naive", "uncut"):
+            pairs = list(zip(passed["aligned"], passed[other], strict=True))
+            alone.append(f"{pairs.count((True, False))}, {pairs.count((False, True))}")
+        rates = " | ".join(f"{100 * sum(own) / len(own):.1f} %" for own in passed.values())
+        print(f"| {name} | {len(cases)} | {rates} | {' | '.join(alone)} |", flush=True)
+
+
+def passes(
+    pair: shoal.Shoal, way: str, cases: list[tuple[Problem, int, int]], stops: tuple[str, ...],
+    shortened: Callable[[str, str, bool], str], sandbox: Sandbox,
+) -> list[bool]:  # fmt: skip
+    """Which of the programs pass. cases: a problem, where it is cut, and where the cut token begins."""
+    texts = [
+        (problem.prompt + (problem.canonical or ""))[: start if way == "uncut" else cut] for problem, cut, start in cases
+    ]
+    result = pair.generate(texts, temperature=0, align=way == "aligned", max_new_tokens=128, stop=stops)
+    found = []
+    for (problem, _, _), text, output in zip(cases, texts, result, strict=True):
+        (sample,) = output.samples
+        written = shortened(text, sample.text, sample.finish_reason == "stop")
+        found.append(execute(problem, text[len(problem.prompt) :] + written, sandbox).passed)
+    return found
 
 
 def _begins(text: str, word: str) -> bool:
@@ -65,14 +218,25 @@ def _begins(text: str, word: str) -> bool:
     return text.startswith(word) and not re.match(r"[A-Za-z0-9_]", text[len(word) :])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("masks", "words"))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("masks", "words", "offsets", "classes"))
     parser.add_argument("--files", type=int, default=200)
     parser.add_argument("--cuts", type=int, default=3, help="words per file")
+    parser.add_argument("--offsets", type=int, default=20, help="prompts per file")
+    parser.add_argument("--problems", type=Path, metavar="FILE", help="problems with solutions, in HumanEval's format")
+    parser.add_argument("--limit", type=int, default=164, help="problems at most")
     options = parser.parse_args()
-    masks() if options.what == "masks" else words(options.files, options.cuts)
+    if options.what == "masks":
+        masks()
+    elif options.what == "words":
+        words(options.files, options.cuts)
+    elif options.what == "offsets":
+        return int(offsets(options.files, options.offsets) > 0)
+    else:
+        classes(options.problems, options.limit)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -121,3 +121,121 @@ def test_one_that_fails_before_the_first_token_refuses_its_request() -> None:
 
     with pytest.raises(RequestError, match="constraint Begins failed: KeyError"):
         run(Begins(), Even(), 0)
+
+
+# ── processors, criteria, checks that change their mind ─────────────────────────────────────────────────────────────
+
+
+class Processor:
+    """Takes 1 from an id's score; fails, if it is to, after 4 new tokens behind a prompt of 2."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.fails == "raise" and ids.shape[1] >= 2 + 4:
+            raise KeyError("at 4")
+        if self.fails == "shape" and ids.shape[1] >= 2 + 4:
+            return scores[:, 1:]
+        scores[:, 3] -= 1
+        return scores
+
+
+class Criterion:
+    """Never ends a row; fails, if it is to, at 4 new tokens behind a prompt of 2."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def __call__(self, ids: torch.Tensor, scores: Any) -> bool:
+        if self.fails and ids.shape[1] == 2 + 4:
+            raise KeyError("at 4")
+        return False
+
+
+class Forgets:
+    """A check that is no function of its state: it lets every token pass while it is drawn, and none when it is committed."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.asked = fails, 0
+
+    def start(self, row: Row) -> int:
+        return 0
+
+    def after(self, state: int, token: int) -> int | None:
+        self.asked += state + 1 == 4
+        return None if self.fails and state + 1 == 4 and self.asked > 2 else state + 1
+
+    def may_end(self, state: int) -> bool:
+        return True
+
+
+def run_all(second: dict[str, Any], other: dict[str, Any], k: int, temperature: float = 1.0) -> tuple[Engine, list[Row]]:
+    """As `run`; what the requests have is named."""
+    engine = engine_of(
+        scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB) if k else None, Fixed(k), max_batch=8, rule=Coupled()
+    )
+    rows = []
+    for prompt, given in (((1, 2), other), ((4, 5), second), ((3, 4, 5), other)):
+        sampling = Sampling(seed=3, temperature=temperature, processors=given.get("processors", ()))
+        own = {name: value for name, value in given.items() if name != "processors"}
+        rows += engine.submit(Request(prompt, 1, sampling, Limits(max_new_tokens=NEW), **own))
+    while engine.step():
+        pass
+    return engine, rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("raise", r"processor Processor failed: KeyError\('at 4'\)"),
+        ("shape", r"Processor must return scores of shape \(1, 12\)"),
+    ],
+)
+def test_the_row_of_a_failing_processor_ends_alone(fails: str, reason: str, k: int, temperature: float) -> None:
+    healthy = {"processors": [Processor()]}
+    engine, rows = run_all({"processors": [Processor(fails)]}, healthy, k, temperature)
+    _, well = run_all(healthy, healthy, k, temperature)
+    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
+    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
+    assert rows[1].tokens == well[1].tokens[: 2 + 4]
+    assert isinstance(rows[1].error, RequestError)
+    assert re.search(reason, str(rows[1].error))
+    assert engine.scheduler.idle
+    assert (engine.stats.accepted > 0) == (k > 0)
+
+
+def test_a_processor_that_fails_for_rejected_drafts_alone_is_not_noticed() -> None:
+    """Where plain decoding never comes."""
+    _, plain = run_all({}, {}, 0, 0.0)
+    path = plain[1].tokens
+
+    class Picky(Processor):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert ids.shape[1] <= 3 or ids[0].tolist() == path[: ids.shape[1]]  # what it is tried on is shorter
+            return scores
+
+    engine, rows = run_all({"processors": [Picky()]}, {}, 4, 0.0)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert {row.finish_reason for row in rows} == {"length"}
+    assert engine.stats.accepted < engine.stats.drafted
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize(
+    ("kind", "name", "reason"),
+    [
+        (Criterion, "criteria", r"stopping criterion Criterion failed: KeyError\('at 4'\)"),
+        (Forgets, "constraints", r"check Forgets let token \d+ pass, and refused it"),
+    ],
+)
+def test_the_row_of_what_fails_at_a_committed_token_ends_with_it(kind: Any, name: str, reason: str, k: int) -> None:
+    engine, rows = run_all({name: [kind(True)]}, {name: [kind()]}, k)
+    _, well = run_all({name: [kind()]}, {name: [kind()]}, k)
+    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
+    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
+    assert rows[1].tokens == well[1].tokens[: 2 + 4]
+    assert re.search(reason, str(rows[1].error))
+    assert engine.scheduler.idle

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from shoal.constraints import masks
 from shoal.engine import logprobs
 from shoal.engine.samples import finish, visible_text
-from shoal.errors import ShoalError
+from shoal.errors import RequestError, ShoalError
+from shoal.sampling.purity import name_of
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Faults, Verdict
@@ -71,11 +73,14 @@ def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 
 
 def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
-    """Commits tokens until the row ends; returns how many."""
+    """Commits tokens until the row ends; returns how many. A row whose check or criterion fails ends with that token, "error"."""
     left = row.remaining
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
-        row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= left else None)
+        try:
+            row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= left else None)
+        except RequestError as error:  # of a check or criterion that a user wrote
+            row.finish_reason, row.error = "error", error
         if row.finish_reason:
             return count
     return len(block)
@@ -90,7 +95,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
     if token in row.eos:
         return "eos"
     if row.checks:
-        row.checks = [(check, check.after(state, token)) for check, state in row.checks]
+        row.checks = [(check, _after(check, state, token)) for check, state in row.checks]
     if row.constraints:
         masks.advance(row, token)
     if row.constraints and not row.eos and masks.is_complete(row, vocab_size):
@@ -100,6 +105,25 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
     return None
 
 
+def _after(check: Any, state: Any, token: int) -> Any:
+    """The state after a token that has passed. Raises RequestError: the check answers otherwise now."""
+    try:
+        after = check.after(state, token)
+    except Exception as error:
+        raise RequestError(f"check {type(check).__name__} failed: {error!r:.200}") from error
+    if after is None:
+        raise RequestError(f"check {type(check).__name__} let token {token} pass, and refused it when it was asked again")
+    return after
+
+
 def _criteria_met(row: Row) -> bool:
+    """Whether a stopping criterion of the row says that it has ended. Raises RequestError: one of them fails."""
     ids = torch.tensor([row.tokens])
-    return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in row.request.criteria)
+    for criterion in row.request.criteria:
+        try:
+            met = bool(torch.as_tensor(criterion(ids, None)).any())
+        except Exception as error:
+            raise RequestError(f"stopping criterion {name_of(criterion)} failed: {error!r:.200}") from error
+        if met:
+            return True
+    return False

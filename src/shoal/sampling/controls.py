@@ -88,7 +88,7 @@ def controlled(
     if sampling.processors:
         # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
         scores = possible(scores, logits, positions, faults)
-        scores = penalties.process(scores, sampling.processors, positions)
+        scores = penalties.process(scores, sampling.processors, positions, faults)
     if allowed is not None:
         scores.masked_fill_(~allowed, -torch.inf)
     return scores

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.errors import RequestError
+from shoal.sampling.purity import name_of
 from shoal.types.counts import TokenCounts
+from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
 
 _POSITION_INDEPENDENT = frozenset({
@@ -180,7 +182,7 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
     return found
 
 
-def process(scores: Tensor, processors: Sequence[Any], positions: Positions) -> Tensor:
+def process(scores: Tensor, processors: Sequence[Any], positions: Positions, faults: Faults | None = None) -> Tensor:
     """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their order.
 
     Each is called once per (row, position), rows first, with the exact ids before the position (int64 [1, length]) and
@@ -188,9 +190,10 @@ def process(scores: Tensor, processors: Sequence[Any], positions: Positions) -> 
 
     Args:
         scores: [rows, q, vocab] float32 or float64, contiguous, the caller's to lose.
+        faults: receives what a processor raised, by row and column, whose scores are then left as they were.
 
     Raises:
-        RequestError: if a processor returns something else than scores of the shape it was given.
+        RequestError: without `faults`, if a processor raises, or returns something else than scores of the shape it was given.
     """
     n, q, vocab = scores.shape
     for independent, run in itertools.groupby(processors, key=position_independent):
@@ -204,7 +207,12 @@ def process(scores: Tensor, processors: Sequence[Any], positions: Positions) -> 
             for j, path in positions.paths(b, q):
                 end = len(row.tokens) + len(path)
                 ids[0, len(row.tokens) : end] = _ints(path, scores.device)
-                scores[b, j] = _chain(steps, ids[:, :end], scores[b, j, None].clone())[0]
+                try:
+                    scores[b, j] = _chain(steps, ids[:, :end], scores[b, j, None].clone())[0]
+                except RequestError as error:
+                    if faults is None:
+                        raise
+                    faults.setdefault(row, {}).setdefault(positions.first + j, error)
     return scores
 
 
@@ -217,8 +225,13 @@ def position_independent(processor: Any) -> bool:
 def _chain(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
     shape, dtype = scores.shape, scores.dtype
     for processor in processors:
-        scores = processor(ids.clone(), scores)  # a copy: it may write into its ids, which others are still to read
+        try:
+            scores = processor(ids.clone(), scores)  # a copy: it may write into its ids, which others are still to read
+        except RequestError:
+            raise
+        except Exception as error:  # of what a user wrote
+            raise RequestError(f"processor {name_of(processor)} failed: {error!r:.200}") from error
         if not isinstance(scores, Tensor) or scores.shape != shape:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise RequestError(f"processor {type(processor).__name__} must return scores of shape {tuple(shape)}, got {got}")
+            raise RequestError(f"processor {name_of(processor)} must return scores of shape {tuple(shape)}, got {got}")
     return scores.to(dtype).contiguous()

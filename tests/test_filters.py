@@ -235,9 +235,43 @@ def test_filters_that_no_text_fits_are_refused_by_name() -> None:
         made().generate([(1, 2)], constraints=[without("a"), containing("cat", "ale")])
 
 
-def test_a_conjunction_that_leaves_nothing_names_what_it_is_of() -> None:
-    with pytest.raises(RequestError, match=r"no token is left possible by .*grammar=.*constraints=\[\"without\('b'\)\"\]"):
-        made().generate([(1, 2)], seed=0, grammar=Grammar("regex", "ab"), constraints=[without("b")])
+@pytest.mark.parametrize(
+    ("grammar", "constraints", "words"),
+    [
+        (Grammar("regex", "ab"), [without("b")], r"\(without\('b'\) & matching\('ab'\)\) cannot be used: .*no text"),
+        (None, [Grammar("regex", "ab?"), Grammar("regex", "acb+")], r"matching\('ab\?'\) & .* cannot be used: .*no text"),
+        (Grammar("regex", "a+"), [Grammar("regex", "(aa)*b")], "no text"),
+        (Grammar("json_object"), [only_characters("abc")], "no token may begin a text under .*json_object.*only_characters"),
+        (
+            Grammar("lark", 'start: "a" start "b" | "c"'),
+            [matching("b+")],
+            "no token may begin a text under .*lark.*matching",
+        ),
+    ],
+)
+def test_a_conjunction_that_leaves_nothing_is_refused_at_once(
+    grammar: Grammar | None, constraints: list[Any], words: str
+) -> None:
+    shoal_ = made()
+    with pytest.raises(RequestError, match=words):
+        shoal_.generate([(1, 2)], seed=0, grammar=grammar, constraints=constraints)
+
+
+def test_a_grammar_and_an_expression_that_part_later_name_what_the_row_is_stuck_in() -> None:
+    """Of grammars that are no regular expression only the beginning is known."""
+    with pytest.raises(
+        RequestError, match=r"no token is left possible by .*grammar=.*constraints=\[\"matching\('a\+'\)\"\]"
+    ):
+        made().generate([(1, 2)], seed=0, grammar=Grammar("lark", 'start: "a" "b"'), constraints=[matching("a+")])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_expressions_and_filters_never_get_stuck(seed: int) -> None:
+    """They are one expression: "ab" may go on to "abc" by either, and to nothing that both allow."""
+    given = [Grammar("regex", "ab?c|ca*"), without("abc")]
+    (output,) = made().generate([(1, 2)], n=8, seed=seed, max_new_tokens=4, constraints=given)
+    assert all(re.fullmatch("ac|ca*|", sample.text) or sample.text == "a" for sample in output.samples)
+    assert {sample.finish_reason for sample in output.samples} <= {"eos", "length", "stop"}
 
 
 @pytest.mark.parametrize("make", [without, lambda: containing(""), lambda: only_words([]), lambda: matching("")])

@@ -48,6 +48,15 @@ def is_complete(row: Row, vocab_size: int) -> bool:
     return all(bool(mask.ends) for mask in masks) and not bool(tokens.any())
 
 
+def may_begin(row: Row, vocab_size: int) -> bool:
+    """Whether the constraints of a row that has some let a token follow together, or its text end; also where one of them fails,
+    which the row will tell."""
+    found = [calls.mask(constraint, [state], vocab_size, torch.device("cpu")) for constraint, state in row.constraints]
+    if all(bool(mask.ends) for mask in found) or bool(torch.stack([mask.tokens.cpu() for mask in found]).all(0).any()):
+        return True
+    return any(calls.why(constraint, state, vocab_size) for constraint, state in row.constraints)
+
+
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
     """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty if they all have one."""
     path = positions.path(row, column)

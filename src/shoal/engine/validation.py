@@ -10,7 +10,7 @@ from shoal.config import Grammar
 from shoal.constraints import calls, masks
 from shoal.constraints.check import Check, Cutting
 from shoal.constraints.compiler import grammars_of
-from shoal.constraints.filters import Filter, conjunction
+from shoal.constraints.filters import Filter, conjunction, matching
 from shoal.constraints.protocol import Constraint
 from shoal.engine.detokenizer import Detokenizer, characters
 from shoal.engine.memory import Memory
@@ -69,6 +69,7 @@ class RequestValidator:
                 (check, calls.begun(row, check.start)) for check in request.constraints if isinstance(check, Check)
             ]
             row.cutting = next((check for check, _ in row.checks if isinstance(check, Cutting)), None)
+        self._require_a_beginning(rows[0])
         return rows
 
     def _visible_from(self, request: Request) -> int:
@@ -103,10 +104,10 @@ class RequestValidator:
             raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
-        """The grammars', that of all filters together, then the request's own.
+        """The grammars', that of all filters and regular expressions together, then the request's own.
 
         Raises:
-            RequestError: a grammar that cannot be compiled, or not here; filters that no text fits; no constraint at all.
+            RequestError: a grammar that cannot be compiled, or not here; filters and expressions that no text fits; no constraint.
         """
         for constraint in request.constraints:
             if not isinstance(constraint, Constraint | Check | Filter | Grammar):
@@ -120,14 +121,27 @@ class RequestValidator:
         if self.tokenizer is None:
             raise RequestError("a grammar needs a tokenizer, and this engine has none")
         compiled = grammars_of(self.tokenizer, self.vocab_size)
-        return [*(compiled.constraint(grammar) for grammar in grammars), *self._filtered(filters), *own]
+        found: list[Constraint[Any]] = [
+            compiled.constraint(grammar) for grammar in grammars
+        ]  # each by itself first: errors then name the right one
+        regular = [*filters, *(matching(grammar.text) for grammar in grammars if grammar.kind == "regex")]
+        if len(regular) > 1 or filters:
+            found = [one for one, grammar in zip(found, grammars, strict=True) if grammar.kind != "regex"]
+            found.append(self._together(regular))
+        return [*found, *own]
 
-    def _filtered(self, filters: Sequence[Filter]) -> list[Constraint[Any]]:
+    def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
         """One constraint for all of them, so that it is known at once whether no text fits them together."""
-        if not filters:
-            return []
         every = conjunction(filters)
         try:
-            return [grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)]
+            return grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)
         except RequestError as error:
             raise RequestError(f"the filter {every.name} cannot be used: {error}") from error
+
+    def _require_a_beginning(self, row: Row) -> None:
+        """Raises RequestError: each of several constraints allows some first token, but all together none."""
+        given = [row.request.sampling.grammar, *row.request.constraints]
+        ours = any(isinstance(each, Grammar | Filter) for each in given)
+        if ours and len(row.constraints) > 1 and not masks.may_begin(row, self.vocab_size):
+            names = ", ".join(f"{each!r:.80}" for each in given if isinstance(each, Grammar | Filter | Constraint))
+            raise RequestError(f"no token may begin a text under all constraints of the request, {names}; leave one out")

@@ -21,7 +21,7 @@ from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax, with_syntaxes
-from shoal.constraints.weights import weighed
+from shoal.constraints.weights import read_exact, weighed
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.names import drafting_of
@@ -278,7 +278,7 @@ class Shoal:
         suffix: str | Sequence[str] | None = None,
         constraints: Sequence[AnyConstraint] = (),
         align: bool | None = None,
-        exact: bool = False,
+        exact: bool | str = False,
         syntax: str | Syntax | None = None,
         progress: bool = False,
         **options: Unpack[Options],
@@ -303,7 +303,10 @@ class Shoal:
                 in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
                 include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or filter.
             exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given that the whole text
-                is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`).
+                is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`). "smc": and rows of
+                small weight become copies of others while they run (`shoal.engine.resampling`): which ones depends on how far
+                rounds come, so that a seed gives the same samples only where draft lengths are fixed. A stream then has a row's
+                text in its last increment.
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no token is written after which the
                 text between prompt and suffix cannot be completed to a program, document or text of the grammar, and a text
                 ends by itself only where the whole parses; where it does not end by itself it is cut, see `Sample.syntax`. The
@@ -327,7 +330,7 @@ class Shoal:
     def stream(
         self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
         suffix: str | Sequence[str] | None = None, constraints: Sequence[AnyConstraint] = (),
-        align: bool | None = None, exact: bool = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
+        align: bool | None = None, exact: bool | str = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
         return self._stream(
@@ -337,7 +340,7 @@ class Shoal:
     def _stream(
         self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
         suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
-        alignment: tuple[bool | None, bool], syntax: str | Syntax | None, *, text: bool,
+        alignment: tuple[bool | None, bool | str], syntax: str | Syntax | None, *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
@@ -354,7 +357,7 @@ class Shoal:
             Request(ids, prompt=own, occurrence=occurrence, submitted_at=now, **asked)
             for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
         ]
-        align, exact = alignment
+        align, exact = alignment[0], read_exact(alignment[1])
         align = suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
         if exact and engine.rule.lossy:
             raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
@@ -363,7 +366,7 @@ class Shoal:
             requests = [aligned(request, self.tokenizer, at=at) for request, at in zip(requests, places, strict=True)]
         requests = with_syntaxes(requests, self.tokenizer, syntax, suffix)
         if exact:
-            requests = [weighed(request, aligned=align) for request in requests]
+            requests = [weighed(request, exact, aligned=align) for request in requests]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

@@ -132,7 +132,11 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
             f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
         )
     syntax = _read_syntax(sampling)
-    asked = {"align": sampling.align, "syntax": syntax and replace(syntax, left=before, right=behind)}
+    asked = {
+        "align": sampling.align,
+        "exact": sampling.exact or False,
+        "syntax": syntax and replace(syntax, left=before, right=behind),
+    }
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
     return before, asked | ({"suffix": behind} if fills else {})
 

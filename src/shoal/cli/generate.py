@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,7 +35,7 @@ from shoal.types.samples import Output, Result, Sample
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
-NOT_SAMPLING = ("n", "greedy", "align", "syntax", "members")
+NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
 """Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 
@@ -82,6 +82,13 @@ class SamplingOptions(SampleOptions):
     align: Annotated[
         bool, sampling_option("--align", help="Prompts may end inside a token, whose bytes every sample writes again.")
     ] = False
+    exact: Annotated[
+        Literal["weights", "smc"] | None,
+        sampling_option(
+            "--exact",
+            help="Weigh samples under --align so that they are samples of p; smc: and resample them while they run.",
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """The options of `Shoal.generate` that have a value; the others keep the library's defaults."""
@@ -143,8 +150,8 @@ def _run(
     with Progress() as progress:
         model = source.load()
         progress.expect(rows=len(prompts) * sampling.n)
-        stream = model.stream(prompts, sampling.n, top_logprobs=top_logprobs, align=sampling.align, **options)
-        return follow(stream, progress.add)
+        asked: dict[str, Any] = {"align": sampling.align, "exact": sampling.exact or False}
+        return follow(model.stream(prompts, sampling.n, top_logprobs=top_logprobs, **asked, **options), progress.add)
 
 
 def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interrupted: bool) -> None:
@@ -186,10 +193,17 @@ def document(result: Result, prompts: Sequence[str], shown: OutputOptions) -> di
     return {
         "prompts": [
             {"prompt": prompt, "samples": [sample_document(sample, shown) for sample in shown.samples(output)]}
+            | _worth(output)
             for output, prompt in zip(result, prompts, strict=True)
         ],
         "stats": result.stats.to_dict(),
     }
+
+
+def _worth(output: Output) -> dict[str, Any]:
+    """What weighted samples are worth together."""
+    number, mass = output.effective_samples, output.log_mass
+    return {} if number is None or mass is None else {"effective_samples": number, "log_mass": _finite(mass)}
 
 
 def sample_document(sample: Sample, shown: OutputOptions | None = None) -> dict[str, Any]:
@@ -209,6 +223,8 @@ def sample_document(sample: Sample, shown: OutputOptions | None = None) -> dict[
     }
     if sample.syntax is not None:
         entry["syntax"] = sample.syntax
+    if sample.log_weight is not None:
+        entry["log_weight"] = _finite(sample.log_weight)
     if sample.error:
         entry["error"] = sample.error
     if shown.logprobs:

@@ -39,7 +39,8 @@ def describe(sample: Sample) -> str:
     """One line on a sample: rank figure, end, size and acceptance length."""
     per_pass = len(sample.token_ids) / sample.rounds if sample.rounds else 0.0
     late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
+    weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (
-        f"mean logprob {sample.mean_logprob:.3f}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
+        f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
         f"acceptance length {per_pass:.2f}"
     )

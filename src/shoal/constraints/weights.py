@@ -2,7 +2,8 @@
 
 Each token is drawn from p given that the token is allowed, so that a text's probability is p's over the product of what p gives to
 the allowed tokens at each place. Multiplied by that product it is p's (`Sample.log_weight`): computed where constraints mask the
-vocabulary, estimated without bias where checks are asked about single tokens (`shoal.sampling.awrs`).
+vocabulary, estimated without bias where checks are asked about single tokens (`shoal.sampling.awrs`). `exact="smc"` resamples the
+rows of a request by these weights while they run (`shoal.engine.resampling`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,24 @@ from shoal.constraints.check import Check, Cutting
 from shoal.errors import RequestError
 from shoal.types.requests import Request
 
+EXACT = ("weights", "smc")
+"""Values of `exact`: weighted samples; and weighted samples of rows that are resampled while they run."""
 
-def weighed(request: Request, *, aligned: bool = False) -> Request:
+
+def read_exact(exact: bool | str) -> str:
+    """ "" for nothing, or one of `EXACT`; True is "weights". Raises RequestError: for anything else."""
+    if isinstance(exact, bool):
+        return EXACT[0] if exact else ""
+    if exact not in EXACT:
+        raise RequestError(f"exact must be True, False or one of {', '.join(EXACT)}, got {exact!r}")
+    return exact
+
+
+def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -> Request:
     """The request with weights.
 
     Args:
+        exact: one of `EXACT`.
         aligned: whether it was aligned, which limits nothing where its prompt ends with a token that cannot go on.
 
     Raises:
@@ -36,4 +50,6 @@ def weighed(request: Request, *, aligned: bool = False) -> Request:
         raise RequestError(
             "exact=True weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
         )
-    return replace(request, weighted=True)
+    if exact == "smc" and request.n < 2:
+        raise RequestError("exact='smc' draws among the rows of a request: it needs n >= 2")
+    return replace(request, weighted=True, resampled=exact == "smc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -40,6 +41,12 @@ class Detokenizer:
         self.shown = visible_from
         self.stopped = False
         self.kept: int | None = None
+
+    def copy(self) -> Detokenizer:
+        """Another one that has read the same, and goes on by itself."""
+        other = copy.copy(self)
+        other._names, other._ids, other.ends = list(self._names), list(self._ids), list(self.ends)
+        return other
 
     def push(self, token: int) -> None:
         """Adds one token."""

@@ -35,6 +35,7 @@ from shoal.engine.commit import commit
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
 from shoal.engine.prefix_cache import PrefixCache
+from shoal.engine.resampling import resample
 from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
@@ -390,6 +391,7 @@ class Engine:
             self.drafter.observe(rows, scores, verdict)
         self._remove([row for row in rows if row.finish_reason])
         self._zero_faults(scores)
+        self.stats.resampled += resample([row for row in rows if not row.finish_reason], self.target.cache, self.drafter)
 
     def _remove(self, rows: Sequence[Row]) -> None:
         """Rows leave, wherever they are."""

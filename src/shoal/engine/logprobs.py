@@ -37,6 +37,7 @@ class Logprobs:
         row.logprobs += self.raw[:taken]
         row.processed_logprobs += self.processed[:taken]
         row.top_logprobs += self.top[:taken]
+        row.log_allowed += sum(self.weights[:taken])
         row.log_weight += sum(self.weights[:taken])
         row.end_logprobs += self.ends[:taken]
 

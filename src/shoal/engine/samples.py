@@ -11,13 +11,13 @@ from shoal.types.samples import Sample
 
 
 def visible_text(row: Row, sample: Sample | None) -> str:
-    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row that may be cut anywhere is shown
-    once it has ended.
+    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row that may be cut anywhere, or become
+    a copy of another, is shown once it has ended.
 
     Args:
         sample: of the row, if it has ended.
     """
-    if row.needs_text and row.cutting is not None:
+    if row.needs_text and (row.cutting is not None or row.request.resampled):
         return "" if sample is None else sample.text
     return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
 
@@ -52,6 +52,7 @@ def finish(row: Row, now: float) -> Sample:
         in_time=row.deadline is None or now <= row.deadline,
         by_drafter=row.by_drafter,
         log_weight=row.log_weight if row.request.weighted else None,
+        log_allowed=row.log_allowed if row.request.weighted else None,
         restored=row.restored,
         syntax=syntax,
     )

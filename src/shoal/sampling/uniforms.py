@@ -30,6 +30,8 @@ class Purpose(IntEnum):
     """Accepting or rejecting the draft at this position."""
     REPLACE = 3
     """Drawing the replacement from norm(max(p - q, 0))."""
+    RESAMPLE = 4
+    """Choosing which rows of a request go on, by the number of the first one's round (`shoal.engine.resampling`)."""
     TREE = 1024
     """The first of two for each draw of a draft tree, the next child's token and its place: of a position only a tree that begins
     there draws by these."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import time
@@ -36,6 +37,7 @@ class Request:
         removed: tokens taken from the prompt, whose text the new tokens write again (`shoal.constraints.alignment`).
             removed_from: where in the prompt they were.
         weighted: samples report the weight that makes them samples of p given what the constraints allow.
+        resampled: rows of small weight become copies of others while they run (`shoal.engine.resampling`).
         owner: whose request it is; prefixes that are kept of one owner's rows are not used for another's.
     """
 
@@ -53,6 +55,7 @@ class Request:
     removed: tuple[int, ...] = ()
     removed_from: int = 0
     weighted: bool = False
+    resampled: bool = False
     owner: str = ""
     submitted_at: float = field(default_factory=time.perf_counter)
 
@@ -70,6 +73,14 @@ def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
         found.append(seen[prompt])
         seen[prompt] += 1
     return found
+
+
+_serials = itertools.count()
+_OF_A_TEXT = (
+    "prefix", "logprobs", "processed_logprobs", "top_logprobs", "logits", "drafters", "constraints", "checks", "end_logprobs",
+    "rounds", "drafted", "accepted", "drafted_by", "target_passes", "log_allowed",
+)  # fmt: skip
+"""Fields of a row that say what its text is, and how it came to be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +105,8 @@ class Row:
         serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
         visible_from: characters of the new text that the user's prompt has already (`Request.removed`); the user's text follows.
-        log_weight: natural log of the product of what p gave to the allowed tokens, if `Request.weighted`.
+        log_allowed: natural log of the product of what p gave to the allowed tokens, if `Request.weighted`. log_weight: of the
+            row's weight, which is that product until the row is resampled (`shoal.engine.resampling`).
         draft_context: most tokens of the row that its drafter can read, and has memory for. A longer row is decoded plainly.
     """
 
@@ -129,14 +141,27 @@ class Row:
     error: ShoalError | None = None
     finished_at: float | None = None
     visible_from: int = 0
+    log_allowed: float = 0.0
     log_weight: float = 0.0
     draft_context: int = sys.maxsize
-    serial: int = field(default_factory=itertools.count().__next__)
+    serial: int = field(default_factory=_serials.__next__)
     counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
     output_counts: TokenCounts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.output_counts = TokenCounts(self.prompt_length)
+
+    def become(self, other: Row, seed: int) -> None:
+        """Takes the text of another row of its group, with the states and counts that belong to it, and goes on by another seed.
+
+        Its slot stays; what is in it is the caller's to copy. Whatever was kept of the row by its serial is of no use any more.
+        """
+        self.tokens[:] = other.tokens
+        for name in _OF_A_TEXT:
+            setattr(self, name, copy.copy(getattr(other, name)))
+        self.detokenizer = None if other.detokenizer is None else other.detokenizer.copy()
+        self.counts, self.output_counts = TokenCounts(), TokenCounts(self.prompt_length)
+        self.seed, self.serial = seed, next(_serials)
 
     @property
     def prompt_length(self) -> int:

@@ -49,6 +49,8 @@ class Sample:
         top_logprobs: per token, when asked for.
         log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`); its law is p given the prompt's
             characters once samples count by their weights.
+        log_allowed: natural log of the product of what p gave to the allowed tokens; `log_weight` unless rows were resampled
+            (`exact="smc"`).
         restored: tokens of the prompt that were copied from an earlier row's (`shoal.engine.prefix_cache`); 0 where a sibling's row
             has computed the prompt.
         syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses. "cut": it did not, and `text` is
@@ -73,16 +75,17 @@ class Sample:
     in_time: bool = True
     by_drafter: Mapping[str, DraftCounts] = field(default_factory=dict)
     log_weight: float | None = None
+    log_allowed: float | None = None
     restored: int = 0
     syntax: str | None = None
 
     @property
     def ranking_logprob(self) -> float:
         """What ranks it: `mean_logprob`; with a weight the mean log-probability under the declared distribution without the
-        constraint, which is that of its `processed_logprobs` and the weight."""
-        if self.log_weight is None or not self.token_ids:
+        constraint, which is that of its `processed_logprobs` and of `log_allowed`."""
+        if self.log_allowed is None or not self.token_ids:
             return self.mean_logprob
-        return (sum(self.processed_logprobs) + self.log_weight) / len(self.token_ids)
+        return (sum(self.processed_logprobs) + self.log_allowed) / len(self.token_ids)
 
     @property
     def from_draft(self) -> tuple[bool, ...]:
@@ -113,6 +116,20 @@ def ranked(samples: Iterable[Sample]) -> list[Sample]:
     return sorted(samples, key=key)
 
 
+def log_mean(logs: Sequence[float]) -> float:
+    """Natural log of the mean of numbers that are given by their logs; -inf is 0. At least one."""
+    largest = max(logs)
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(sum(math.exp(each - largest) for each in logs) / len(logs))
+
+
+def effective(logs: Sequence[float]) -> float:
+    """Effective sample size of weights that are given by their logs, in 0..their number."""
+    mean = log_mean(logs)
+    return 0.0 if mean == -math.inf else len(logs) * math.exp(2 * mean - log_mean([2 * each for each in logs]))
+
+
 @dataclass(frozen=True)
 class Output:
     """The n samples of one prompt, in row order."""
@@ -125,6 +142,24 @@ class Output:
     def ranked(self) -> list[Sample]:
         """Finished samples first, then by mean log-probability, best first (BASS's rule)."""
         return ranked(self.samples)
+
+    @property
+    def effective_samples(self) -> float | None:
+        """How many samples of equal weight the weighted ones are worth, (sum of weights)² / sum of squares (Kong 1992), up to n;
+        0 where all weights are 0; None without weights."""
+        weights = self._weights()
+        return None if weights is None else effective(weights)
+
+    @property
+    def log_mass(self) -> float | None:
+        """Natural log of the mean weight, an unbiased estimate of the probability that p gives to the allowed texts; None without
+        weights."""
+        weights = self._weights()
+        return None if weights is None else log_mean(weights)
+
+    def _weights(self) -> list[float] | None:
+        found = [sample.log_weight for sample in self.samples if sample.log_weight is not None]
+        return found or None
 
     def __repr__(self) -> str:
         shown = f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)

@@ -1,0 +1,87 @@
+"""Sequential Monte Carlo over the rows of a request (`exact="smc"`).
+
+The rows are particles with the weights of `shoal.constraints.weights`. Where their weights have become too unequal, those that run
+are drawn anew: a row of small weight becomes a copy of one of large weight and goes on by a seed of its own, and all get the mean
+of their weights (Del Moral, Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv 2306.03081).
+
+Weighted averages over a request keep their expectation, however far each row has come and whoever decides how much a round
+commits: what a row's text will be worth in the end depends on its tokens alone, as tokens have their law whatever is drafted, and
+systematic resampling gives each text copies in the mean by its weight. Rows that have ended keep their text and weight, and so do
+rows that wait: any set of rows that is chosen by what they have written may be resampled by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from shoal.drafting.protocol import Drafter
+from shoal.sampling.uniforms import Purpose, row_seed, uniforms
+from shoal.types.requests import Row
+from shoal.types.samples import effective, log_mean
+
+LEAST = 0.5
+"""Rows are resampled where their effective number is less than this share of them."""
+
+
+class Slots(Protocol):
+    """A cache, as far as copies of rows need it (`shoal.models.cache.SlotCache`)."""
+
+    lengths: list[int]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Makes the first `length` tokens of a slot those of another."""
+
+
+def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
+    """Resamples the requests that ask for it and whose rows have too unequal weights; returns how many rows became copies.
+
+    Args:
+        rows: those that have had a round and run on. cache: of the target; it holds their tokens but the last. drafter: begins
+            anew with the rows that became copies.
+    """
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.request.resampled:
+            groups.setdefault(row.group, []).append(row)
+    copies = [copy for group in groups.values() for copy in _copies(group)]
+    replaced = [row for row, _ in copies]
+    if drafter is not None and copies:
+        drafter.end(replaced)
+    for row, source in copies:
+        row.become(source, row_seed(row.seed, row.rounds))
+        cache.copy(source.slot, row.slot, cache.lengths[source.slot])
+    if drafter is not None and copies:
+        drafter.begin(replaced)
+    return len(copies)
+
+
+def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Rows that are to become copies, each with the row that it copies; none where the weights are equal enough. Otherwise all
+    rows have got the mean weight."""
+    logs = [row.log_weight for row in rows]
+    mean = log_mean(logs)
+    if mean == -math.inf or effective(logs) >= LEAST * len(rows):
+        return []
+    counts = systematic(logs, float(uniforms(rows[0].seed, rows[0].rounds, Purpose.RESAMPLE)))
+    for row in rows:
+        row.log_weight = mean
+    sources = [row for row, count in zip(rows, counts, strict=True) for _ in range(count - 1)]
+    gone = [row for row, count in zip(rows, counts, strict=True) if not count]
+    return list(zip(gone, sources, strict=True))
+
+
+def systematic(logs: Sequence[float], uniform: float) -> list[int]:
+    """How often each of some numbered things is drawn, as often as there are things, in the mean by its weight.
+
+    Args:
+        logs: natural logs of the weights; not all -inf. uniform: in [0, 1); all draws are made by it.
+    """
+    mean = log_mean(logs)
+    sums = [0.0, *accumulate(math.exp(each - mean) for each in logs)]
+    ends = [math.floor(each - uniform) for each in sums]
+    last = math.floor(len(logs) - uniform)
+    ends = [*(min(each, last) for each in ends[:-1]), last]  # whatever rounding says
+    return [after - before for before, after in pairwise(ends)]

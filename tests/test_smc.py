@@ -1,0 +1,347 @@
+"""Rows as particles: whatever becomes a copy of what, weighted samples keep the law of p given that the text is allowed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints.check import Check
+from shoal.constraints.protocol import Allowed, Constraint
+from shoal.constraints.weights import weighed
+from shoal.engine import engine as engine_module
+from shoal.engine import resampling
+from shoal.engine.engine import Engine
+from shoal.engine.resampling import systematic
+from shoal.errors import RequestError
+from shoal.lookahead.controller import Fixed
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing.engines import engine_of
+from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.types.requests import Request, Row
+from shoal.types.samples import effective, log_mean
+
+V, EOS, NEW, ROWS, REQUESTS = 5, 4, 5, 6, 200
+SCRIPT = hashed(V, 2, spread=1.5)
+PROMPT = (0, 1)
+
+# ── drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.7, 0.2, 0.1, 0.0], [1e-9, 1.0], [3.0, 0.5, 0.25, 0.25, 2.0]])
+def test_things_are_drawn_in_the_mean_by_their_weights(weights: list[float]) -> None:
+    logs = [math.log(each) if each else -math.inf for each in weights]
+    grid = 4000
+    totals = [0] * len(weights)
+    for step in range(grid):
+        counts = systematic(logs, (step + 0.5) / grid)
+        assert sum(counts) == len(weights)
+        for place, (count, weight) in enumerate(zip(counts, weights, strict=True)):
+            assert abs(count - len(weights) * weight / sum(weights)) < 1
+            totals[place] += count
+    for total, weight in zip(totals, weights, strict=True):
+        assert total / grid == pytest.approx(len(weights) * weight / sum(weights), abs=2e-3)
+
+
+def test_effective_numbers_and_means_of_weights() -> None:
+    assert effective([0.0, 0.0, 0.0, -math.inf]) == pytest.approx(3)
+    assert effective([-700.0, -700.0]) == pytest.approx(2)
+    assert effective([-math.inf]) == 0
+    assert log_mean([math.log(0.5), -math.inf]) == pytest.approx(math.log(0.25))
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are resampled however equal their weights are."""
+    monkeypatch.setattr(resampling, "LEAST", 0.999)
+
+
+# ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def allowed(tokens: Sequence[int]) -> bool:
+    """After 0 comes 1 and after 1 no 2, whatever p thinks of it: beginnings differ in what they are worth. An end after 3."""
+    if any((before == 0 and after != 1) or (before == 1 and after == 2) for before, after in itertools.pairwise(tokens)):
+        return False
+    return EOS not in tokens or (len(tokens) > 1 and tokens[-2] == 3)
+
+
+class Asked(Check):
+    """Refuses single tokens."""
+
+    def start(self, row: Row) -> tuple[int, ...]:
+        return ()
+
+    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        return (*state, token) if allowed((*state, token)) else None
+
+    def may_end(self, state: tuple[int, ...]) -> bool:
+        return allowed((*state, EOS))
+
+
+class Masked(Constraint[tuple[int, ...]]):
+    """Masks the vocabulary."""
+
+    def begin(self, row: Row) -> tuple[int, ...]:
+        return ()
+
+    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        return (*state, token)
+
+    def mask(self, states: Any, vocab_size: int, device: torch.device) -> Allowed:
+        tokens = torch.tensor([[token != EOS and allowed((*state, token)) for token in range(V)] for state in states])
+        return Allowed(tokens, torch.tensor([allowed((*state, EOS)) for state in states]))
+
+
+@cache
+def truth() -> dict[tuple[int, ...], float]:
+    """p of every text that is allowed."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def go_on(tokens: tuple[int, ...], probability: float) -> None:
+        if len(tokens) == NEW or tokens[-1:] == (EOS,):
+            found[tokens] = probability
+            return
+        p = SCRIPT((*PROMPT, *tokens)).double().softmax(-1)
+        for token in range(V):
+            if allowed((*tokens, token)):
+                go_on((*tokens, token), probability * float(p[token]))
+
+    go_on((), 1.0)
+    return found
+
+
+def ran(constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240) -> tuple[Engine, list[list[Row]]]:
+    draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
+    engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=max_batch, rule=rule, eos=[EOS])
+    requests = [
+        weighed(Request(PROMPT, ROWS, Sampling(seed=seed), Limits(max_new_tokens=NEW), constraints=(constraint,)), exact)
+        for seed in range(REQUESTS)
+    ]
+    groups = engine.submit_all(requests)
+    while engine.step():
+        pass
+    assert all(row.error is None for rows in groups for row in rows)
+    return engine, groups
+
+
+def deviation(groups: Sequence[Sequence[Row]]) -> float:
+    """Of the mean weights of what texts begin and go on with from p of it, the greatest in standard errors over requests, which
+    are independent."""
+    expected: dict[Any, float] = defaultdict(float)
+    for text, p in truth().items():
+        for part in parts(text):
+            expected[part] += p
+    found = {part: [0.0] * len(groups) for part in expected}
+    for number, rows in enumerate(groups):
+        for row in rows:
+            for part in parts(tuple(row.tokens[2:])):
+                found[part][number] += math.exp(row.log_weight) / len(rows)
+    often = {part: values for part, values in found.items() if sum(value > 0 for value in values) >= 40}
+    assert len(often) > 10
+    spread = {part: statistics.stdev(values) / math.sqrt(len(values)) for part, values in often.items()}
+    return max(abs(statistics.mean(values) - expected[part]) / spread[part] for part, values in often.items())
+
+
+def parts(text: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """What a text is counted as; all texts are "any"."""
+    return [("any", ()), ("begins", text[:2]), ("goes on", text[2:4]), ("ends", text[-1:])]
+
+
+def by_script(row: Row) -> float:
+    """What the script gives to a row's text, as a log-probability."""
+    scores = [SCRIPT(tuple(row.tokens[:place])).double().log_softmax(-1) for place in range(2, len(row.tokens))]
+    return sum(float(own[token]) for own, token in zip(scores, row.tokens[2:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "k", "rule"),
+    [(Masked(), 0, Rejection()), (Asked(), 1, Rejection()), (Masked(), 1, Coupled())],
+    ids=["plain", "drafts", "coupled"],
+)
+def test_weights_of_texts_are_those_of_p_in_the_mean(often: None, constraint: Any, k: int, rule: Rule) -> None:
+    engine, groups = ran(constraint, k, rule)
+    assert deviation(groups) < 4.2
+    assert engine.stats.resampled > 100
+    assert 0 < engine.stats.accepted < engine.stats.drafted or not k
+
+
+def test_rows_that_take_turns_keep_the_law(often: None) -> None:
+    """Fewer slots than rows of all requests: those of a request that run are resampled among themselves."""
+    engine, groups = ran(Masked(), 1, Rejection(), max_batch=50)
+    assert deviation(groups) < 4.2
+    assert engine.stats.resampled > 100
+
+
+def test_samples_are_worth_more_than_weighted_ones() -> None:
+    def effective_number(exact: str) -> float:
+        _, groups = ran(Masked(), 0, Rejection(), exact)
+        return statistics.mean(effective([row.log_weight for row in rows]) for rows in groups)
+
+    assert effective_number("smc") > 1.1 * effective_number("weights")
+
+
+def test_a_copy_goes_on_as_its_source_would(often: None) -> None:
+    """Its tokens have the probabilities that the script gives them, so that cache, states and reports are its source's."""
+    _, groups = ran(Masked(), 1, Rejection())
+    for rows in groups:
+        for row in rows:
+            assert len(row.logprobs) == len(row.processed_logprobs) == len(row.drafters) == row.new_tokens
+            p = by_script(row)
+            assert sum(row.logprobs) == pytest.approx(p, abs=1e-4)
+            assert sum(row.processed_logprobs) + row.log_allowed == pytest.approx(p, abs=1e-4)
+
+
+# ── what it must catch ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kept_weights(become: Callable[..., None]) -> Callable[..., None]:
+    """A copy keeps the weight of its source, not the mean."""
+
+    def wrong(self: Row, other: Row, seed: int) -> None:
+        become(self, other, seed)
+        self.log_weight = other.log_allowed
+
+    return wrong
+
+
+def own_states(become: Callable[..., None]) -> Callable[..., None]:
+    """Constraints go on from what the row itself had written."""
+
+    def wrong(self: Row, other: Row, seed: int) -> None:
+        checks, constraints = self.checks, self.constraints
+        become(self, other, seed)
+        self.checks, self.constraints = checks, constraints
+
+    return wrong
+
+
+def one_seed(become: Callable[..., None]) -> Callable[..., None]:
+    """Copies go on by the seed of their source, and write the same."""
+    return lambda self, other, seed: become(self, other, other.seed)
+
+
+def same_serial(become: Callable[..., None]) -> Callable[..., None]:
+    """Uniforms that were made ahead for the row stay in use."""
+
+    def wrong(self: Row, other: Row, seed: int) -> None:
+        serial = self.serial
+        become(self, other, seed)
+        self.serial = serial
+
+    return wrong
+
+
+def test_copies_that_keep_a_weight_show_in_the_weights_of_texts(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Row, "become", kept_weights(Row.become))
+    assert deviation(ran(Masked(), 0, Rejection())[1]) > 6
+
+
+def test_states_that_are_not_copied_show_in_the_texts(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Row, "become", own_states(Row.become))
+    _, groups = ran(Masked(), 0, Rejection())
+    assert any(tuple(row.tokens[2:]) not in truth() for rows in groups for row in rows)
+
+
+def test_unequal_weights_that_are_not_made_equal_show(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources keep their weight, and copies have it too: texts of large weight count twice."""
+    right = resampling._copies
+
+    def wrong(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+        logs = [row.log_weight for row in rows]
+        found = right(rows)
+        for row, log in zip(rows, logs, strict=True):
+            row.log_weight = log
+        for row, source in found:
+            row.log_weight = source.log_weight
+        return found
+
+    monkeypatch.setattr(resampling, "_copies", wrong)
+    assert deviation(ran(Masked(), 0, Rejection())[1]) > 6
+
+
+def test_caches_of_others_show(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy's slot gets the length of its source's, and not what is in it."""
+
+    class LengthsOnly:
+        def __init__(self, cache: Any) -> None:
+            self.cache, self.lengths = cache, cache.lengths
+
+        def copy(self, source: int, target: int, length: int) -> None:
+            self.cache.lengths[target] = length
+
+    right = engine_module.resample
+    monkeypatch.setattr(engine_module, "resample", lambda rows, cache, drafter: right(rows, LengthsOnly(cache), drafter))
+    _, groups = ran(Masked(), 0, Rejection())
+    assert sum(abs(sum(row.logprobs) - by_script(row)) > 1e-3 for rows in groups for row in rows) > 20
+
+
+@pytest.mark.parametrize("wrong", [one_seed, same_serial])
+def test_copies_that_share_their_numbers_write_the_same(often: None, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each copy's seed, what it writes next is its source's, or what it would have written itself."""
+
+    def repeated() -> int:
+        """Pairs of rows of a request that wrote the same text."""
+        _, groups = ran(Masked(), 0, Coupled())
+        pairs = [(one, other) for rows in groups for place, one in enumerate(rows) for other in rows[:place]]
+        return sum(one.tokens == other.tokens for one, other in pairs)
+
+    right = repeated()
+    monkeypatch.setattr(Row, "become", wrong(Row.become))
+    found = repeated()
+    assert found > 1.2 * right if wrong is one_seed else found != right
+
+
+# ── for users ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "recycling", "bundled"])
+def test_samples_of_a_grammar_are_resampled(draft: str | None) -> None:
+    pair = shoal.load(draft=draft, compile="off", max_batch=8)
+    options: Any = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12, "grammar": Grammar("regex", "[a-z]{2}[0-9]{3} x*;")}
+    result = pair.generate("value = ", 8, exact="smc", lookahead=3, **options)
+    (output,) = result
+    assert result.stats.resampled > 0
+    assert output.effective_samples is not None
+    assert 1 <= output.effective_samples <= 8
+    assert output.log_mass is not None
+    assert output.log_mass < 0
+    for sample in output.samples:
+        assert sample.log_allowed is not None
+        assert sample.ranking_logprob == pytest.approx(
+            (sum(sample.processed_logprobs) + sample.log_allowed) / len(sample.token_ids)
+        )
+    assert pair.generate("value = ", 8, exact="smc", lookahead=3, **options)[0].samples[0].text == output.samples[0].text
+
+
+def test_a_stream_has_the_text_of_rows_once_they_have_ended() -> None:
+    pair = shoal.load(compile="off")
+    options: Any = {"grammar": Grammar("regex", "[a-z]{2}[0-9]{3}x*;"), "max_new_tokens": 12, "seed": 2}
+    stream = pair.stream("value = ", 6, exact="smc", lookahead=2, **options)
+    texts = defaultdict(str)
+    for increment in stream:
+        texts[increment.sample] += increment.text
+        assert not increment.text or increment.result is not None
+    assert stream.result().stats.resampled > 0
+    assert [texts[row] for row in range(6)] == [sample.text for sample in stream.result()[0].samples]
+
+
+def test_what_cannot_be_resampled_is_refused() -> None:
+    pair = shoal.load(compile="off")
+    options: Any = {"grammar": Grammar("regex", "[0-9]+"), "max_new_tokens": 4}
+    with pytest.raises(RequestError, match="n >= 2"):
+        pair.generate("1", 1, exact="smc", **options)
+    with pytest.raises(RequestError, match="one of weights, smc"):
+        pair.generate("1", 4, exact="all", **options)
+    (output,) = pair.generate("1", 2, **options)
+    assert output.effective_samples is None
+    assert output.log_mass is None

@@ -113,7 +113,7 @@ def test_what_is_wrong_with_a_line_is_its_answer(tmp_path: Path) -> None:
         "not json", '["a list"]', {"id": "field", "prompt": "x", "nn": 2}, {"id": "stream", "prompt": "x", "stream": True},
         {"id": "model", "prompt": "x", "model": "other"}, {"id": "none"}, {"id": [1], "prompt": "x"},
         {"id": "long", "prompt": "x" * (CONTEXT + 1)}, {"id": "half", "prompt": "\ud800"}, {"id": "good", "prompt": "x"},
-        {"id": "range", "prompt": "x", "temperature": -1}, {"id": "many", "prompt": "x", "n": 65},
+        {"id": "range", "prompt": "x", "temperature": -1}, {"id": "many", "prompt": "x", "n": 257},
     ]  # fmt: skip
     found: list[Any] = []
     recipe(pair()).offline().answer(read_lines(write(tmp_path / "in", lines)), found.append)

@@ -129,4 +129,8 @@ def test_pages_may_read_the_notes() -> None:
     origin = "https://page.example"
     with served(pair(), origins=(origin,)) as server:
         exposed = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"origin": origin}).headers
-        assert set(exposed["access-control-expose-headers"].split(", ")) == {"x-shoal-ignored", "x-shoal-clamped"}
+        assert set(exposed["access-control-expose-headers"].split(", ")) == {
+            "x-request-id",
+            "x-shoal-ignored",
+            "x-shoal-clamped",
+        }

@@ -70,7 +70,7 @@ class NameOptions:
 class LimitOptions:
     """What a line may ask for, and what the samples may take."""
 
-    max_n: MaxNOption = 64
+    max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
     kv_memory: KvMemoryOption = None
     timeout: Annotated[float, limits_option(min=0.001, help="Seconds; samples unfinished then are written as they are.")] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,9 +61,12 @@ class NameOptions:
     """What the served model is called, and how it is asked."""
 
     name: Annotated[
-        str | None,
-        models_option(help="What clients call the model. Without it, as --model (of a path its last part), or 'bundled'."),
-    ] = None
+        list[str] | None,
+        models_option(
+            "--name", "--served-model-name",
+            help="What clients call the model; repeatable. Without it, as --model (of a path its last part), or 'bundled'.",
+        ),
+    ] = None  # fmt: skip
     chat_template: ChatTemplateOption = None
 
 
@@ -94,7 +98,7 @@ class AddressOptions:
 class LimitOptions:
     """What requests may ask for, and what they may take."""
 
-    max_n: MaxNOption = 64
+    max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
     max_grammar: Annotated[int, limits_option(min=1, help="Characters of a grammar or JSON schema.")] = 16384
     queue: Annotated[int, limits_option(min=0, help="Samples that may wait; beyond, requests are told to come again.")] = 256
@@ -179,7 +183,7 @@ def serve(
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
-    allowed = _settings(naming.name or served_name(source.model), naming.chat_template, rule, address, limits)
+    allowed = _settings(naming.name or [served_name(source.model)], naming.chat_template, rule, address, limits)
     if rule in LOSSY_RULES:
         from shoal.cli.console import stderr
 
@@ -201,12 +205,15 @@ def serve(
         run.run(served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]))
 
 
-def _settings(name: str, chat_template: Path | None, rule: str, address: AddressOptions, limits: LimitOptions) -> Settings:
+def _settings(
+    names: Sequence[str], chat_template: Path | None, rule: str, address: AddressOptions, limits: LimitOptions
+) -> Settings:
     """What the server allows. Raises RequestError for files that cannot be read and wrong hosts."""
     from shoal.serve import hosts, keys, settings
 
     return settings.Settings(
-        model=name, queue=limits.queue, max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
+        model=names[0], aliases=tuple(names[1:]), queue=limits.queue,
+        max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
         max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
         keys=keys.read_keys(address.api_key_file), origins=tuple(address.cors_origin or ()),
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),

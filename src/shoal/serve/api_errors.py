@@ -22,6 +22,12 @@ PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 """`type` by status; other statuses have "invalid_request_error", or "server_error" from 500 on."""
 
+ABSENT = {
+    404: "this server has no such path; /openapi.json lists those that it has",
+    405: "this path does not take this method; /openapi.json lists what it takes",
+}
+"""Messages by status, for requests that no route takes."""
+
 
 class ApiError(HTTPException):
     """An error of a request, with its HTTP status.
@@ -76,6 +82,8 @@ def api_error_of(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
+    if isinstance(error, HTTPException) and error.status_code in ABSENT:
+        return ApiError(error.status_code, ABSENT[error.status_code], code="unknown_route", headers=error.headers)
     if isinstance(error, HTTPException):
         code = "invalid_json" if error.status_code == 400 else None  # FastAPI raises 400 only for JSON that it cannot parse
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)

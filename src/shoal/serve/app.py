@@ -32,8 +32,10 @@ from shoal.serve.metrics import RequestMetrics
 from shoal.serve.openapi import REFUSALS
 from shoal.serve.ops import ops_routes
 from shoal.serve.page import page
+from shoal.serve.request_ids import RequestIds
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings
+from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_routes
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
 
@@ -70,7 +72,8 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     if settings.origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
-    openapi.install(app)
+    app.add_middleware(RequestIds)
+    openapi.install(app, [CompletionRequest, ChatRequest, InfillRequest, TokenizeRequest, DetokenizeRequest])
     return app
 
 
@@ -87,7 +90,7 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
         request.state.owner = owner_of(given.credentials if given else "")
 
     router = APIRouter(dependencies=[Depends(authorised)] if settings.keys else [])
-    model = _model(handler)
+    models_by_name = {name: _model(handler, name) for name in settings.names}
 
     async def answer(request: Request, path: str) -> Response:
         fields, owner = await bodies.read(request, settings.max_body), getattr(request.state, "owner", "")
@@ -115,19 +118,20 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
 
     @router.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> response_models.ModelList:
-        """The model that is served."""
-        return response_models.ModelList(object="list", data=[model])
+        """The model that is served, under each of its names."""
+        return response_models.ModelList(object="list", data=list(models_by_name.values()))
 
     @router.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def one_model(name: str) -> response_models.Model:
         """The same by its name."""
         handler.require_model(name)
-        return model
+        return models_by_name[name]
 
+    router.include_router(token_routes(handler))
     return router
 
 
-def _model(handler: ApiHandler) -> response_models.Model:
+def _model(handler: ApiHandler, name: str) -> response_models.Model:
     shoal, settings, engine = handler.shoal, handler.settings, handler.worker.thread.engine
     about = {
         "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
@@ -138,7 +142,7 @@ def _model(handler: ApiHandler) -> response_models.Model:
         "lossy": engine.stats.lossy or None,
     }  # fmt: skip
     return response_models.Model(
-        id=settings.model, object="model", created=int(time.time()), owned_by="shoal", shoal=about
+        id=name, object="model", created=int(time.time()), owned_by="shoal", max_model_len=engine.context, shoal=about
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from shoal.serve.api_formats import FORMATS, ApiFormat
 from shoal.serve.infill import InfillResponse
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.metrics import Metrics
+from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_parser import ParsedRequest, RequestParser
 from shoal.serve.responses import ApiResponse
 from shoal.serve.settings import Settings
@@ -29,15 +30,17 @@ class ApiHandler:
         make_engine: engines of `shoal`, see `EngineThread`.
 
     Attributes:
-        worker: the caller starts its thread, on its event loop.
+        worker: the caller starts its thread, on its event loop. encoder: of prompts. context: tokens that the model takes.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:
         self.shoal, self.settings, self.metrics = shoal, settings, Metrics()
         self.worker = Worker(make_engine, settings.queue, self.metrics)
         engine, capacity = self.worker.thread.engine, self.worker.capacity
+        self.context = engine.context
+        self.encoder = PromptEncoder(shoal.tokenizer, engine.target.vocab_size, settings.chat_template)
         self._parser = RequestParser(
-            shoal.tokenizer, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
+            self.encoder, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
         )  # fmt: skip
 
     async def handle(self, path: str, fields: dict[str, Any], owner: str = "") -> ApiResponse:
@@ -52,7 +55,8 @@ class ApiHandler:
         """
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
-        return ApiResponse(self.worker, self.shoal.tokenizer, self.settings.model, api, _owned(parsed, owner))
+        name = str(fields.get("model") or self.settings.model)
+        return ApiResponse(self.worker, self.shoal.tokenizer, name, api, _owned(parsed, owner))
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
         """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it cannot be served."""
@@ -64,15 +68,15 @@ class ApiHandler:
         request = bodies.validated(InfillRequest, fields)
         return request, self._parser.infill(request)
 
-    def require_model(self, name: str) -> None:
-        """Raises ApiError for a name that is not the served model's."""
-        if name != self.settings.model:
-            message = f"there is no model {name!r} here; this server has {self.settings.model!r}"
+    def require_model(self, name: str | None) -> None:
+        """Raises ApiError for a name that is not one of the served model's; None is the model itself."""
+        if name is not None and name not in self.settings.names:
+            message = f"there is no model {name!r} here; this server has {', '.join(map(repr, self.settings.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _parsed(self, api: type[ApiFormat], fields: dict[str, Any]) -> ParsedRequest:
         request = bodies.validated(api.request_model, fields)
-        self.require_model(request.model or self.settings.model)
+        self.require_model(request.model or None)
         return self._parser.parse(request)
 
 

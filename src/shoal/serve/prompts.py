@@ -44,6 +44,21 @@ class PromptEncoder:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return tuple(prompt)
 
+    def encode_text(self, text: str, special: bool) -> tuple[int, ...]:
+        """Ids of a text, with or without the special tokens that the tokenizer adds."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, ids: Sequence[int], field: str) -> str:
+        """The text of ids of the field of that name, special tokens included. Raises ApiError for ids that there are not."""
+        if ids and max(ids) >= self._vocab_size:
+            message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
     def aligned(self, request: Request, prompt: Prompt, suffix: str | None) -> Request:
         """The request of a prompt, and of a suffix if there is one, aligned where the prompt ends. Raises ApiError."""
         at = middle_prompt(self._tokenizer, prompt, suffix).end if suffix is not None and isinstance(prompt, str) else None
@@ -101,7 +116,7 @@ class PromptEncoder:
         plain = [message.plain() for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                plain, chat_template=self._template, tokenize=False, add_generation_prompt=True, **variables
+                plain, chat_template=self._template, tokenize=False, **{"add_generation_prompt": True, **variables}
             )
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # a template is a program that may raise anything

@@ -57,9 +57,9 @@ class RequestParser:
     """
 
     def __init__(
-        self, tokenizer: Any, eos: Sequence[int], vocab_size: int, context: int, capacity: int, settings: Settings
+        self, encoder: PromptEncoder, eos: Sequence[int], vocab_size: int, context: int, capacity: int, settings: Settings
     ) -> None:
-        self._encoder = PromptEncoder(tokenizer, vocab_size, settings.chat_template)
+        self._encoder = encoder
         self._eos, self._vocab_size, self._context, self._capacity = tuple(eos), vocab_size, context, capacity
         self._settings = settings
 

@@ -206,6 +206,7 @@ class Model(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int = Field(description="Tokens of the model's context.")
     shoal: dict[str, Any]
 
 

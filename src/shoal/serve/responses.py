@@ -24,6 +24,10 @@ from shoal.types.samples import Sample, ranked
 EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 """The sample of a request for no tokens."""
 
+KEEP_ALIVE_SECONDS = 15.0
+"""A stream that has nothing to send for so long sends a comment, so that proxies do not close its connection."""
+KEEP_ALIVE = b": keep-alive\n\n"
+
 
 @dataclass
 class ApiResponse:
@@ -50,7 +54,8 @@ class ApiResponse:
         parsed, submission = self.parsed, self._submission()
         async with self._serving(submission):
             prompts = await self._scored_prompts()
-            ends = sorted([update async for update in self._updates(submission)], key=lambda update: update.index)
+            ends = [update async for update in self._updates(submission) if update is not None]
+        ends.sort(key=lambda update: update.index)
         samples = [update.sample for update in ends if update.sample is not None]
         if all(update.error is not None for update in ends):
             raise failure(ends[0].error)
@@ -74,7 +79,10 @@ class ApiResponse:
             yield self._first_events(choices, await self._scored_prompts())
             samples: dict[int, Sample] = {}
             try:
-                async for update in self._updates(submission):
+                async for update in self._updates(submission, KEEP_ALIVE_SECONDS):
+                    if update is None:
+                        yield KEEP_ALIVE
+                        continue
                     yield self._chunk(choices[update.index].chunk(update))
                     if update.sample is not None:
                         samples[update.index] = update.sample
@@ -100,9 +108,9 @@ class ApiResponse:
             async with self.worker.serving(submission):
                 yield
 
-    async def _updates(self, submission: Submission) -> AsyncIterator[RowUpdate]:
-        """Of the submission; if nothing is to be generated, of rows without tokens."""
-        async for update in submission.updates():
+    async def _updates(self, submission: Submission, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
+        """Of the submission, with None after so many seconds without one; if nothing is to be generated, of rows without tokens."""
+        async for update in submission.updates_or_silence(silence):
             yield update
         if not self.parsed.requests:
             for index in range(self.parsed.rows):

@@ -13,7 +13,7 @@ class Settings:
     """Limits and defaults of a server, validated on creation.
 
     Attributes:
-        model: the name of the model in requests and answers.
+        model: the name of the model in requests and answers. aliases: further names under which requests may ask for it.
         queue: rows that may wait beyond those that are decoded. max_n: most samples of a prompt, `best_of` included.
         max_tokens: most new tokens of a sample. max_logprobs: most alternatives per token. max_body: bytes of a request.
         max_grammar: characters of a grammar or schema; the time to compile one may grow with their square.
@@ -27,7 +27,7 @@ class Settings:
 
     model: str
     queue: int = 256
-    max_n: int = 64
+    max_n: int = 256
     max_tokens: int = 1024
     max_logprobs: int = 20
     max_body: int = 2 * 2**20
@@ -39,6 +39,12 @@ class Settings:
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None
     members: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, its own first."""
+        return tuple(dict.fromkeys((self.model, *self.aliases)))
 
     def __post_init__(self) -> None:
         if self.members:

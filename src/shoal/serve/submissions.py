@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import anyio
 
 from shoal.errors import ShoalError
 from shoal.types.requests import Request, Row
@@ -81,8 +84,19 @@ class Submission:
         Raises:
             Exception: the error that ended all rows.
         """
+        async for update in self.updates_or_silence(math.inf):
+            if update is not None:
+                yield update
+
+    async def updates_or_silence(self, seconds: float) -> AsyncIterator[RowUpdate | None]:
+        """The same, and None whenever there was nothing for so many seconds."""
         while self.open:
-            updates = await self.inbox.get()
+            updates: list[RowUpdate] | Exception | None = None
+            with anyio.move_on_after(seconds):
+                updates = await self.inbox.get()
+            if updates is None:
+                yield None
+                continue
             if isinstance(updates, Exception):
                 raise updates
             self.unread -= sum(update.size for update in updates)

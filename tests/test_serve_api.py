@@ -449,6 +449,41 @@ def bundled() -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.parametrize("exact", ["weights", "smc"])
+def test_samples_are_weighed(bundled: Served, exact: str) -> None:
+    grammar = {"type": "regex", "text": "[a-z]{2}[0-9]{3} x*;"}
+    before = bundled.worker.thread.engine.stats.resampled
+    body: dict[str, Any] = {
+        "prompt": "value = ",
+        "temperature": 1.0,
+        "seed": 7,
+        "n": 6,
+        "max_tokens": 10,
+        "grammar": grammar,
+    }
+    weights = [took["log_weight"] for took in bundled.post(**body, exact=exact).json()["usage"]["choices"]]
+    assert len(set(weights)) > 1 or exact == "smc"
+    assert all(weight < 0 for weight in weights)
+    assert (bundled.worker.thread.engine.stats.resampled > before) is (exact == "smc")
+    assert "log_weight" not in bundled.post(**body).json()["usage"]["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"exact": "weights", "temperature": 1.0}, "weighs samples by what limits them"),
+        ({"exact": "weights", "align": True, "temperature": 0}, "temperature=0"),
+        ({"exact": "smc", "align": True, "n": 2, "stream": True}, "leave out stream"),
+        ({"exact": "smc", "align": True}, "n >= 2"),
+        ({"exact": "all", "align": True}, "exact"),
+    ],
+)
+def test_what_cannot_be_weighed_is_refused(server: Served, body: dict[str, Any], words: str) -> None:
+    refused = server.post(**body)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"] + str(refused.json()["error"]["param"])
+
+
 def test_syntax_cuts_middles_where_they_parse(bundled: Served) -> None:
     left, right = "def add(a, b):\n    c = a +", "\n    return c\n"
     body = {"prompt": left, "suffix": right, "syntax": "python", "n": 4, "max_tokens": 12, "seed": 3}

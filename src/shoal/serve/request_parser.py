@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.serve.api_errors import ApiError
+from shoal.constraints.weights import weighed
+from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.bodies import validated
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.prompts import Prompt, PromptEncoder
@@ -65,7 +66,8 @@ class RequestParser:
 
     def parse(self, request: BaseRequest) -> ParsedRequest:
         """Raises ApiError or RequestError for what cannot be served."""
-        return self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
+        parsed = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
+        return parsed if request.exact is None else _weighed(request, request.exact, parsed)
 
     def _completion(self, request: BaseRequest) -> ParsedRequest:
         assert isinstance(request, CompletionRequest)
@@ -205,6 +207,17 @@ class RequestParser:
         if rows > self._capacity:
             param = "prompt" if prompts > drawn else "n"
             raise ApiError(400, f"{rows} samples were asked for at once; this server takes {self._capacity}", param=param)
+
+
+def _weighed(request: BaseRequest, exact: str, parsed: ParsedRequest) -> ParsedRequest:
+    """With weights, whose requests are aligned already. Raises ApiError: nothing limits their tokens, or they cannot be weighed."""
+    if exact == "smc" and request.stream:
+        raise ApiError(400, "exact 'smc' replaces samples while they run: leave out stream", param="exact")
+    aligned = isinstance(request, CompletionRequest) and (
+        request.align or (request.align is None and request.suffix is not None)
+    )
+    with naming("exact"):
+        return replace(parsed, requests=[weighed(one, exact, aligned=bool(aligned)) for one in parsed.requests])
 
 
 def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:

@@ -49,6 +49,7 @@ class ChoiceUsage(BaseModel):
         None,
         description="With `syntax`: complete (it ended by itself), cut (where it parses) or incomplete (it parses nowhere).",
     )
+    log_weight: float | None = Field(None, description="With `exact`: natural log of its weight.")
     error: str | None = None
 
 

@@ -162,6 +162,7 @@ class ApiResponse:
                     "mean_logprob": finite(sample.mean_logprob),
                     "ended_by": sample.finish_reason, "finished": sample.finished,
                     **({} if sample.syntax is None else {"syntax": sample.syntax}),
+                    **({} if sample.log_weight is None else {"log_weight": finite(sample.log_weight)}),
                     "error": sample.error and public(sample.error),
                 }
                 for index, sample in enumerate(returned)

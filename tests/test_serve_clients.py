@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 HARMLESS: dict[str, Any] = {
     "user": "me", "safety_identifier": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "low", "verbosity": "low", "parallel_tool_calls": False,
+    "reasoning_effort": "low", "verbosity": "low",
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_the_official_client_sends_back_what_it_got(server: Served) -> None:
     for field in ({"tool_calls": [{"id": "x"}]}, {"refusal": "no"}, {"audio": {"id": "x"}}):
         with pytest.raises(openai.BadRequestError) as error:
             client.create(model="tiny", messages=[{**said, **field}])
-        assert error.value.param.endswith(next(iter(field)))
+        assert f".{next(iter(field))}" in error.value.param
     with pytest.raises(openai.BadRequestError, match="modalities"):
         client.create(model="tiny", messages=MESSAGES, modalities=["text", "audio"])
 

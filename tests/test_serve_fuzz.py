@@ -63,6 +63,10 @@ def fuzzed(description: Any, path: str, method: str, examples: int, mode: Genera
     def answered(case: schemathesis.Case, kept: set[str] | None) -> None:
         if mode == GenerationMode.POSITIVE and isinstance(case.body, dict) and kept is not None:
             case.body = {name: value for name, value in case.body.items() if name in kept | NEEDED}
+            if path == "/tokenize":
+                case.body = {"prompt": "x"}  # one of two fields that need not be there
+            elif isinstance(said := case.body.get("messages"), list):  # calls hold JSON as texts
+                case.body["messages"] = [{"role": one["role"], "content": one.get("content") or ""} for one in said]
         headers = {"authorization": f"Bearer {KEY}"}
         response = case.call(headers=headers)
         statuses.add(response.status_code)

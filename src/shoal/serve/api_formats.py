@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from shoal.serve.api_errors import public
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.submissions import RowUpdate, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
+from shoal.serve.tool_calls import Call, CallReader, CallRules
 
 FINISH_REASONS = {
     "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",
@@ -28,7 +30,7 @@ class ApiFormat(ABC):
 
     Args:
         index: of the choice. top_logprobs: number of alternatives per token; None = no log-probabilities.
-        details: whether the choice has the field "shoal".
+        details: whether the choice has the field "shoal". rules: what counts as a call of a tool; None = nothing does.
     """
 
     request_model: ClassVar[type[BaseRequest]]
@@ -37,8 +39,9 @@ class ApiFormat(ABC):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, tokenizer: Any, index: int, top_logprobs: int | None, details: bool) -> None:
+    def __init__(self, tokenizer: Any, index: int, top_logprobs: int | None, details: bool, rules: CallRules | None) -> None:
         self._tokenizer, self._index, self._top_logprobs, self._details = tokenizer, index, top_logprobs, details
+        self._calls = None if rules is None else CallReader(rules)
         self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
@@ -52,7 +55,7 @@ class ApiFormat(ABC):
 
     def chunk(self, update: RowUpdate) -> Json:
         """The choice of a streamed chunk."""
-        return self._choice(update, self._chunk_fields(update.text), update.tokens)
+        return self._choice(update, self._chunk_fields(update.text, update.sample is not None), update.tokens)
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """The whole choice, from the update of its end."""
@@ -60,6 +63,8 @@ class ApiFormat(ABC):
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
         reason = FINISH_REASONS[update.sample.finish_reason] if update.sample else None
+        if reason == "stop" and self._calls is not None and self._calls.found:
+            reason = "tool_calls"
         choice = {"index": self._index, **fields, "logprobs": self._logprobs(tokens), "finish_reason": reason}
         self._text_offset += sum(len(token.text) for token in tokens)
         if update.error is not None:
@@ -93,7 +98,7 @@ class ApiFormat(ABC):
     def _first_fields(self, echo: str | None) -> Json | None: ...
 
     @abstractmethod
-    def _chunk_fields(self, text: str) -> Json: ...
+    def _chunk_fields(self, text: str, ended: bool) -> Json: ...
 
     @abstractmethod
     def _text_fields(self, text: str) -> Json: ...
@@ -111,10 +116,11 @@ class CompletionFormat(ApiFormat):
     def _first_fields(self, echo: str | None) -> Json | None:
         return None if echo is None else {"text": echo}
 
-    def _chunk_fields(self, text: str) -> Json:
+    def _chunk_fields(self, text: str, ended: bool) -> Json:
         return {"text": text}
 
-    _text_fields = _chunk_fields
+    def _text_fields(self, text: str) -> Json:
+        return {"text": text}
 
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
         offsets = [self._text_offset]
@@ -147,11 +153,20 @@ class ChatFormat(ApiFormat):
     def _first_fields(self, echo: str | None) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _chunk_fields(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def _chunk_fields(self, text: str, ended: bool) -> Json:
+        before = self._calls.found if self._calls else 0
+        shown, calls = self._calls.feed(text, ended) if self._calls else (text, [])
+        delta: Json = {"content": shown} if shown else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls, before)]
+        return {"delta": delta}
 
     def _text_fields(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}}
+        shown, calls = self._calls.feed(text, True) if self._calls else (text, [])
+        message: Json = {"role": "assistant", "content": shown}
+        if calls:
+            message |= {"content": shown or None, "tool_calls": [_call(call) for call in calls]}
+        return {"message": message}
 
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
         def entry(token: int, logprob: float | None) -> Json:
@@ -164,6 +179,15 @@ class ChatFormat(ApiFormat):
                 for token in tokens
             ]
         }
+
+
+def _call(call: Call) -> Json:
+    """A call of a tool, under a fresh id of nine characters, as the templates of Mistral want them."""
+    return {
+        "id": secrets.token_hex(5)[:9],
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 COMPLETIONS, CHAT, INFILL = "/v1/completions", "/v1/chat/completions", "/infill"

@@ -103,8 +103,13 @@ class PromptEncoder:
         """The prompt's text, for `echo`."""
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
 
-    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> tuple[int, ...]:
-        """Ids of a conversation as the chat template writes it.
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        return self._template
+
+    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any], begun: str = "") -> tuple[int, ...]:
+        """Ids of a conversation as the chat template writes it, and of an answer that has begun.
 
         Raises:
             RequestError: there is no template. ApiError: the template raised an error.
@@ -118,6 +123,6 @@ class PromptEncoder:
             text = self._tokenizer.apply_chat_template(
                 plain, chat_template=self._template, tokenize=False, **{"add_generation_prompt": True, **variables}
             )
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            return tuple(self._tokenizer.encode(text + begun, add_special_tokens=False))
         except Exception as error:  # a template is a program that may raise anything
             raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error

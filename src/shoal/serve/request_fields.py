@@ -42,7 +42,7 @@ def text_or_list(value: Any) -> str:
     return "list" if isinstance(value, list) else "text"
 
 
-def _error_at(name: str, kind: str, message: str) -> PydanticCustomError:
+def error_at(name: str, kind: str, message: str) -> PydanticCustomError:
     """An error in a field of the object that is being validated."""
     return PydanticCustomError(kind, "{message}", {"message": message, "at": name})
 
@@ -51,7 +51,7 @@ def _numbers(value: Any) -> Any:
     """Rejects the first entry of an object that is not a number."""
     for name, number in value.items() if isinstance(value, dict) else ():
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise _error_at(name, "float_type", "Input should be a valid number")
+            raise error_at(name, "float_type", "Input should be a valid number")
     return value
 
 
@@ -93,7 +93,7 @@ class StrictModel(BaseModel):
         names = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in given.items():
             if name not in names and value is not None:
-                raise _error_at(name, "unknown_field", "Unknown or unsupported field")
+                raise error_at(name, "unknown_field", "Unknown or unsupported field")
         return {name: value for name, value in given.items() if name in names}
 
     def ignored_fields(self) -> Iterable[str]:

@@ -5,9 +5,10 @@ Docstrings and descriptions of the models are part of `/openapi.json`.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from shoal.serve.request_fields import (
     Bias,
@@ -20,9 +21,12 @@ from shoal.serve.request_fields import (
     Stops,
     StrictModel,
     Text,
+    error_at,
     optional,
     text_or_list,
 )
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class StreamOptions(StrictModel):
@@ -176,22 +180,99 @@ class TextPart(StrictModel):
     text: Text
 
 
+class SentFunction(StrictModel):
+    """What a call called."""
+
+    name: Text
+    arguments: Text = Field(description="A JSON object, as a text.")
+
+    @model_validator(mode="after")
+    def _object(self) -> SentFunction:
+        try:
+            given = isinstance(json.loads(self.arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            given = False
+        if not given:
+            raise error_at("arguments", "json_invalid", "Input should be a JSON object, as a text")
+        return self
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as an object."""
+        return dict(json.loads(self.arguments or "{}"))
+
+
+class SentCall(StrictModel):
+    """A call of a tool, as an answer has it."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: SentFunction
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments; none = there are no arguments.")
+    strict: bool | None = optional("Forced calls keep to the schema in any case; other calls are not forced to.")
+
+
+class Tool(StrictModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(StrictModel):
+    """The one tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(StrictModel):
     """One message of a conversation, in the form of an answer's message too: clients send those back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
-        Discriminator(text_or_list),
-    ]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = optional("May be missing only beside tool_calls.")
     name: Text | None = None
-    tool_calls: EmptyList | None = None
+    tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional("Calls that the assistant made.")
+    tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
     annotations: EmptyList | None = None
 
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise error_at("content", "missing", "Field required")
+        if self.tool_calls and self.role != "assistant":
+            raise error_at("tool_calls", "not_allowed", "Only messages of the assistant have calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: the arguments of calls are objects."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        fields = {"name": self.name, "tool_call_id": self.tool_call_id}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.parsed}}
+            for call in self.tool_calls or ()
+        ]
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return {"role": self.role, "content": content, **sent, **({"tool_calls": calls} if calls else {})}
 
 
 class ChatRequest(BaseRequest):
@@ -203,3 +284,12 @@ class ChatRequest(BaseRequest):
     logprobs: bool | None = optional("Log-probabilities of the tokens.")
     top_logprobs: NonNegative | None = optional("And of that many most probable tokens; with logprobs.")
     chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = optional("What the model may call.")
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedTool, Tag("named")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
+        ]
+        | None
+    ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
+    parallel_tool_calls: bool | None = optional("A sample may call several tools; true. Otherwise its first call counts.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.config import Grammar
 from shoal.constraints.weights import weighed
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.bodies import validated
@@ -15,6 +16,8 @@ from shoal.serve.prompts import Prompt, PromptEncoder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.sampling_params import limits_of, sampling_of
 from shoal.serve.settings import Settings
+from shoal.serve.tool_calls import CallRules
+from shoal.serve.tools import call_rules, forced_grammar, shown_tools
 from shoal.types.requests import Request, occurrences
 
 DEFAULT_MAX_TOKENS = 16
@@ -30,6 +33,7 @@ class ParsedRequest:
         drawn, returned: samples per prompt; fewer are returned than drawn with `best_of`.
         top_logprobs: alternatives per token; None = no log-probabilities. echo: texts of the prompts, if they are returned.
         headers: of the answer: what was ignored or clamped. deadline: end of the request's time, by `time.perf_counter`.
+        rules: what counts as a call of a tool; None = nothing does.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -43,6 +47,7 @@ class ParsedRequest:
     details: bool
     headers: Mapping[str, str]
     deadline: float
+    rules: CallRules | None = None
 
     @property
     def rows(self) -> int:
@@ -141,13 +146,17 @@ class RequestParser:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         n, top_logprobs = request.n or 1, (request.top_logprobs or 0) if request.logprobs else None
         self._require_capacity(n, 1)
-        ids = self._encoder.encode_messages(request.messages, request.chat_template_kwargs or {})
+        rules = call_rules(request, self._encoder.template)
+        variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
+        ids = self._encoder.encode_messages(request.messages, variables, rules.begun if rules else "")
         wanted = next(iter(given), None)
         if wanted is None:
             wanted = max(min(self._settings.max_tokens, self._context - len(ids)), 1)
         max_tokens, headers = self._clamped(wanted, [ids])
         self._require_context("messages", [ids], max_tokens)
-        return self._parsed(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
+        parsed = self._parsed(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
+        grammar = forced_grammar(request, rules, self._settings.max_grammar) if rules and rules.forced else None
+        return replace(parsed, rules=rules, requests=[_under(one, grammar) for one in parsed.requests])
 
     def _parsed(
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, returned: int,
@@ -218,6 +227,11 @@ def _weighed(request: BaseRequest, exact: str, parsed: ParsedRequest) -> ParsedR
     )
     with naming("exact"):
         return replace(parsed, requests=[weighed(one, exact, aligned=bool(aligned)) for one in parsed.requests])
+
+
+def _under(request: Request, grammar: Grammar | None) -> Request:
+    """The request under a grammar, if there is one."""
+    return request if grammar is None else replace(request, sampling=replace(request.sampling, grammar=grammar))
 
 
 def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:

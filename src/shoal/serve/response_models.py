@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Ending = Literal["stop", "length", "error"]
+Ending = Literal["stop", "length", "error", "tool_calls"]
 
 
 class Error(BaseModel):
@@ -137,11 +137,27 @@ class ChatLogprobs(BaseModel):
     content: list[ContentLogprob]
 
 
+class CalledFunction(BaseModel):
+    """What is called."""
+
+    name: str
+    arguments: str = Field(description="A JSON object, as a text.")
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
     """What the model said."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):

@@ -105,8 +105,13 @@ class ApiResponse:
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
         """`Worker.serving`, whose errors name the prompt's field: all other fields have been validated."""
         with naming(self.api.prompt_field):
-            async with self.worker.serving(submission):
-                yield
+            try:
+                async with self.worker.serving(submission):
+                    yield
+            except ApiError as error:
+                if error.param == "response_format" and self.parsed.rules is not None and self.parsed.rules.forced:
+                    error.param = "tools"  # they made the grammar
+                raise
 
     async def _updates(self, submission: Submission, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
         """Of the submission, with None after so many seconds without one; if nothing is to be generated, of rows without tokens."""
@@ -127,7 +132,7 @@ class ApiResponse:
     # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _choice(self, index: int) -> ApiFormat:
-        return self.api(self.tokenizer, index, self.parsed.top_logprobs, self.parsed.details)
+        return self.api(self.tokenizer, index, self.parsed.top_logprobs, self.parsed.details, self.parsed.rules)
 
     def _first_events(self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]]) -> bytes:
         echo: Sequence[str | None] = self.parsed.echo or [None] * len(prompts)

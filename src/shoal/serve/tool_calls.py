@@ -1,0 +1,222 @@
+"""Calls of tools in the texts of chat models: where a text holds calls, in the format of the model's chat template.
+
+The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name", "arguments"}</tool_call>`), Llama 3
+(`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name", "arguments"}]`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+
+class CallFormat(NamedTuple):
+    """How a family of models writes calls.
+
+    Attributes:
+        opening: stands before a call, or before a list of calls. closing: stands behind it.
+        arguments: the name of the field of the arguments. listed: the calls are one list.
+        bare: a text may also begin with the JSON itself: the opening is a special token, which texts do not show.
+        begun: what stands in the prompt before a forced call.
+    """
+
+    opening: str
+    closing: str
+    arguments: str
+    listed: bool
+    bare: bool
+    begun: str
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments", listed=False, bare=False, begun="<tool_call>\n")
+LLAMA = CallFormat("<|python_tag|>", ";", "parameters", listed=False, bare=True, begun="")
+MISTRAL = CallFormat("[TOOL_CALLS]", "", "arguments", listed=True, bare=True, begun="[TOOL_CALLS] ")
+MARKS = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|python_tag|>": LLAMA, '"parameters":': LLAMA}
+"""Formats by what the text of a chat template holds; the first that is there goes."""
+
+
+def format_of(template: str | None) -> CallFormat | None:
+    """The format in which a chat template writes calls; None if it writes none."""
+    return None if template is None else next((found for mark, found in MARKS.items() if mark in template), None)
+
+
+class Call(NamedTuple):
+    """A call of a tool; `arguments`: a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """What counts as a call in the samples of one request.
+
+    Attributes:
+        names: of the tools; JSON that names another one is text. forced: the sample is a call from its first character on, behind
+            an opening that stands in the prompt. parallel: a sample may have several calls; otherwise the first one counts.
+    """
+
+    format: CallFormat
+    names: Collection[str]
+    forced: bool
+    parallel: bool
+
+    @property
+    def begun(self) -> str:
+        """What stands in the prompt before a forced call."""
+        return self.format.begun if self.forced else ""
+
+
+class CallReader:
+    """Takes the text of one sample piece by piece, and separates calls from the other text.
+
+    A call is told when it is complete. What could be a call and is none comes out as text, character for character.
+
+    Attributes:
+        found: number of calls so far.
+    """
+
+    def __init__(self, rules: CallRules) -> None:
+        self._rules, self._format = rules, rules.format
+        self._waiting, self._inside, self._at_start = "", rules.forced, True
+        self._raw, self._blank = "", ""
+        self.found = 0
+
+    def feed(self, text: str, ended: bool) -> tuple[str, list[Call]]:
+        """What a piece adds: text that belongs to no call, and the calls that are complete. `ended`: it is the last piece."""
+        self._waiting += text
+        shown, calls = "", []
+        while True:
+            if not self._inside:
+                shown += self._before_opening(ended)
+            if not self._inside:
+                break
+            done, found = self._inside_step(ended)
+            calls += found
+            shown += done
+            if self._inside:
+                break
+        allowed = calls if self._rules.parallel else calls[: max(0, 1 - self.found)]
+        self.found += len(allowed)
+        return self._without_margins(shown, ended), allowed
+
+    def _before_opening(self, ended: bool) -> str:
+        """Text up to the next opening, without what may yet become one."""
+        opening, text = self._format.opening, self._waiting
+        start = text.find(opening)
+        bare = self._format.bare and self._at_start and text.lstrip()[:1] == ("[" if self._format.listed else "{")
+        if start >= 0 and not (bare and text.lstrip()[: len(opening)] != opening):
+            self._raw, self._waiting, self._inside = opening, text[start + len(opening) :], True
+            return text[:start]
+        if bare and (ended or not opening.startswith(text.lstrip())):
+            self._raw, self._waiting, self._inside = "", text, True
+            return ""
+        if self._at_start and not text.strip() and not ended:
+            return ""
+        kept = (
+            0
+            if ended
+            else next((k for k in range(min(len(opening) - 1, len(text)), 0, -1) if opening.startswith(text[-k:])), 0)
+        )
+        self._waiting = text[len(text) - kept :]
+        self._at_start = self._at_start and not text[: len(text) - kept].strip()
+        return text[: len(text) - kept]
+
+    def _inside_step(self, ended: bool) -> tuple[str, list[Call]]:
+        """Reads the JSON behind an opening. Still inside afterwards: it is not complete."""
+        body = self._waiting.lstrip()
+        try:
+            value, size = DECODER.raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ValueError) and not ended and body[:1] in ("", "{", "["):
+                return "", []
+            return self._refused(), []
+        calls = self._calls_of(value)
+        if calls is None:
+            return self._refused(), []
+        rest = body[size:]
+        closing = self._format.closing
+        blanks = rest.lstrip()
+        if closing and not ended and len(blanks) < len(closing) and closing.startswith(blanks):
+            return "", []  # the closing may follow
+        self._waiting = blanks.removeprefix(closing) if closing else rest
+        self._inside, self._at_start = False, True
+        return "", calls
+
+    def _refused(self) -> str:
+        """What was held back, which is no call."""
+        text, self._waiting = self._raw + self._waiting, ""
+        self._inside, self._raw, self._at_start = False, "", False
+        return text
+
+    def _calls_of(self, value: Any) -> list[Call] | None:
+        given = value if self._format.listed and isinstance(value, list) else [value]
+        calls = []
+        for one in given:
+            if not isinstance(one, dict) or one.get("name") not in self._rules.names:
+                return None
+            arguments: Any = next(
+                (one[name] for name in (self._format.arguments, "arguments", "parameters") if name in one), {}
+            )
+            if not isinstance(arguments, dict):
+                return None
+            calls.append(Call(one["name"], json.dumps(arguments, ensure_ascii=False)))
+        return calls or None
+
+    def _without_margins(self, shown: str, ended: bool) -> str:
+        """Text without the blanks around calls: those at the end wait until other text follows."""
+        text = self._blank + shown
+        if ended and not self.found:
+            return text
+        body = text.rstrip()
+        if not body:
+            self._blank = "" if self.found else text
+            return ""
+        self._blank = text[len(body) :]
+        return body
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a forced call of one of some tools, given their parameters by name.
+
+    Each tool's own schema stands under `$defs`, and its references lead there.
+    """
+    own = {f"tool{i}": _moved(schema, f"#/$defs/tool{i}") for i, schema in enumerate(parameters.values())}
+    calls = [
+        {
+            "type": "object", "properties": {"name": {"const": name}, rules.format.arguments: {"$ref": f"#/$defs/tool{i}"}},
+            "required": ["name", rules.format.arguments], "additionalProperties": False,
+        }
+        for i, name in enumerate(parameters)
+    ]  # fmt: skip
+    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if rules.format.listed:
+        one = {"type": "array", "items": one, "minItems": 1} | ({} if rules.parallel else {"maxItems": 1})
+    return {**one, "$defs": own}
+
+
+LITERAL = ("const", "enum", "default", "examples")
+LOCAL = re.compile("#(?:$|/)")
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to itself lead to its new place."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:] if name == "$ref" and isinstance(value, str) and LOCAL.match(value)
+        else value if name in LITERAL else _moved(value, place)
+        for name, value in schema.items()
+    }  # fmt: skip

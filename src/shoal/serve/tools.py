@@ -1,0 +1,57 @@
+"""The fields `tools` and `tool_choice` of a chat request: what counts as a call, and the grammar of a forced one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shoal.config import Grammar
+from shoal.serve.api_errors import ApiError
+from shoal.serve.request_models import ChatRequest, NamedTool, TextFormat
+from shoal.serve.tool_calls import CallRules, forced_schema, format_of
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without `parameters`."""
+
+
+def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
+    """What counts as a call in the request's samples; None if nothing does.
+
+    Raises:
+        ApiError: the choice names no tool that there is, or the chat template writes no calls.
+    """
+    names = [tool.function.name for tool in request.tools or ()]
+    choice = request.tool_choice
+    chosen = [choice.function.name] if isinstance(choice, NamedTool) else names
+    if not set(chosen) <= set(names) or (choice == "required" and not names):
+        raise ApiError(400, "tool_choice asks for a tool that is not among tools", param="tool_choice", code="invalid_value")
+    if not names or choice == "none":
+        return None
+    if len(set(names)) < len(names):
+        raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
+    found = format_of(template)
+    if found is None:
+        message = (
+            "this model's chat template writes no calls of tools: start the server with a --chat-template FILE that does"
+        )
+        raise ApiError(400, message, param="tools", code="invalid_value")
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    return CallRules(found, frozenset(chosen), forced, request.parallel_tool_calls is not False)
+
+
+def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools as chat templates take them."""
+    return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+
+
+def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
+    """The grammar of a sample that is a call. Raises ApiError: it is too long, or there is another grammar."""
+    if request.grammar is not None or not isinstance(request.response_format, TextFormat | None):
+        raise ApiError(400, "a forced call of a tool does not go with another grammar", param="tool_choice")
+    functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
+    schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
+    text = json.dumps(schema)
+    if len(text) > max_characters:
+        message = f"the schema of the tools has {len(text)} characters; this server takes {max_characters}"
+        raise ApiError(400, message, param="tools")
+    return Grammar("json_schema", text)

@@ -1,0 +1,239 @@
+"""Tools in chats, with the official client: calls that are forced by a grammar, and calls that the model makes by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from serving import Served, legible, pair, served
+from shoal.config import Grammar
+from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallReader, CallRules, forced_schema, format_of
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import History, one_hot
+
+TOKENIZER = tiny_tokenizer()
+BODY = """{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}\
+{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}<assistant>"""
+TEMPLATES = {HERMES: "{# <tool_call> #}", LLAMA: "{# <|python_tag|> #}", MISTRAL: "{# [TOOL_CALLS] #}"}
+ASKED: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def tool(name: str, **properties: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+WEATHER, TIME = tool("weather", city={"enum": ["Rome", "Oslo", "Lima"]}), tool("time", zone={"type": "integer"})
+
+
+def speaks(text: str) -> History:
+    """Says the text behind `<assistant>`, and then the end."""
+    begin, said = tuple(TOKENIZER.encode("<assistant>")), [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+
+    def script(ids: tuple[int, ...]) -> torch.Tensor:
+        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
+        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
+
+    return script
+
+
+def read(rules: CallRules, text: str, size: int) -> tuple[str, list[Call]]:
+    """What a reader makes of a text in pieces of so many characters."""
+    reader, shown, calls = CallReader(rules), "", []
+    for start in range(0, max(len(text), 1), size):
+        more, found = reader.feed(text[start : start + size], start + size >= len(text))
+        shown, calls = shown + more, calls + found
+    assert reader.found == len(calls)
+    return shown, calls
+
+
+ONE, TWO = Call("weather", '{"city": "</tool_call>; \\"}"}'), Call("time", '{"zone": 2}')
+RAW = [f'{{"name": "{call.name}", "KEY": {call.arguments}}}' for call in (ONE, TWO)]
+TEXTS = [
+    (HERMES, "Let me see.\n<tool_call>\n①\n</tool_call>\n<tool_call>\n②\n</tool_call>", "Let me see.", [ONE, TWO]),
+    (HERMES, "<tool_call>①</tool_call> and <tool_call>②", " and", [ONE, TWO]),
+    (HERMES, "a < b <tool_ca", "a < b <tool_ca", []),
+    (HERMES, "①", RAW[0].replace("KEY", "arguments"), []),
+    (HERMES, 'x <tool_call>{"name": "other", "arguments": {}}</tool_call>\n', None, []),
+    (HERMES, 'x <tool_call>{"name": "weather", "arguments": NaN}</tool_call>', None, []),
+    (HERMES, "x <tool_call>{]</tool_call> ", None, []),
+    (HERMES, "", "", []),
+    (LLAMA, "①", "", [ONE]),
+    (LLAMA, "<|python_tag|>①; ②", "", [ONE, TWO]),
+    (LLAMA, '{"a": 1} is JSON', None, []),
+    (LLAMA, "Hello {", None, []),
+    (MISTRAL, "[TOOL_CALLS] [①, ②]", "", [ONE, TWO]),
+    (MISTRAL, "[①]", "", [ONE]),
+    (MISTRAL, "Well. [TOOL_CALLS][②]", "Well.", [TWO]),
+    (MISTRAL, "[1, 2] is a list", None, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), TEXTS)
+def test_calls_are_told_from_text_however_it_is_cut(
+    form: CallFormat, text: str, shown: str | None, calls: list[Call]
+) -> None:
+    for short, raw in zip("①②", RAW, strict=True):
+        text = text.replace(short, raw.replace("KEY", form.arguments))
+    for size in (1, 2, 3, 7, 1000):
+        rules = CallRules(form, {"weather", "time"}, forced=False, parallel=True)
+        assert read(rules, text, size) == (text if shown is None else shown, calls)
+
+
+def test_one_call_is_all_where_no_more_are_wanted() -> None:
+    rules = CallRules(MISTRAL, {"time"}, forced=False, parallel=False)
+    one = '{"name": "time", "arguments": {"zone": 2}}'
+    assert read(rules, f"[{one}, {one}]", 5) == ("", [TWO])
+    assert read(CallRules(HERMES, {"time"}, False, False), f"<tool_call>{one}</tool_call>" * 2, 5) == ("", [TWO])
+
+
+def test_templates_tell_their_format() -> None:
+    assert {form: format_of(text + BODY) for form, text in TEMPLATES.items()} == {form: form for form in TEMPLATES}
+    assert format_of(BODY) is format_of(None) is None
+
+
+def test_references_lead_to_their_own_schema() -> None:
+    inner = {"$defs": {"x": {"const": {"$ref": "#/left"}}}, "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}}}
+    rules = CallRules(HERMES, {"f", "g"}, forced=True, parallel=True)
+    moved = forced_schema(rules, {"g": {}, "f": inner})["$defs"]["tool1"]
+    assert moved["properties"] == {"a": {"$ref": "#/$defs/tool1/$defs/x"}, "b": {"$ref": "#/$defs/tool1"}}
+    assert moved["$defs"] == inner["$defs"]
+
+
+# ── with the official client ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module", params=[HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"])
+def forced(request: Any) -> Iterator[tuple[Served, CallFormat]]:
+    """A server of a model that says anything."""
+    pytest.importorskip("llguidance")
+    with served(pair(legible(0), TOKENIZER), chat_template=TEMPLATES[request.param] + BODY) as running:
+        yield running, request.param
+
+
+def create(server: Served, **fields: Any) -> Any:
+    return server.client.chat.completions.create(model="tiny", **{"messages": ASKED, "tools": [WEATHER, TIME], **fields})
+
+
+def test_forced_calls_keep_to_the_schema_and_to_the_distribution(forced: tuple[Served, CallFormat]) -> None:
+    server, form = forced
+    named = {"type": "function", "function": {"name": "weather"}}
+    fields: dict[str, Any] = {"tool_choice": named, "n": 4, "seed": 3, "parallel_tool_calls": False}
+    answer = create(server, **fields)
+    assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+    cities = [json.loads(choice.message.tool_calls[0].function.arguments)["city"] for choice in answer.choices]
+    assert len(set(cities)) > 1
+    assert all(choice.message.content is None and len(choice.message.tool_calls) == 1 for choice in answer.choices)
+    plain = create(server, **fields, extra_body={"speculation": "off"})
+    assert [choice.message.tool_calls[0].function.arguments for choice in plain.choices] == [
+        choice.message.tool_calls[0].function.arguments for choice in answer.choices
+    ]
+    # The same by the library, under the grammar that is documented, behind what begins a call.
+    rules = CallRules(form, {"weather"}, forced=True, parallel=False)
+    grammar = Grammar("json_schema", json.dumps(forced_schema(rules, {"weather": WEATHER["function"]["parameters"]})))
+    prompt = "(weather)(time)<user>hi<assistant>" + form.begun
+    samples = server.shoal.generate(prompt, 4, seed=3, grammar=grammar, max_new_tokens=999, lookahead=4)[0].samples
+    said = [json.loads(sample.text)[0] if form.listed else json.loads(sample.text) for sample in samples]
+    assert [call[form.arguments]["city"] for call in said] == cities
+    assert answer.usage.completion_tokens == sum(len(sample.token_ids) for sample in samples)
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_some_tool_is_called_where_one_is_required(forced: tuple[Served, CallFormat]) -> None:
+    server, _ = forced
+    answer = create(server, tool_choice="required", n=8, seed=6)
+    for choice in answer.choices:
+        for call in choice.message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            assert [*arguments] == (["city"] if call.function.name == "weather" else ["zone"])
+    assert {choice.message.tool_calls[0].function.name for choice in answer.choices} == {"weather", "time"}
+    chunks = [*create(server, tool_choice="required", n=8, seed=6, stream=True)]
+    streamed: dict[int, list[tuple[str, str]]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                streamed.setdefault(choice.index, []).append((call.function.name, call.function.arguments))
+    assert streamed == {
+        choice.index: [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        for choice in answer.choices
+    }
+
+
+def test_a_call_that_is_cut_is_no_call(forced: tuple[Served, CallFormat]) -> None:
+    choice = create(forced[0], tool_choice="required", max_tokens=5, seed=1).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content
+
+
+TWO_CALLS = 'Both.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n' \
+    '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def free() -> Iterator[Served]:
+    """A server of a model that calls two tools."""
+    with served(pair(speaks(TWO_CALLS), TOKENIZER), chat_template=TEMPLATES[HERMES] + BODY) as running:
+        yield running
+
+
+def test_calls_that_a_model_makes_by_itself(free: Served) -> None:
+    answer = create(free, n=2)
+    for choice in answer.choices:
+        assert (choice.message.content, choice.finish_reason) == ("Both.", "tool_calls")
+        called = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+        assert called == [("weather", {"city": "Rome"}), ("time", {"zone": 1})]
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+    assert len(set(ids)) == 4
+    with free.client.chat.completions.stream(model="tiny", messages=ASKED, tools=[WEATHER, TIME]) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert (final.message.content, final.finish_reason) == ("Both.", "tool_calls")
+    assert [call.function.arguments for call in final.message.tool_calls or ()] == ['{"city": "Rome"}', '{"zone": 1}']
+    first = create(free, parallel_tool_calls=False).choices[0].message
+    assert [call.function.name for call in first.tool_calls] == ["weather"]
+
+
+def test_without_tools_the_same_text_is_text(free: Served) -> None:
+    for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}, {"tools": []}):
+        choice = create(free, **fields).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (TWO_CALLS, None, "stop")
+
+
+def test_a_conversation_goes_on_with_what_the_tool_said(free: Served) -> None:
+    message = create(free).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
+    answer = create(free, messages=[*ASKED, message.model_dump(), result], tool_choice="none")
+    prompt = "<user>hi<assistant>Both.weather:Rometime:<tool>21<assistant>"
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [TIME, TIME]}, "tools"),
+    ({"tools": [tool("bad name")]}, "tools.0.function.name"),
+    ({"tools": [tool("f", x={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
+     "messages.0.tool_calls.0.function.arguments"),
+])  # fmt: skip
+def test_what_cannot_be_called_is_refused(free: Served, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": ASKED, "tools": [WEATHER, TIME], **fields}
+    response = httpx.post(f"{free.url}/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_template_without_tools_is_told() -> None:
+    with served(pair(), chat_template=BODY) as server:
+        body = {"messages": ASKED, "tools": [WEATHER]}
+        error = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["error"]
+        assert (error["param"], "--chat-template" in error["message"]) == ("tools", True)

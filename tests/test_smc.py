@@ -25,10 +25,13 @@ from shoal.engine.resampling import systematic
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective, log_mean
+from test_eagle3 import save_eagle3
+from test_heads import save_medusa
 
 V, EOS, NEW, ROWS, REQUESTS = 5, 4, 5, 6, 200
 SCRIPT = hashed(V, 2, spread=1.5)
@@ -120,14 +123,16 @@ def truth() -> dict[tuple[int, ...], float]:
     return found
 
 
-def ran(constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240) -> tuple[Engine, list[list[Row]]]:
+def ran(
+    constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240, rows: int = ROWS, requests: int = REQUESTS
+) -> tuple[Engine, list[list[Row]]]:  # fmt: skip
     draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
     engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=max_batch, rule=rule, eos=[EOS])
-    requests = [
-        weighed(Request(PROMPT, ROWS, Sampling(seed=seed), Limits(max_new_tokens=NEW), constraints=(constraint,)), exact)
-        for seed in range(REQUESTS)
+    asked = [
+        weighed(Request(PROMPT, rows, Sampling(seed=seed), Limits(max_new_tokens=NEW), constraints=(constraint,)), exact)
+        for seed in range(requests)
     ]
-    groups = engine.submit_all(requests)
+    groups = engine.submit_all(asked)
     while engine.step():
         pass
     assert all(row.error is None for rows in groups for row in rows)
@@ -184,10 +189,29 @@ def test_rows_that_take_turns_keep_the_law(often: None) -> None:
 
 def test_samples_are_worth_more_than_weighted_ones() -> None:
     def effective_number(exact: str) -> float:
-        _, groups = ran(Masked(), 0, Rejection(), exact)
+        _, groups = ran(Masked(), 0, Rejection(), exact, requests=100)
         return statistics.mean(effective([row.log_weight for row in rows]) for rows in groups)
 
     assert effective_number("smc") > 1.1 * effective_number("weights")
+
+
+def test_errors_fall_as_rows_are_added() -> None:
+    """Mean distance in total variation of how a request's weighted samples begin from p given that the text is allowed."""
+    expected: dict[tuple[int, ...], float] = defaultdict(float)
+    for text, p in truth().items():
+        expected[text[:2]] += p / sum(truth().values())
+
+    def distance(rows: int) -> float:
+        found = []
+        for group in ran(Masked(), 0, Rejection(), rows=rows, requests=40)[1]:
+            law: dict[tuple[int, ...], float] = defaultdict(float)
+            for row in group:
+                law[tuple(row.tokens[2:4])] += math.exp(row.log_weight)
+            total = sum(law.values())
+            found.append(sum(abs(law[text] / total - p) for text, p in expected.items()) / 2)
+        return statistics.mean(found)
+
+    assert distance(36) < distance(4) / 2  # a third by the square root
 
 
 def test_a_copy_goes_on_as_its_source_would(often: None) -> None:
@@ -248,7 +272,7 @@ def test_copies_that_keep_a_weight_show_in_the_weights_of_texts(often: None, mon
 
 def test_states_that_are_not_copied_show_in_the_texts(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "become", own_states(Row.become))
-    _, groups = ran(Masked(), 0, Rejection())
+    _, groups = ran(Masked(), 0, Rejection(), requests=60)
     assert any(tuple(row.tokens[2:]) not in truth() for rows in groups for row in rows)
 
 
@@ -281,7 +305,7 @@ def test_caches_of_others_show(often: None, monkeypatch: pytest.MonkeyPatch) -> 
 
     right = engine_module.resample
     monkeypatch.setattr(engine_module, "resample", lambda rows, cache, drafter: right(rows, LengthsOnly(cache), drafter))
-    _, groups = ran(Masked(), 0, Rejection())
+    _, groups = ran(Masked(), 0, Rejection(), requests=60)
     assert sum(abs(sum(row.logprobs) - by_script(row)) > 1e-3 for rows in groups for row in rows) > 20
 
 
@@ -291,7 +315,7 @@ def test_copies_that_share_their_numbers_write_the_same(often: None, wrong: Any,
 
     def repeated() -> int:
         """Pairs of rows of a request that wrote the same text."""
-        _, groups = ran(Masked(), 0, Coupled())
+        _, groups = ran(Masked(), 0, Coupled(), requests=100)
         pairs = [(one, other) for rows in groups for place, one in enumerate(rows) for other in rows[:place]]
         return sum(one.tokens == other.tokens for one, other in pairs)
 
@@ -304,9 +328,8 @@ def test_copies_that_share_their_numbers_write_the_same(often: None, wrong: Any,
 # ── for users ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("draft", [None, "suffix", "recycling", "bundled"])
-def test_samples_of_a_grammar_are_resampled(draft: str | None) -> None:
-    pair = shoal.load(draft=draft, compile="off", max_batch=8)
+def test_samples_of_a_grammar_are_resampled() -> None:
+    pair = shoal.load(compile="off", max_batch=8)
     options: Any = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12, "grammar": Grammar("regex", "[a-z]{2}[0-9]{3} x*;")}
     result = pair.generate("value = ", 8, exact="smc", lookahead=3, **options)
     (output,) = result
@@ -317,10 +340,52 @@ def test_samples_of_a_grammar_are_resampled(draft: str | None) -> None:
     assert output.log_mass < 0
     for sample in output.samples:
         assert sample.log_allowed is not None
-        assert sample.ranking_logprob == pytest.approx(
-            (sum(sample.processed_logprobs) + sample.log_allowed) / len(sample.token_ids)
-        )
-    assert pair.generate("value = ", 8, exact="smc", lookahead=3, **options)[0].samples[0].text == output.samples[0].text
+        mean = (sum(sample.processed_logprobs) + sample.log_allowed) / len(sample.token_ids)
+        assert sample.ranking_logprob == pytest.approx(mean)
+    again = pair.generate("value = ", 8, exact="smc", lookahead=3, **options)[0]
+    assert [sample.text for sample in again.samples] == [sample.text for sample in output.samples]
+
+
+class Small(Asked):
+    """After an even token only tokens below 100, so that beginnings differ in what they are worth."""
+
+    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        return None if state and state[0] % 2 == 0 and token >= 100 else (token,)
+
+    def may_end(self, state: tuple[int, ...]) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of a target, a draft model, and heads of both kinds."""
+    folder = tmp_path_factory.mktemp("smc")
+    target, drafter = save_pair(folder)
+    return {
+        "target": str(target), "model": str(drafter), "medusa": f"medusa:{save_medusa(folder / 'medusa')}",
+        "eagle3": f"eagle3:{save_eagle3(folder / 'eagle3')}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "draft",
+    ["model", "suffix", "suffix:scope=engine", "recycling", "trigrams", "self:exit=1", "medusa", "eagle3", "suffix+model"],
+)
+def test_drafters_go_on_from_copies(often: None, places: dict[str, str], draft: str) -> None:
+    """Each row's log-probabilities are those that the target gives to its tokens, whatever rows it descends from."""
+    spec = draft.replace("model", places["model"]) if "model" in draft else places.get(draft, draft)
+    with shoal.load(places["target"], spec, dtype="float32", max_batch=8, compile="off") as pair:
+        options: Any = {"exact": "smc", "constraints": [Small()], "max_new_tokens": 10, "seed": 3, "lookahead": 3, "eos": []}
+        result = pair.generate([[1, 2, 3], [4, 5]], 6, **options)
+        assert result.stats.resampled > 0
+        assert result.stats.drafted > 0
+        for output in result:
+            for sample in output.samples:
+                ids = torch.tensor([[*output.prompt_ids, *sample.token_ids]])
+                with torch.no_grad():
+                    logits = pair.target.hf(ids).logits[0, len(output.prompt_ids) - 1 : -1].log_softmax(-1)
+                expected = logits.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_stream_has_the_text_of_rows_once_they_have_ended() -> None:

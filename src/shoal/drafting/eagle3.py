@@ -130,6 +130,12 @@ class Eagle3Drafter(ModelDrafter):
             if row in self._slots.known([row]) and self._held(row) > start + len(pieces[0]):
                 self._own[row] = start + len(pieces[0]), pieces[1:]
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        super().end([row for row, _ in copies])
+        for row, parent in copies:
+            start, pieces = self._own[parent]
+            self._own[row] = start, list(pieces)
+
     def end(self, rows: Sequence[Row]) -> None:
         super().end(rows)
         self._prompts.leave(rows)

@@ -149,6 +149,9 @@ class MedusaDrafter(Drafter):
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        self._last |= {row: self._last[parent] for row, parent in copies}
+
     def end(self, rows: Sequence[Row]) -> None:
         self._prompts.leave(rows)
         for row in rows:

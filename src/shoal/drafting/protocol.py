@@ -180,6 +180,12 @@ class Drafter(Protocol):
         """Rows left, for whatever reason."""
         return None
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        """Rows of a request are about to become copies of others of it, with their tokens: of each the row and its parent. What
+        was read of the row holds no longer; a drafter that counts the rows that leave a request does not count it."""
+        self.end([row for row, _ in copies])
+        self.begin([row for row, _ in copies])
+
     def releases(self) -> Sequence[Callable[[], None]]:
         """What gives back memory that outlives the drafter; called once it is gone."""
         return ()

@@ -147,6 +147,10 @@ class RecyclingDrafter(TextDrafter):
                 before = (*roots[rows[b]], *_last(scores.positions, b, column))
                 self._of(rows[b]).hear(before[-2:], tokens, chances)
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        for row, _ in copies:
+            self._of(row).read.pop(row, None)
+
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             table = self._of(row)

@@ -78,6 +78,12 @@ class SuffixDrafter(TextDrafter):
             place = max(place, self._corpus.place(row.tokens), key=lambda found: found.length)
         return probable(place, partial(likeliest, least=self._least), length, self.max_nodes)
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        for row, _ in copies:
+            self._texts_of(row).forget(row)
+            if self._answers is not None:
+                self._answers.leave(row, False)
+
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             texts = self._texts_of(row)
@@ -132,6 +138,10 @@ class GrowingTexts:
         """Where a row that was read stands."""
         state = self._rows[row][0]
         return Place(self.automaton, state, self.automaton.length[state]).continued()
+
+    def forget(self, row: Row) -> None:
+        """Its tokens will be others; those that were read stay for all rows."""
+        self._rows.pop(row, None)
 
     def leave(self, row: Row) -> None:
         """Reads the rest of a row for those that go on."""

@@ -146,6 +146,11 @@ class SumDrafter(Drafter):
             if row in paths:
                 self.model.roll_back(row, tokens + sum(node < own for node in paths[row]))
 
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        self._first.forget([row for row, _ in copies])
+        for member in self._members:
+            member.replace(copies)
+
     def end(self, rows: Sequence[Row]) -> None:
         self._first.forget(rows)
         for member in self._members:

@@ -39,22 +39,19 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
     """Resamples the requests that ask for it and whose rows have too unequal weights; returns how many rows became copies.
 
     Args:
-        rows: those that have had a round and run on. cache: of the target; it holds their tokens but the last. drafter: begins
-            anew with the rows that became copies.
+        rows: those that have had a round and run on. cache: of the target; it holds their tokens but the last. drafter: is
+            told of the copies.
     """
     groups: dict[int, list[Row]] = {}
     for row in rows:
         if row.request.resampled:
             groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]
-    replaced = [row for row, _ in copies]
     if drafter is not None and copies:
-        drafter.end(replaced)
+        drafter.replace(copies)
     for row, source in copies:
         row.become(source, row_seed(row.seed, row.rounds))
         cache.copy(source.slot, row.slot, cache.lengths[source.slot])
-    if drafter is not None and copies:
-        drafter.begin(replaced)
     return len(copies)
 
 

@@ -124,13 +124,14 @@ def truth() -> dict[tuple[int, ...], float]:
 
 
 def ran(
-    constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240, rows: int = ROWS, requests: int = REQUESTS
+    constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240, rows: int = ROWS, requests: int = REQUESTS,
+    seeds: Sequence[int] = (),
 ) -> tuple[Engine, list[list[Row]]]:  # fmt: skip
     draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
     engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=max_batch, rule=rule, eos=[EOS])
     asked = [
         weighed(Request(PROMPT, rows, Sampling(seed=seed), Limits(max_new_tokens=NEW), constraints=(constraint,)), exact)
-        for seed in range(requests)
+        for seed in seeds or range(requests)
     ]
     groups = engine.submit_all(asked)
     while engine.step():
@@ -185,6 +186,17 @@ def test_rows_that_take_turns_keep_the_law(often: None) -> None:
     engine, groups = ran(Masked(), 1, Rejection(), max_batch=50)
     assert deviation(groups) < 4.2
     assert engine.stats.resampled > 100
+
+
+def test_a_seed_gives_the_same_samples_in_any_company(often: None) -> None:
+    """Rows of other requests that end give their slots to rows of this one, so that those change their order."""
+
+    def texts(groups: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
+        return [[row.tokens for row in rows] for rows in groups]
+
+    alone = [ran(Masked(), 1, Coupled(), seeds=[seed])[1][0] for seed in range(40)]
+    together = ran(Masked(), 1, Coupled(), seeds=range(40))[1]
+    assert texts(together) == texts(alone)
 
 
 def test_samples_are_worth_more_than_weighted_ones() -> None:

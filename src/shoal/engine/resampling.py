@@ -43,7 +43,7 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
             told of the copies.
     """
     groups: dict[int, list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.index):  # whatever slots they have, which depends on other requests
         if row.request.resampled:
             groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]

@@ -283,7 +283,7 @@ def test_writes_into_parameters_count_and_others_end_static_passes() -> None:
     twin.reserve(2, 20)
     tokens = torch.ones(2, 2, dtype=torch.long, device=DEVICE)
     twin.feed([0, 1], tokens, [2, 2])  # makes the layers of its cache
-    with pytest.warns(RuntimeWarning, match="weights of the model were replaced"):
+    with pytest.warns(RuntimeWarning, match="weights or layers of the model were replaced"):
         twin.feed([0, 1], tokens, [2, 2])
     assert twin.static is not None
     assert "replaced" in str(twin.static.failure)

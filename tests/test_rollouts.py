@@ -170,3 +170,17 @@ def test_weights_in_bytes_are_those_of_a_new_layer(wrong: bool, monkeypatch: pyt
     layer.load_state_dict(new.state_dict())
     x = torch.randn(5, 64)
     assert torch.equal(layer(x), expected(x)) is not wrong
+
+
+@torch.no_grad()
+def test_what_transformers_puts_on_modules_to_return_hidden_states_changes_nothing() -> None:
+    """Its hooks stay; a user's own beside them are noticed."""
+    pair = pair_of()
+    lean, hf = pair.target.lean, pair.target.hf
+    if lean is None:
+        pytest.skip("passes are made by the model's modules here")
+    hf(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in hf.modules())
+    assert not lean.decoder.stale
+    _hooked(hf)
+    assert lean.decoder.stale

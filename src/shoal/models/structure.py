@@ -35,14 +35,30 @@ class Structure:
         self._addresses = list(map(Tensor.data_ptr, self._plain))
         hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._no_hooks = [hooks for hooks in hooks if not hooks]
-        self._hooks = [(hooks, len(hooks)) for hooks in hooks if hooks]
+        self._hooks = [(hooks, set(hooks)) for hooks in hooks if hooks]
 
     @property
     def changed(self) -> bool:
-        """Whether a module, a parameter or a tensor behind one is another, or a module has other hooks or another forward."""
+        """Whether a module, a parameter or a tensor behind one is another, or a module has other hooks or another forward.
+
+        Hooks of Transformers' own, which stay once a pass has returned hidden states, change nothing of what is computed.
+        """
         return (
             not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))
             or list(map(Tensor.data_ptr, self._plain)) != self._addresses
-            or any(self._no_hooks)
-            or any(len(hooks) != count for hooks, count in self._hooks)
+            or (any(self._no_hooks) and self._hooked())
+            or any(hooks.keys() != known for hooks, known in self._hooks)
         )
+
+    def _hooked(self) -> bool:
+        """Whether modules without hooks have got some that are not Transformers' own; those are known from then on."""
+        new = [hooks for hooks in self._no_hooks if hooks]
+        if not all(_is_transformers(hook) for hooks in new for hook in hooks.values()):
+            return True
+        self._no_hooks = [hooks for hooks in self._no_hooks if not hooks]
+        self._hooks += [(hooks, set(hooks)) for hooks in new]
+        return False
+
+
+def _is_transformers(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")

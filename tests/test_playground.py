@@ -78,12 +78,12 @@ def asked(page: Any, answer: str = "data: [DONE]\n\n") -> list[dict[str, Any]]:
     return got
 
 
-def eventually(what: Callable[[], bool]) -> None:
-    """Waits until it holds; a hang is a failure."""
+def eventually(page: Any, what: Callable[[], bool]) -> None:
+    """Waits until it holds; a hang is a failure. The page waits: its routes are answered only while Playwright is called."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not what():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        page.wait_for_timeout(10)
 
 
 def background(page: Any) -> str:
@@ -257,7 +257,7 @@ def test_the_gauge_says_what_is_being_measured(opened: Callable[..., Any], serve
     page.keyboard.press("Escape")
     expect(note).to_have_text("Plain decoding has not been measured.")
     page.get_by_role("button", name="Run").click()
-    eventually(lambda: bool(page.wait_for_timeout(10)) or len(held) == 2)
+    eventually(page, lambda: len(held) == 2)
     held[1].fulfill(status=200, content_type="text/event-stream", body=answer)
     expect(note).to_contain_text("Both measured just now")
     page.get_by_label("Then decode the same plainly").uncheck()
@@ -348,7 +348,7 @@ def test_every_kind_of_grammar_is_asked_for(opened: Callable[..., Any], server: 
         if written:
             text.fill(written)
         page.get_by_role("button", name="Run").click()
-        eventually(lambda: len(got) == list(KINDS).index(kind) + 1)  # noqa: B023
+        eventually(page, lambda: len(got) == list(KINDS).index(kind) + 1)  # noqa: B023
         expect(page.get_by_role("status")).to_contain_text("0 tokens")
         link = opened(page.evaluate("location.href"))
         assert link.get_by_label("Grammar", exact=True).input_value() == kind
@@ -466,7 +466,7 @@ def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> N
             page.keyboard.press(way)
         expect(page.get_by_role("status")).to_have_text("Stopped.")
         gate.opened.set()
-        eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
+        eventually(page, lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
         assert (
             server.worker.thread.engine.stats.committed < 3 * 900
         )  # and nothing was run to compare with what had been stopped

@@ -1,7 +1,7 @@
 """Tokens per target pass of drafters with another tokenizer, by TLI, SLEM and SLRS: counts alone, no times.
 
     python benchmarks/other_vocabulary.py WORK
-    python benchmarks/other_vocabulary.py WORK --greedy --prompts 500 -n 1 --tokens 24
+    python benchmarks/other_vocabulary.py WORK --steps 150 --greedy --prompts 500 -n 1 --tokens 24 -k 4
 
 The second counts no sampled rows: it compares the greedy ids of many prompts with those of plain decoding.
 Trains the drafters first, in a few minutes each, if there are none in WORK yet, on a part of the bundled drafter's corpus: one of
@@ -37,7 +37,7 @@ SCALE = 0.3
 """Of the bundled pair's corpus."""
 VOCABULARIES = {"other": 1536, "bytes": 258}
 """Tokens of each drafter, the two special ones included."""
-BATCH = 8
+BATCH = 32
 """Rows at once, at least."""
 LAYERS = {"other": 1, "bytes": 2}
 METHODS: dict[str, list[list[str]]] = {

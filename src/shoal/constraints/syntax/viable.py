@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.literals import can_close
 from shoal.errors import RequestError
 
 _INCOMPLETE = 0x4000  # PyCF_ALLOW_INCOMPLETE_INPUT, from 3.11 on
@@ -50,7 +51,11 @@ def is_viable(layout: Layout) -> bool:
     if layout.quote:
         literal = text[layout.opened :]
         prefix = literal[: len(literal) - len(literal.lstrip("rRbBfFuU"))]
-        return prefix.lower() in ("", *_PREFIXES) and _begins(text[: layout.opened] + _empty(prefix))
+        if prefix.lower() not in ("", *_PREFIXES) or not _begins(text[: layout.opened] + _empty(prefix)):
+            return False
+        return can_close(literal, layout.quote, is_complete, is_viable)
+    if text.endswith(("'", '"')) and not is_complete(text[layout.opened :]):
+        return False  # the parser would tell behind the next token
     if layout.joined:
         return _begins(text[:-1])
     if layout.blank and layout.depth <= 0:

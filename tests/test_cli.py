@@ -42,7 +42,7 @@ SAMPLE_KEYS = {
 }  # fmt: skip
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "restored_tokens", "prefill_chunks", "row_rounds",
-    "resampled",
+    "pauses", "resampled",
     "drafted", "accepted", "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds",
     "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "loaded", "lossy",
     "acceptance_length",

@@ -408,11 +408,13 @@ class Shoal:
         chunk: int = CHUNK,
         kv_bytes: int | None = None,
         prefix_bytes: int = 0,
+        quantum: int | None = None,
     ) -> Engine:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
 
         Args:
-            drafter: proposes instead of the pair's own. chunk, kv_bytes, prefix_bytes: see `shoal.engine.engine.Engine`.
+            drafter: proposes instead of the pair's own. chunk, kv_bytes, prefix_bytes, quantum: see
+                `shoal.engine.engine.Engine`.
 
         Raises:
             RequestError: for an unknown lookahead.
@@ -427,7 +429,7 @@ class Shoal:
         engine = Engine(
             self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
-            prefix_bytes=prefix_bytes,
+            prefix_bytes=prefix_bytes, quantum=quantum,
         )  # fmt: skip
         engine.stats.loaded = self.loaded
         return engine

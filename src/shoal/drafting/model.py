@@ -146,8 +146,11 @@ class ModelDrafter(Drafter):
         if row in self._slots.known([row]):
             self.runner.cache.rollback(self._slot(row), min(self._held(row), tokens))
 
-    def end(self, rows: Sequence[Row]) -> None:
+    def pause(self, rows: Sequence[Row]) -> None:
         """Their slots are free; what they hold of prompts is still of use."""
+        self._slots.leave([self.read_as(row) for row in rows])
+
+    def end(self, rows: Sequence[Row]) -> None:
         self._slots.leave(rows)
 
     def releases(self) -> Sequence[Callable[[], None]]:

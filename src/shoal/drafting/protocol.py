@@ -180,6 +180,10 @@ class Drafter(Protocol):
         """Rows left, for whatever reason."""
         return None
 
+    def pause(self, rows: Sequence[Row]) -> None:
+        """Rows leave their slots for some rounds. They come back with the same tokens, and `begin` is not called for them."""
+        return None
+
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         """Rows of a request are about to become copies of others of it, with their tokens: of each the row and its parent. What
         was read of the row holds no longer; a drafter that counts the rows that leave a request does not count it."""

@@ -146,6 +146,10 @@ class SumDrafter(Drafter):
             if row in paths:
                 self.model.roll_back(row, tokens + sum(node < own for node in paths[row]))
 
+    def pause(self, rows: Sequence[Row]) -> None:
+        for member in self._members:
+            member.pause(rows)
+
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         self._first.forget([row for row, _ in copies])
         for member in self._members:

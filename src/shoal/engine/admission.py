@@ -109,7 +109,7 @@ def choose_slot(
 ) -> int | None:  # fmt: skip
     """The first free slot, or None. A prompt that takes several rounds gets a slot above all that are taken, as the rows that run
     meanwhile need adjacent slots."""
-    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.prompt_length - 1 - known > budget
+    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.entry_length - 1 - known > budget
     if takes_several_rounds and not budget:
         return None
     if None in state.rows and not takes_several_rounds:
@@ -118,8 +118,9 @@ def choose_slot(
 
 
 def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: int) -> PrefixStore:
-    """The store with the row's prompt, if that is computed and better stored than copied."""
-    if origin is not PromptOrigin.COMPUTE:
+    """The store with the row's prompt, if that is computed and better stored than copied. No other row has what one that was
+    paused enters with."""
+    if origin is not PromptOrigin.COMPUTE or row.paused_at:
         return store
     rows = min(row.request.n, capacity)
     return store.add(row.group, rows, row.prompt_length - 1, drafted=row.draft_reach > 0)

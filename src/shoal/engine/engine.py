@@ -32,6 +32,7 @@ from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
 from shoal.engine.commit import commit
+from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for, prefill
 from shoal.engine.prefix_cache import PrefixCache
@@ -76,6 +77,8 @@ class Engine:
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
         prefix_bytes: what prefixes of earlier rows may take, beside `kv_bytes` (`shoal.engine.prefix_cache`); 0 = none are kept.
+        quantum: tokens by which a call may get ahead of one that waits before its rows pause (`shoal.engine.fairness`); None =
+            first come, first served.
         kv_bytes: what the caches of all models may take; rows wait until there is enough, and are decoded plainly where it does not
             hold the drafter's keys as well. None = no limit but the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
@@ -88,7 +91,7 @@ class Engine:
         self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *,
         max_batch: int | BatchSize | None = None, tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
         prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, prefix_bytes: int = 0,
-        clock: Callable[[], float] | None = None,
+        quantum: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
         self.target = target.fork()
@@ -116,7 +119,7 @@ class Engine:
         self.kept_prefixes = PrefixCache(self.target, self.drafter, prefix_bytes) if keeps_prefixes else None
         self.scheduler = Scheduler(
             self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows,
-            kept=self.kept_prefixes,
+            kept=self.kept_prefixes, fairness=Fairness(quantum),
         )  # fmt: skip
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats(lossy=self.rule.lossy)
@@ -352,11 +355,17 @@ class Engine:
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self._clock() - started
         if self.drafter is not None:  # its seconds are in its own counters
-            self.drafter.begin([admission.row for admission in round_.admissions])
-            if hidden:
-                self.drafter.read_prompts(round_.chunks, hidden)
-            if self._drafting:
-                self.drafter.prepare(round_.chunks)
+            self._tell_drafter(self.drafter, round_, hidden)
+
+    def _tell_drafter(self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor]) -> None:
+        """Of the rows that joined, and of their prompts; of rows that were paused it knows both."""
+        drafter.begin([admission.row for admission in round_.admissions if not admission.row.paused_at])
+        new = [i for i, chunk in enumerate(round_.chunks) if not chunk.row.paused_at]
+        chunks = [round_.chunks[i] for i in new]
+        if hidden and new:
+            drafter.read_prompts(chunks, [hidden[i] for i in new])
+        if self._drafting:
+            drafter.prepare(chunks)
 
     def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Tokens that each row may draft."""
@@ -389,9 +398,24 @@ class Engine:
             self.kept_prefixes.learn([row for row in rows if row not in scores.faults])
         if self.drafter is not None:
             self.drafter.observe(rows, scores, verdict)
+        for done in commits:
+            self.scheduler.fairness.serve(done.row, len(done.tokens))
         self._remove([row for row in rows if row.finish_reason])
         self._zero_faults(scores)
+        self._pause()
         self.stats.resampled += resample([row for row in rows if not row.finish_reason], self.target.cache, self.drafter)
+
+    def _pause(self) -> None:
+        """A row of a call that is ahead gives its slot to one that waits; what the cache holds of it is kept if there is room."""
+        row = self.scheduler.to_pause()
+        if row is None:
+            return
+        if self.kept_prefixes is not None:
+            self.kept_prefixes.keep(row)
+        if self.drafter is not None:
+            self.drafter.pause([row])
+        self.scheduler.pause(row)
+        self.stats.pauses += 1
 
     def _remove(self, rows: Sequence[Row]) -> None:
         """Rows leave, wherever they are."""

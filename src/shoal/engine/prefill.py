@@ -1,7 +1,7 @@
 """Prompts -> filled caches: the prompt of a group is computed once, and stored once or copied to its other rows.
 
 All prompt tokens but the last are computed here. The last one is the first token of the row's first round, as the last committed
-token is in any other round.
+token is in any other round. The tokens of a row that was paused are a prompt of its own.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _copy(runner: Runner, admissions: Sequence[Admission], origin: PromptOrigin)
     """Copies the prompts of the admissions with this origin."""
     for admission in admissions:
         if admission.origin is origin and admission.source is not None:
-            runner.cache.copy(admission.source, admission.row.slot, admission.row.prompt_length - 1)
+            runner.cache.copy(admission.source, admission.row.slot, admission.row.entry_length - 1)
 
 
 def _tokens(chunk: PrefillChunk) -> Sequence[int]:
-    return chunk.row.request.prompt_ids[chunk.start : chunk.stop]
+    return chunk.row.tokens[chunk.start : chunk.stop]

@@ -40,22 +40,26 @@ class PrefixCache:
 
     def known(self, row: Row) -> int:
         """How many tokens the row's prompt begins with that are kept, all but its last at most."""
-        return self._kept.known(row.request.owner, row.request.prompt_ids[:-1])
+        return self._kept.known(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def awaited(self, row: Row, other: Row) -> int:
         """How many tokens the row's prompt begins with that are kept once another row has had a round."""
         if row.request.owner != other.request.owner:
             return 0
-        return common(row.request.prompt_ids[:-1], other.request.prompt_ids)
+        return common(row.tokens[: row.entry_length - 1], other.request.prompt_ids)
 
     def restore(self, row: Row, count: int) -> None:
         """Copies the first `count` tokens of the row's prompt, which `known` found in this round, to its place in the cache."""
-        self._kept.load(row.request.owner, row.request.prompt_ids[:count], row.slot, row.prefix)
+        self._kept.load(row.request.owner, row.tokens[:count], row.slot, row.prefix)
+
+    def keep(self, row: Row) -> None:
+        """Keeps all that the cache holds of a row that is to be paused."""
+        self._kept.keep(row.request.owner, row.tokens[:-1], row.slot)
 
     def learn(self, rows: Sequence[Row]) -> None:
         """Keeps what later rows may begin with, of rows that have just had a round without a fault."""
         for row in rows:
             if row.finish_reason and row.request.n == 1:
-                self._kept.keep(row.request.owner, row.tokens[:-1], row.slot)
+                self.keep(row)
             elif row.rounds == 1 and not row.index:
                 self._kept.keep(row.request.owner, row.request.prompt_ids, row.slot)

@@ -5,18 +5,21 @@ waiting row takes the slot, and if none waits, the last row moves there (compact
 the row has left. Prompts are admitted first come, first served, so that the waiting rows of a group find a copy, and each prompt is
 computed once. A prompt in the prefix store stays there for as long as a row of its group runs or waits.
 
+Rows of several calls come first come, first served, or as `shoal.engine.fairness` has it: then rows may also pause.
+
 Prompts with deadlines take turns (see `shoal.engine.waiting`), and between two of its rows a prompt may lose its place to another:
 a copy, if another row takes the slot; a stored prompt, if there are more prompts than slots, or too little memory. It is then
 computed again, at most once per row. Rows whose prompts are still in the caches go first within a turn, so that this is rare.
 
 While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
 arXiv 2308.16369). A longer prompt is computed in chunks over several rounds, in a slot above those of the rows that run, and no row
-is admitted before it is complete. The same limit holds while no row runs if any row has a deadline, as deadlines are checked
-between chunks.
+is admitted before it is complete. What a paused row comes back with is a prompt like any other. The same limit holds while no row
+runs if any row has a deadline, as deadlines are checked between chunks.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import Counter
@@ -26,6 +29,7 @@ from typing import Protocol
 
 from shoal.engine.admission import CacheState, Decision, Fits, decide, find_prompt
 from shoal.engine.deadlines import Deadlines
+from shoal.engine.fairness import Fairness
 from shoal.engine.prefix_store import PrefixStore
 from shoal.engine.waiting import Waiting
 from shoal.errors import RequestError
@@ -58,6 +62,7 @@ class Scheduler:
 
     Attributes:
         capacity: most rows in slots at any time. waiting: rows without a slot.
+        fairness: whose rows go first, and which of them pause.
         kept: prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
         rows_now: most rows in slots in the coming round, at most `capacity`; see `shoal.engine.batch_size.BatchSize.rows`.
         prefix_sharing: how groups store their prompts, see `shoal.engine.prefix_store`.
@@ -69,6 +74,7 @@ class Scheduler:
 
     capacity: int
     waiting: Waiting = field(default_factory=Waiting)
+    fairness: Fairness = field(default_factory=Fairness)
     prefix_sharing: str = "copied"
     chunk: int = CHUNK
     fits: Fits = lambda rows, slots, prefixes: True
@@ -87,6 +93,8 @@ class Scheduler:
         self._group_sizes: Counter[int] = Counter()  # rows of each group that are in slots or wait
         self._prefilling: Row | None = None
         self._prefilled = 0
+        self._calls = itertools.count()
+        self._paused = itertools.count(NO_GROUP - 1, -1)
 
     @property
     def in_slots(self) -> list[Row]:
@@ -105,7 +113,11 @@ class Scheduler:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Rows of one call join the queue, also while others run."""
+        call = next(self._calls)
+        for row in rows:
+            row.call = call
         self.waiting.add(rows)
+        self.fairness.enter(rows)
         self._group_sizes.update(row.group for row in rows)
         self._deadlines.add(rows)
 
@@ -119,7 +131,22 @@ class Scheduler:
             else:
                 continue
             self._deadlines.discard(row)
+            self.fairness.leave(row)
             self._leave_group(row)
+
+    def to_pause(self) -> Row | None:
+        """The row that is to give its slot to one that has waited for this round, if one is (`shoal.engine.fairness`)."""
+        if not self.waiting or self._prefilling is not None or None in self._slots:
+            return None
+        return self.fairness.to_pause(self.running, self.waiting.calls)
+
+    def pause(self, row: Row) -> None:
+        """A row that runs gives up its slot, and waits."""
+        self._slots[row.slot] = None
+        self._leave_group(row)
+        row.pause(next(self._paused))
+        self._group_sizes[row.group] = 1
+        self.waiting.put_back(row)
 
     def _has_slot(self, row: Row) -> bool:
         return 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row
@@ -203,7 +230,7 @@ class Scheduler:
 
     def _prefill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
         """Adds the next chunk of the row's prompt; returns its tokens."""
-        start, length = self._prefilled, row.prompt_length - 1
+        start, length = self._prefilled, row.entry_length - 1
         self._prefilled = min(start + most, length)
         self._prefilling = row if self._prefilled < length else None
         if self._prefilling is None and row.prefix is None:
@@ -217,7 +244,7 @@ class Scheduler:
         Args:
             budget: tokens that may still be computed in this round. computed: rows whose prompts are completed in it.
         """
-        row = self.waiting.first(self._cached_groups())
+        row = self.waiting.first(self.fairness.first(self.waiting.calls), self._cached_groups())
         state = CacheState(tuple(self._slots), tuple(self._slot_groups), self._store, {other.group for other in computed})
         known = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
@@ -230,8 +257,10 @@ class Scheduler:
             return None
         self.waiting.remove(row)
         self._seat(row, decision, decision.slot)
-        row.restored = known if decision.origin is PromptOrigin.COMPUTE else 0
-        return Admission(row, decision.origin, decision.source, row.restored)
+        restored = known if decision.origin is PromptOrigin.COMPUTE else 0
+        if not row.paused_at:
+            row.restored = restored
+        return Admission(row, decision.origin, decision.source, restored)
 
     def _seat(self, row: Row, decision: Decision, slot: int) -> None:
         """Gives the row its slot, and the place of its stored prompt."""

@@ -9,18 +9,70 @@ from shoal.types.requests import Row
 
 
 class Waiting:
-    """A queue: first come, first served. Rows of one call without deadlines follow prompt by prompt, so that each prompt is
-    computed once.
-
-    Rows of one call with a deadline take turns, as time may be over before all have run: every prompt gets its first sample before
-    any gets its second. Turn i has the rows of index i, one of each prompt. Within a turn the order is free, and rows whose prompts
-    are in the caches go first.
-    """
+    """The rows that wait, by call, in the order of the calls (`Turns`)."""
 
     def __init__(self) -> None:
+        self._calls: dict[int, Turns] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for turns in self._calls.values() for row in turns)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self._calls.get(row.call, ())
+
+    @property
+    def calls(self) -> Iterable[int]:
+        """Those that have rows here, in the order in which they came."""
+        return self._calls.keys()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """The rows of one call join the queue."""
+        if rows:
+            self._calls[rows[0].call] = Turns(rows)
+            self._count += len(rows)
+
+    def put_back(self, row: Row) -> None:
+        """A row that had a slot is the next of its call."""
+        if row.call not in self._calls:
+            self._calls = dict(sorted({**self._calls, row.call: Turns([])}.items()))
+        self._calls[row.call].put_back(row)
+        self._count += 1
+
+    def remove(self, row: Row) -> None:
+        """A row leaves the queue. Raises KeyError if it is not in it."""
+        turns = self._calls[row.call]
+        turns.remove(row)
+        self._count -= 1
+        if not turns:
+            del self._calls[row.call]
+
+    def first(self, call: int, cached: Iterable[int]) -> Row:
+        """The next row of a call, see `Turns.first`."""
+        return self._calls[call].first(cached)
+
+
+class Turns:
+    """The rows of one call that wait. Without deadlines they follow prompt by prompt, so that each prompt is computed once: each
+    row is a turn of its own.
+
+    Rows with a deadline take turns, as time may be over before all have run: every prompt gets its first sample before any gets its
+    second. Turn i has the rows of index i, one of each prompt. Within a turn the order is free, and rows whose prompts are in the
+    caches go first.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._turns: OrderedDict[Row, int] = OrderedDict()  # in the order of the queue
         self._rows: dict[tuple[int, int], Row] = {}  # by turn and group
-        self._next_turn = 0
+        timed = any(row.deadline is not None for row in rows)
+        for i, row in enumerate(sorted(rows, key=lambda row: row.index) if timed else rows):
+            turn = row.index if timed else i
+            self._turns[row] = turn
+            self._rows[turn, row.group] = row
+        self._before = 0
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -28,20 +80,18 @@ class Waiting:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._turns)
 
-    def __contains__(self, row: Row) -> bool:
+    def __contains__(self, row: object) -> bool:
         return row in self._turns
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Rows of one call join the queue; without deadlines each is a turn of its own."""
-        timed = any(row.deadline is not None for row in rows)
-        for i, row in enumerate(sorted(rows, key=lambda row: row.index) if timed else rows):
-            turn = self._next_turn + (row.index if timed else i)
-            self._turns[row] = turn
-            self._rows[turn, row.group] = row
-        self._next_turn = 1 + (next(reversed(self._turns.values())) if rows else self._next_turn)
+    def put_back(self, row: Row) -> None:
+        """A row is the next one, in a turn of its own."""
+        self._before -= 1
+        self._turns[row] = self._before
+        self._turns.move_to_end(row, last=False)
+        self._rows[self._before, row.group] = row
 
     def remove(self, row: Row) -> None:
-        """A row leaves the queue. Raises KeyError if it is not in it."""
+        """A row leaves. Raises KeyError if it is not here."""
         del self._rows[self._turns.pop(row), row.group]
 
     def first(self, cached: Iterable[int]) -> Row:

@@ -36,6 +36,7 @@ COUNTED = {
     "drafted": "Tokens drafted",
     "accepted": "Drafted tokens accepted",
     "committed": "Tokens committed, replacement and bonus included",
+    "pauses": "Times that a row gave its slot to one of another request",
 }
 """Counters of `shoal.Stats`."""
 STAGES = ("prefill", "propose", "verify", "accept", "commit")

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
+from shoal.engine.fairness import QUANTUM
 from shoal.errors import RequestError
 from shoal.models.available import kv_budget
 from shoal.sampling.acceptance import RULES
@@ -46,20 +47,20 @@ class ServeConfig:
     def app(self) -> FastAPI:
         """Loads the pair, and returns the server's application."""
         shoal = self.load()
-        return make_app(shoal, self._engines(shoal), self.settings)
+        return make_app(shoal, self._engines(shoal, QUANTUM), self.settings)
 
     def offline(self) -> Offline:
         """Loads the pair, and returns what answers batch files."""
         shoal = self.load()
         return Offline(shoal, self._engines(shoal), self.settings)
 
-    def _engines(self, shoal: Shoal) -> Callable[[], Engine]:
+    def _engines(self, shoal: Shoal, quantum: int | None = None) -> Callable[[], Engine]:
         def make() -> Engine:
             budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
             kept, rows = divided(budget, self.prefix_bytes)
             LOG.info("keys and values may take %s bytes", "any number of" if rows is None else f"{rows:,}")
             LOG.info("prompts that are kept for later requests may take %s bytes more", f"{kept:,}")
-            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=rows, prefix_bytes=kept)
+            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=rows, prefix_bytes=kept, quantum=quantum)
             engine.prepare()
             return engine
 

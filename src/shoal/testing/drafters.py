@@ -108,6 +108,10 @@ class _Recorded(Drafter):
         assert set(rows) <= self.present, "rows that the drafter was not told of"
         self.inner.observe(rows, scores, verdict)
 
+    def pause(self, rows: Sequence[Row]) -> None:
+        assert set(rows) <= self.present, "rows that the drafter was not told of"
+        self.inner.pause(rows)
+
     def end(self, rows: Sequence[Row]) -> None:
         self.present -= set(rows)
         self.inner.end(rows)
@@ -181,10 +185,11 @@ class _NoRepeats(Constraint[int]):
 def _tokens(
     target: Runner, drafter: Drafter | None, rule: Rule, lookahead: int, temperature: float
 ) -> _Tokens:  # fmt: skip
-    """Those of rows that join in turn, three at a time. The third request has a constraint; two rows are cut."""
+    """Those of rows that join in turn, three at a time, and pause for each other. The third request has a constraint; two rows are
+    cut."""
     rounds = count()
     engine = Engine(
-        target, drafter, Fixed(lookahead), max_batch=3, rule=rule, chunk=2, clock=lambda: float(next(rounds))
+        target, drafter, Fixed(lookahead), max_batch=3, rule=rule, chunk=2, quantum=4, clock=lambda: float(next(rounds))
     )  # fmt: skip
     late = Limits(max_new_tokens=50, time_budget=60.0)  # seconds are how often the clock was asked
     cut = engine.submit(Request((1, 0), 1, Sampling(temperature=temperature, seed=9), late, submitted_at=0.0))
@@ -206,4 +211,5 @@ def _tokens(
             map(ne, row.tokens[row.prompt_length - 1 :], row.tokens[row.prompt_length :])
         )
     assert cut[0].finish_reason == "time"
+    assert engine.stats.pauses
     return _Tokens([row.tokens for row in rows], [row.tokens for row in cut])

@@ -88,11 +88,13 @@ class Row:
     """One sequence being generated.
 
     Attributes:
-        group: number of its request; the rows of a group share a prompt. index: of the row in its group.
+        group: the rows of a group enter the caches with the same tokens: those of a request with its prompt, and a row that was
+            paused (`shoal.engine.fairness`) with its own. index: of the row in its request.
         tokens: ids of the prompt and of committed tokens; only appended to.
         seed: of its uniforms. eos: ids that end it. max_length: most tokens it may hold.
         deadline: seconds of the engine's clock, or None.
         slot: of the caches, while it runs; -1 before. prefix: place of its prompt in the prefix store, if it is shared.
+        call: number of the call that it came with. paused_at: tokens that it had when it was last paused; 0 = it never was.
         restored: tokens of its prompt that an earlier row's keys and values were copied for (`shoal.engine.prefix_cache`).
         detokenizer: None without a tokenizer. needs_text: the detokenizer gets every token at once (stop strings, streaming).
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
@@ -120,6 +122,8 @@ class Row:
     deadline: float | None = None
     slot: int = -1
     prefix: Prefix | None = None
+    call: int = 0
+    paused_at: int = 0
     restored: int = 0
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
@@ -163,9 +167,18 @@ class Row:
         self.counts, self.output_counts = TokenCounts(), TokenCounts(self.prompt_length)
         self.seed, self.serial = seed, next(_serials)
 
+    def pause(self, group: int) -> None:
+        """Leaves the caches for now. It will enter them with all its tokens, alone in a group of a new number."""
+        self.paused_at, self.group, self.prefix = len(self.tokens), group, None
+
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def entry_length(self) -> int:
+        """Tokens that it enters the caches with, the last one included, which its first round there feeds."""
+        return max(self.prompt_length, self.paused_at)
 
     @property
     def new_tokens(self) -> int:

@@ -23,6 +23,7 @@ class Stats:
         prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt was long.
         row_rounds: target passes, summed over rows.
         drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
+        pauses: times that a row gave its slot to one of another request (`shoal.engine.fairness`).
         resampled: rows that became copies of others of their request (`exact="smc"`).
         seconds_target, seconds_draft: inside the models' forward passes, on a GPU by its own events. seconds_prefill: both models,
             prompts.
@@ -46,6 +47,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     committed: int = 0
+    pauses: int = 0
     resampled: int = 0
     seconds_target: float = 0.0
     seconds_draft: float = 0.0

@@ -37,7 +37,8 @@ def python_text(text: str) -> Text:
 
 def describe(sample: Sample) -> str:
     """One line on a sample: rank figure, end, size and acceptance length."""
-    per_pass = len(sample.token_ids) / sample.rounds if sample.rounds else 0.0
+    committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
+    per_pass = committed / sample.rounds if sample.rounds else 0.0
     late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
     weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (

@@ -206,7 +206,7 @@ def test_healing_shared_by_rows_is_caught() -> None:
 
 
 def test_dropped_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_weights", lambda *_: [])
+    monkeypatch.setattr(logprobs, "_weights", lambda *_: ([], []))
     assert wrong_weights(counted(n=50)[1]) == 50
 
 

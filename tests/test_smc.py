@@ -140,9 +140,9 @@ def ran(
     return engine, groups
 
 
-def deviation(groups: Sequence[Sequence[Row]]) -> float:
+def deviation(groups: Sequence[Sequence[Row]], least: float = 0.0) -> float:
     """Of the mean weights of what texts begin and go on with from p of it, the greatest in standard errors over requests, which
-    are independent."""
+    are independent; of parts that p gives at least so much to: rare ones whose weights differ much have no standard error yet."""
     expected: dict[Any, float] = defaultdict(float)
     for text, p in truth().items():
         for part in parts(text):
@@ -152,7 +152,8 @@ def deviation(groups: Sequence[Sequence[Row]]) -> float:
         for row in rows:
             for part in parts(tuple(row.tokens[2:])):
                 found[part][number] += math.exp(row.log_weight) / len(rows)
-    often = {part: values for part, values in found.items() if sum(value > 0 for value in values) >= 40}
+    seen = {part: values for part, values in found.items() if sum(value > 0 for value in values) >= 40}
+    often = {part: values for part, values in seen.items() if expected[part] >= least}
     assert len(often) > 10
     spread = {part: statistics.stdev(values) / math.sqrt(len(values)) for part, values in often.items()}
     return max(abs(statistics.mean(values) - expected[part]) / spread[part] for part, values in often.items())

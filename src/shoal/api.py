@@ -306,7 +306,8 @@ class Shoal:
                 is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`). "smc": and rows of
                 small weight become copies of others while they run (`shoal.engine.resampling`): which ones depends on how far
                 rounds come, so that a seed gives the same samples only where draft lengths are fixed. A stream then has a row's
-                text in its last increment.
+                text in its last increment. "asap": and rows draw by what others of their prompt have shown of how its beginnings go
+                on (`shoal.constraints.estimates`), so that weights become equal. "asap+smc": both.
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no token is written after which the
                 text between prompt and suffix cannot be completed to a program, document or text of the grammar, and a text
                 ends by itself only where the whole parses; where it does not end by itself it is cut, see `Sample.syntax`. The

@@ -83,10 +83,11 @@ class SamplingOptions(SampleOptions):
         bool, sampling_option("--align", help="Prompts may end inside a token, whose bytes every sample writes again.")
     ] = False
     exact: Annotated[
-        Literal["weights", "smc"] | None,
+        Literal["weights", "smc", "asap", "asap+smc"] | None,
         sampling_option(
             "--exact",
-            help="Weigh samples under --align so that they are samples of p; smc: and resample them while they run.",
+            help="Weigh samples under --align so that they are samples of p; smc: and resample them while they run; asap: and draw "
+            "them by what earlier ones have shown.",
         ),
     ] = None
 

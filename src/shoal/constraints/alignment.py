@@ -38,6 +38,12 @@ class Alignment(Constraint[bytes]):
     def __init__(self, remainder: bytes, vocabulary: AlignmentVocabulary) -> None:
         self.remainder, self._vocabulary = remainder, vocabulary
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alignment) and (other.remainder, other.batch_key) == (self.remainder, self.batch_key)
+
+    def __hash__(self) -> int:
+        return hash((self.remainder, self.batch_key))
+
     def begin(self, row: Row) -> bytes:
         return self.remainder
 

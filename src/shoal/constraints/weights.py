@@ -3,7 +3,9 @@
 Each token is drawn from p given that the token is allowed, so that a text's probability is p's over the product of what p gives to
 the allowed tokens at each place. Multiplied by that product it is p's (`Sample.log_weight`): computed where constraints mask the
 vocabulary, estimated without bias where checks are asked about single tokens (`shoal.sampling.awrs`). `exact="smc"` resamples the
-rows of a request by these weights while they run (`shoal.engine.resampling`).
+rows of a request by these weights while they run (`shoal.engine.resampling`); `exact="asap"` learns from each row what its
+beginnings are worth, so that later tokens are drawn more nearly by p given that the text is allowed, and weights become equal
+(`shoal.constraints.estimates`).
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from shoal.constraints.check import Check, Cutting
 from shoal.errors import RequestError
 from shoal.types.requests import Request
 
-EXACT = ("weights", "smc")
-"""Values of `exact`: weighted samples; and weighted samples of rows that are resampled while they run."""
+EXACT = ("weights", "smc", "asap", "asap+smc")
+"""Values of `exact`: weighted samples; of rows that are resampled while they run; that draw by estimates; both."""
 
 
 def read_exact(exact: bool | str) -> str:
@@ -50,6 +52,9 @@ def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -
         raise RequestError(
             "exact=True weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
         )
-    if exact == "smc" and request.n < 2:
-        raise RequestError("exact='smc' draws among the rows of a request: it needs n >= 2")
-    return replace(request, weighted=True, resampled=exact == "smc")
+    resampled, estimated = "smc" in exact, "asap" in exact
+    if resampled and request.n < 2:
+        raise RequestError(f"exact={exact!r} draws among the rows of a request: it needs n >= 2")
+    if estimated and any(isinstance(each, Check) for each in request.constraints):
+        raise RequestError(f"exact={exact!r} learns what masks leave, and checks of single tokens have none: use 'smc'")
+    return replace(request, weighted=True, resampled=resampled, estimated=estimated)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
+from shoal.constraints.estimates import Estimates
 from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.protocol import (
     DraftCounters,
@@ -84,7 +85,8 @@ class Engine:
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
     Attributes:
-        stats: what was done so far. batch_size: decides how many rows run. memory: what the caches take and may take.
+        stats: what was done so far. estimates: of `exact="asap"`. batch_size: decides how many rows run. memory: what the caches
+            take and may take.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Engine:
         )  # fmt: skip
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats(lossy=self.rule.lossy)
+        self.estimates = Estimates()
         self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
         self._clock = clock or time.perf_counter
 
@@ -167,6 +170,8 @@ class Engine:
             RequestError: before anything is computed, if one of them cannot be served.
         """
         groups = [self.validator.rows(request, needs_text=stream) for request in requests]
+        for rows in groups:
+            self.estimates.begin(rows)
         self.scheduler.add([row for rows in groups for row in rows])
         return groups
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.constraints import masks
+from shoal.constraints.estimates import Seen, log_weights
 from shoal.sampling.controls import controlled
 from shoal.sampling.scores import Block, Scores
 from shoal.types.requests import Row
@@ -24,22 +25,26 @@ _TOGETHER = 1 << 21
 @dataclass(frozen=True)
 class Logprobs:
     """Natural-log probabilities of the tokens of a row's round, before and after processing, and of the most probable ones where
-    the row's request asks for them; weights: see `Row.log_weight`. ends: of the EOS tokens, see `Row.end_logprobs`."""
+    the row's request asks for them; weights: see `Row.log_weight`. ends: of the EOS tokens, see `Row.end_logprobs`. seen: what
+    estimates learn (`shoal.constraints.estimates`)."""
 
     raw: Sequence[float]
     processed: Sequence[float]
     top: Sequence[TopLogprobs]
     weights: Sequence[float] = ()
     ends: Sequence[float] = ()
+    seen: Sequence[Seen] = ()
 
     def add(self, row: Row, taken: int) -> None:
-        """Adds those of the first `taken` tokens to the row."""
+        """Adds those of the first `taken` tokens, which are the row's last, to the row."""
         row.logprobs += self.raw[:taken]
         row.processed_logprobs += self.processed[:taken]
         row.top_logprobs += self.top[:taken]
         row.log_allowed += sum(self.weights[:taken])
         row.log_weight += sum(self.weights[:taken])
         row.end_logprobs += self.ends[:taken]
+        if row.beginning is not None and taken:
+            row.beginning = row.beginning.learn(row.tokens[-taken:], self.seen[:taken])
 
 
 def reported(
@@ -53,14 +58,13 @@ def reported(
     known = verdict.raw_logprobs
     raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
     processed = verdict.probs.log().tolist()
-    return [
-        Logprobs(
-            raw[b], processed[b], _top(scores, row, b, columns[b]),
-            _summed(_weights(scores, row, b, blocks[b], columns[b]), verdict.check_weights.get(b, ())),
-            _ends(scores, row, b, columns[b]),
-        )
-        for b, row in enumerate(rows)
-    ]  # fmt: skip
+    found = []
+    for b, row in enumerate(rows):
+        weights, seen = _weights(scores, row, b, blocks[b], columns[b])
+        weights = _summed(weights, verdict.check_weights.get(b, ()))
+        top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])
+        found.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
+    return found
 
 
 def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
@@ -70,20 +74,30 @@ def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[
     return _log_softmax(scores.logits[place, list(columns)])[:, sorted(row.eos)].logsumexp(-1).tolist()
 
 
-def _weights(scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]) -> list[float]:
+def _weights(
+    scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]
+) -> tuple[list[float], list[Seen]]:  # fmt: skip
     """Natural log of what p without the row's constraints gives to the tokens that they allow, at each token of its block that they
-    hold for; nothing unless the row's request asks for it."""
+    hold for; nothing unless the row's request asks for it. Under estimates, the weights that they leave, and what they learn."""
     count = masks.bound(row, block) if row.request.weighted else 0
     if not count:
-        return []
+        return [], []
     own = Block(range(scores.logits.shape[1]), [place], torch.tensor([place], device=scores.logits.device))
     logits, positions, sampling = own.of(scores.logits), scores.positions_of(own), row.request.sampling
     allowed = masks.allowed(positions, logits)
     assert allowed is not None
     at = list(columns[:count])
-    unbound = controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature
+    unbound = (controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature).log_softmax(-1)
     inside = unbound.masked_fill(~allowed[0, at], -math.inf)
-    return (inside.logsumexp(-1) - unbound.logsumexp(-1)).tolist()
+    masses = inside.logsumexp(-1)
+    if row.beginning is None:
+        return masses.tolist(), []
+    drawn = unbound[range(count), list(block[:count])]
+    seen = [
+        Seen(*each)
+        for each in zip(masses.exp().tolist(), allowed[0, at].sum(-1).tolist(), drawn.exp().tolist(), strict=True)
+    ]
+    return log_weights(row.beginning, block[:count], inside), seen
 
 
 def _summed(one: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Grammar, Sampling
-from shoal.constraints import masks
+from shoal.constraints import estimates, masks
 from shoal.constraints.filters import Filter
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import penalties
@@ -91,6 +91,7 @@ def controlled(
         scores = penalties.process(scores, sampling.processors, positions, faults)
     if allowed is not None:
         scores.masked_fill_(~allowed, -torch.inf)
+        estimates.weigh(scores, sampling.temperature, positions)
     return scores
 
 

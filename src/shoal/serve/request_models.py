@@ -95,9 +95,10 @@ class BaseRequest(StrictModel):
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
     n: Positive | None = optional("Samples per prompt; 1.")
-    exact: Literal["weights", "smc"] | None = optional(
+    exact: Literal["weights", "smc", "asap", "asap+smc"] | None = optional(
         "Weigh samples so that they are samples of p given that all of the text is allowed (by a grammar, or `align`): "
-        "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at least 2, and no stream.",
+        "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at least 2, and no stream. "
+        "asap: and draw them by what earlier samples have shown. asap+smc: both.",
     )
     max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
     min_tokens: NonNegative | None = optional("No end-of-text token before that many tokens; 0.")

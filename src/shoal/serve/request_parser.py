@@ -220,8 +220,8 @@ class RequestParser:
 
 def _weighed(request: BaseRequest, exact: str, parsed: ParsedRequest) -> ParsedRequest:
     """With weights, whose requests are aligned already. Raises ApiError: nothing limits their tokens, or they cannot be weighed."""
-    if exact == "smc" and request.stream:
-        raise ApiError(400, "exact 'smc' replaces samples while they run: leave out stream", param="exact")
+    if "smc" in exact and request.stream:
+        raise ApiError(400, f"exact {exact!r} replaces samples while they run: leave out stream", param="exact")
     aligned = isinstance(request, CompletionRequest) and (
         request.align or (request.align is None and request.suffix is not None)
     )

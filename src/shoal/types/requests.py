@@ -38,6 +38,7 @@ class Request:
             removed_from: where in the prompt they were.
         weighted: samples report the weight that makes them samples of p given what the constraints allow.
         resampled: rows of small weight become copies of others while they run (`shoal.engine.resampling`).
+        estimated: rows draw by what is known of how their beginnings go on (`shoal.constraints.estimates`).
         owner: whose request it is; prefixes that are kept of one owner's rows are not used for another's.
     """
 
@@ -56,6 +57,7 @@ class Request:
     removed_from: int = 0
     weighted: bool = False
     resampled: bool = False
+    estimated: bool = False
     owner: str = ""
     submitted_at: float = field(default_factory=time.perf_counter)
 
@@ -79,6 +81,7 @@ _serials = itertools.count()
 _OF_A_TEXT = (
     "prefix", "logprobs", "processed_logprobs", "top_logprobs", "logits", "drafters", "constraints", "checks", "end_logprobs",
     "rounds", "drafted", "accepted", "drafted_by", "target_passes", "log_allowed",
+    "beginning",
 )  # fmt: skip
 """Fields of a row that say what its text is, and how it came to be."""
 
@@ -100,6 +103,8 @@ class Row:
         constraints: those that hold for it (`shoal.constraints.protocol`), each with its state after the committed tokens.
         checks: those of its request, each with its state after the committed tokens.
         cutting: the check among them that says where a text that did not end by itself may be cut, if one does.
+        beginning: its new tokens among those that rows of its prompt have written, if `Request.estimated`
+            (`shoal.constraints.estimates.Node`); None also once they are bound by nothing.
         end_logprobs: natural log of what the target gives to its EOS tokens before each new token, if there is such a check.
         drafters: of each new token, the name of the drafter that proposed it; None for a replacement or bonus.
         drafted_by: tokens drafted, by the name of the drafter.
@@ -135,6 +140,7 @@ class Row:
     constraints: list[tuple[Any, Any]] = field(default_factory=list)
     checks: list[tuple[Any, Any]] = field(default_factory=list)
     cutting: Any = None
+    beginning: Any = None
     end_logprobs: list[float] = field(default_factory=list)
     rounds: int = 0
     drafted: int = 0

@@ -49,8 +49,8 @@ class Sample:
         top_logprobs: per token, when asked for.
         log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`); its law is p given the prompt's
             characters once samples count by their weights.
-        log_allowed: natural log of the product of what p gave to the allowed tokens; `log_weight` unless rows were resampled
-            (`exact="smc"`).
+        log_allowed: natural log of the product of what p gave to the allowed tokens (under `exact="asap"` of what makes p of the
+            probabilities that tokens were drawn by); `log_weight` unless rows were resampled (`exact="smc"`).
         restored: tokens of the prompt that were copied from an earlier row's (`shoal.engine.prefix_cache`); 0 where a sibling's row
             has computed the prompt.
         syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses. "cut": it did not, and `text` is

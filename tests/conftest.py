@@ -56,6 +56,7 @@ TOOLS = {
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
     ),
     "ray": lambda: importlib.util.find_spec("ray"),
+    "lm-eval": lambda: importlib.util.find_spec("lm_eval"),
 }
 """What some tests need beside the extra `dev`; they are skipped without it."""
 

@@ -62,11 +62,13 @@ RESERVED = {
     "psutil": "bench",
     "openvino": "bench",
     "openvino_genai": "bench",
+    "lm_eval": "integrations.lm_eval",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
-    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "openvino", "openvino_genai",
+    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "openvino", "openvino_genai", "lm_eval",
     "shoal.models.attention.kernels", "shoal.models.layers.kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
+    "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "

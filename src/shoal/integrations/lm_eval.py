@@ -1,0 +1,195 @@
+"""The model class `shoal` of lm-eval: `python -m shoal.integrations.lm_eval --model shoal --model_args pretrained=DIR,draft=DIR`.
+
+lm-eval (0.4.9 or later) finds model classes by import alone, so this module registers the class and then runs lm-eval's own command
+line. In Python: `lm_eval.simple_evaluate(model=ShoalLM(pair), tasks=[...])`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, maybe_truncate, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from shoal.api import Shoal, Source, load
+from shoal.drafting.specs import BUNDLED
+from shoal.engine.stream import Stream
+from shoal.errors import RequestError
+from shoal.integrations.loglikelihoods import loglikelihoods
+from shoal.sampling.acceptance import RULES
+from shoal.types.options import split_options
+from shoal.types.requests import Request, occurrences
+
+IGNORED = ("do_sample", "use_cache")
+"""Options of tasks that say nothing here: temperature 0 is greedy, and there is always a cache."""
+
+
+@register_model("shoal")
+class ShoalLM(TemplateLM):
+    """A pair under evaluation. Its answers are the target's, whatever drafts.
+
+    Args:
+        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or what `shoal.load` returned.
+        draft: as of `shoal.load`. lookahead: of `Speculation`.
+        seed: of requests that sample and give none. Equal requests (`repeats`) get different samples.
+        max_length: most tokens of prompt and answer together; None = the target's context. max_gen_toks: most new tokens of
+            requests that do not say so.
+        add_bos_token: whether texts begin with the tokenizer's special tokens; None = as the tokenizer does by itself.
+        prefix_token_id: what stands before texts without a context; None = BOS, or EOS where there is none.
+        truncation_side: where prompts that are too long lose tokens: "left", "middle" or "right".
+        think_end_token: the answer begins behind it. chat_template_args: of the tokenizer's chat template.
+        batch_size, max_batch_size: lm-eval's own, without effect: all requests are given at once, and `max_batch` says how many
+            rows are decoded together.
+        options: of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target that is not loaded yet.
+
+    Raises:
+        RequestError: as `shoal.load`; or options of requests that shoal does not have, by name.
+    """
+
+    def __init__(
+        self, pretrained: Source | Shoal | None = None, draft: Any = None, *, lookahead: Any = "auto", seed: int = 0,
+        max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None, truncation_side: str = "left", think_end_token: str | None = None,
+        chat_template_args: Mapping[str, Any] | None = None, batch_size: int | str = 1, max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.pair = _loaded(pretrained, draft, options)
+        if self.pair.tokenizer is None:
+            raise RequestError("lm-eval asks for texts, and this target has no tokenizer: give one to shoal.load")
+        self.tokenizer = self.pair.tokenizer
+        self.max_length = min(max_length or self.pair.target.context, self.pair.target.context)
+        self.max_gen_toks, self.truncation_side, self.think_end_token = max_gen_toks, truncation_side, think_end_token
+        self._lookahead, self._seed = lookahead, seed
+        self._add_bos, self._prefix = add_bos_token, prefix_token_id
+        self._template_args = dict(chat_template_args or {})
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Before texts without a context."""
+        named = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        return next(token for token in named if token is not None)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results."""
+        return {"shoal_loaded": self.pair.loaded}
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation; without `add_generation_prompt` its last message is continued."""
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt, **self._template_args,
+        )  # fmt: skip
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """A text's ids; one that begins with BOS already, as a chat template's does, gets no special tokens."""
+        if not string:
+            return []
+        special = self._add_bos if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+            special = False
+        return list(self.tokenizer(string, **({} if special is None else {"add_special_tokens": special})).input_ids)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:  # fmt: skip
+        """Of contexts and continuations in ids. Contexts that are too long lose their first tokens."""
+        pairs = []
+        for _, before, after in requests:
+            if len(after) > self.max_length:
+                raise RequestError(f"a continuation has {len(after)} tokens, and {self.max_length} are possible")
+            pairs.append((before[-(self.max_length + 1 - len(after)) :], after))
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Log-likelihoods") as bar:
+            found = loglikelihoods(self.pair.target, pairs, bar.update)
+        for (key, _, _), answer in zip(requests, found, strict=True):
+            if key is not None:  # windows of a text have none
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows of `max_length` tokens; every token is predicted once."""
+        windows = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                )
+            ]
+            for request in requests
+        ]
+        flat = [(None, before, after) for of_one in windows for before, after in of_one]
+        scores = iter(self._loglikelihood_tokens(flat, disable_tqdm))
+        totals = [math.fsum(next(scores)[0] for _ in of_one) for of_one in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """A text per request, each by its own sampling parameters; all of them are decoded in one batch."""
+        asked: dict[Any, list[int]] = {}
+        for i, request in enumerate(requests):
+            text, given = request.args
+            asked.setdefault((text, repr(sorted(given.items()))), []).append(i)
+        groups = [self._request(len(same), *requests[same[0]].args) for same in asked.values()]
+        # equal prompts with other options get noise of their own
+        numbers = occurrences(group.prompt_ids for group in groups)
+        numbered = [replace(group, occurrence=number) for group, number in zip(groups, numbers, strict=True)]
+        # a seed's texts, whatever is drafted
+        engine = self.pair.engine(self._lookahead, self.pair.rule or RULES["coupled"]())
+        result = Stream(engine, numbered, text=False).run(progress=not disable_tqdm)
+        texts = [""] * len(requests)
+        for same, output in zip(asked.values(), result, strict=True):
+            for i, sample in zip(same, output.samples, strict=True):
+                until = [stop for stop in handle_stop_sequences(requests[i].args[1].get("until"), None) if stop]
+                texts[i] = postprocess_generated_text(sample.text, until, self.think_end_token)
+                self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+        return texts
+
+    def _request(self, n: int, text: str, given: Mapping[str, Any]) -> Request:
+        """n samples of one prompt."""
+        options = dict(normalize_gen_kwargs(dict(given), default_max_gen_toks=self.max_gen_toks))
+        until = [stop for stop in options.pop("until") if stop]
+        if self.think_end_token:  # what ends an answer may stand in the thoughts before it
+            until = []
+        ids, most = maybe_truncate(
+            self.tok_encode(text) or [self.prefix_token_id], options.pop("max_gen_toks"), self.max_length,
+            side=self.truncation_side,
+        )  # fmt: skip
+        named = {name: value for name, value in options.items() if name not in IGNORED}
+        named = {"temperature": 0.0, "seed": self._seed} | named | {"max_new_tokens": most, "stop": until}
+        sampling, limits, _ = split_options(named)
+        return Request(tuple(ids), n, sampling, limits, prompt=text)
+
+
+def _loaded(pretrained: Source | Shoal | None, draft: Any, options: Mapping[str, Any]) -> Shoal:
+    if not isinstance(pretrained, Shoal):
+        given = {name: value for name, value in options.items() if value is not None}
+        return load(None if pretrained == BUNDLED else pretrained, draft, **given)
+    if draft is not None or any(value is not None for value in options.values()):
+        raise RequestError("this pair is loaded already: its drafter and options are those that shoal.load was given")
+    return pretrained
+
+
+def main() -> Any:
+    """lm-eval's command line, which then knows `--model shoal`."""
+    from lm_eval.__main__ import cli_evaluate
+
+    return cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

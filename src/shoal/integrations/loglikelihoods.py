@@ -1,0 +1,116 @@
+"""Log-probabilities that a model gives to texts behind contexts, many at a time; a context that several share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError
+from shoal.models.runner import Runner
+
+ROWS = 16
+"""Contexts in the cache at once."""
+POSITIONS = 512
+"""Positions per pass; their logits [positions, vocab] are in memory at once."""
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Ids of a context, at least one, and of what follows it."""
+
+
+@dataclass
+class _Context:
+    """A context, and which of the pairs have it."""
+
+    ids: list[int]
+    pairs: list[int] = field(default_factory=list)
+    longest: int = 0  # tokens of the longest continuation
+
+    @property
+    def cells(self) -> int:
+        return len(self.ids) - 1 + self.longest
+
+
+def loglikelihoods(
+    target: Runner, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None
+) -> list[tuple[float, bool]]:
+    """For each pair the sum of its continuation's log-probabilities (natural logarithm, unprocessed logits at temperature 1), and
+    whether every token of it is the most probable one.
+
+    Args:
+        pairs: the input of a pair, all of its tokens but the last, is at most `target.context` long.
+        done: called with the number of pairs that were computed since the last call.
+
+    Raises:
+        RequestError: an empty context, too many tokens, or an id outside of the vocabulary. OutOfMemory.
+    """
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    contexts = _contexts(target, pairs)
+    runner = target.fork()
+    runner.use_static_passes(None)  # shapes that occur once are not worth static passes
+    for start in range(0, len(contexts), ROWS):
+        batch = contexts[start : start + ROWS]
+        runner.reserve(len(batch), max(context.cells for context in batch))
+        for slot in range(len(batch)):
+            runner.cache.rollback(slot, 0)
+        for _ in _fed(runner, [context.ids[:-1] for context in batch], want_logits=False):
+            pass
+        for turn in range(max(len(context.pairs) for context in batch)):
+            asked = {slot: context.pairs[turn] for slot, context in enumerate(batch) if turn < len(context.pairs)}
+            scored = _continued(runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()})
+            for slot, pair in asked.items():
+                found[pair] = scored[slot]
+                runner.cache.rollback(slot, len(batch[slot].ids) - 1)
+            done(len(asked))
+    return found
+
+
+def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
+    """Those of all pairs, each once, the longest first."""
+    contexts: dict[tuple[int, ...], _Context] = {}
+    for i, (before, after) in enumerate(pairs):
+        if not before or len(before) + len(after) - 1 > target.context:
+            raise RequestError(
+                f"a context must have at least one token, and with its continuation at most {target.context + 1}: "
+                f"got {len(before)} and {len(after)}"
+            )
+        if not all(0 <= token < target.vocab_size for token in (*before, *after)):
+            raise RequestError(f"token ids must be in 0..{target.vocab_size - 1}")
+        context = contexts.setdefault(tuple(before), _Context(list(before)))
+        context.pairs.append(i)
+        context.longest = max(context.longest, len(after))
+    return sorted(contexts.values(), key=lambda context: -context.cells)
+
+
+def _continued(runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]]) -> dict[int, tuple[float, bool]]:
+    """The scores of one continuation per slot."""
+    inputs: list[Sequence[int]] = [()] * len(batch)
+    for slot, ids in after.items():
+        inputs[slot] = [batch[slot].ids[-1], *ids[:-1]] if ids else ()
+    scores = dict.fromkeys(after, (0.0, True))
+    for slot, start, logits in _fed(runner, inputs):
+        chosen = torch.tensor(after[slot][start : start + len(logits)], device=logits.device)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])
+        total, greedy = scores[slot]
+        scores[slot] = total + float(logprobs.double().sum()), greedy and bool((logits.argmax(-1) == chosen).all())
+    return scores
+
+
+def _fed(runner: Runner, inputs: Sequence[Sequence[int]], *, want_logits: bool = True) -> Iterator[tuple[int, int, Tensor]]:
+    """Appends inputs[slot] to every slot; yields pieces: a slot, its first token's index, logits from there."""
+    start = 0
+    while slots := [slot for slot, ids in enumerate(inputs) if len(ids) > start]:
+        width = max(POSITIONS // len(slots), 1)
+        pieces = [list(inputs[slot][start : start + width]) for slot in slots]
+        counts = [len(piece) for piece in pieces]
+        block = torch.zeros(len(slots), max(counts), dtype=torch.long)
+        for row, piece in enumerate(pieces):
+            block[row, : len(piece)] = torch.tensor(piece)
+        logits = runner.feed(slots, block.to(runner.device), counts, want_logits=want_logits)
+        if want_logits:
+            for row, slot in enumerate(slots):
+                yield slot, start, logits[row, : counts[row]]
+        start += width

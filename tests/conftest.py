@@ -57,6 +57,7 @@ TOOLS = {
     ),
     "ray": lambda: importlib.util.find_spec("ray"),
     "lm-eval": lambda: importlib.util.find_spec("lm_eval"),
+    "llm": lambda: importlib.util.find_spec("llm"),
 }
 """What some tests need beside the extra `dev`; they are skipped without it."""
 

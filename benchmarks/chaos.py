@@ -3,11 +3,11 @@
     python benchmarks/chaos.py                # 40 requests of the bundled pair, once in peace and once under each trouble
     python benchmarks/chaos.py --json FILE
 
-Under each trouble `shoal batch` is started again until every line is answered; there must be one answer for each, with the texts of
-the run in peace, and no other line in the file. `killed`: SIGKILL soon after some answer; `full disk`: the file cannot grow beyond
-a size (RLIMIT_FSIZE) that is raised from run to run, and each run must end by itself with an error; `slow disk`: every fsync takes a
-while; `clock jumps`: `time.time` leaps by up to an hour at every call; `everything`: all of them. `served`: `shoal serve` is killed
-while it answers, and what its clients got whole must be those texts, too.
+Under each trouble `shoal batch` is started again until every line is answered; there must be one answer for each, with the texts
+of the run in peace, and no other line in the file. `killed`: SIGKILL soon after some answer; `full disk`: the file cannot grow
+beyond a size (RLIMIT_FSIZE) that is raised from run to run, and each run must end by itself with an error; `slow disk`: every fsync
+takes a while; `clock jumps`: `time.time` leaps by up to an hour at every call; `everything`: all of them. `served`: `shoal serve`
+is killed while it answers, and what its clients got whole must be those texts, too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Trouble:
     """What a run of `shoal batch` meets.
 
     Attributes:
-        kill: the chance that a run gets SIGKILL after new answers. room: bytes by which the file may grow in a run; None = no limit.
-        patch: a program that every Python of the run begins with.
+        kill: the chance that a run gets SIGKILL after new answers. room: bytes by which the file may grow in a run; None = no
+            limit. patch: a program that every Python of the run begins with.
     """
 
     kill: float = 0.0

@@ -1,0 +1,64 @@
+"""The checks of `benchmarks/clients.py`: each client library that is installed, against a live server with the bundled pair."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import client_checks
+import clients
+import shoal
+from serving import Served, served
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with shoal.load(max_batch=8) as pair, served(pair, chat_template=clients.TEMPLATE, max_tokens=100) as running:
+        yield running
+
+
+def installed(client: str) -> bool:
+    try:
+        return bool(metadata.version(client_checks.CLIENTS[client][0]))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("client", clients.CLIENTS)
+def test_what_a_client_can_do_works(client: str, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not installed(client) or (client == "lm-eval" and not importlib.util.find_spec("tenacity")):
+        pytest.skip(f"{client} is not installed (extra clients)")
+    monkeypatch.setattr(client_checks, "MODEL", "tiny")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    checks = client_checks.CLIENTS[client][1](server.url)
+    assert set(checks) == set(clients.FEATURES)
+    found = {feature: client_checks.word_of(check) for feature, check in checks.items()}
+    assert set(found.values()) <= {"yes", "-"}, found
+
+
+def test_a_fault_is_shown_in_the_table() -> None:
+    def fault() -> None:
+        raise ValueError("two\nlines")
+
+    assert client_checks.word_of(fault) == "ValueError: two lines"
+    for call in (lambda: None, lambda: {}["x"]):
+        with pytest.raises(AssertionError):
+            client_checks.refused(call)
+
+
+def test_the_page_shows_what_was_found() -> None:
+    import json
+
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "how-to" / "clients.md").read_text("utf-8")
+    [results] = (root / "benchmarks" / "results").glob("clients-*.json")
+    reports: list[dict[str, Any]] = json.loads(results.read_text("utf-8"))["clients"]
+    assert [report["client"] for report in reports] == list(clients.CLIENTS)
+    for report in reports:
+        cells = [report["client"], report["version"], *(report["found"][feature] for feature in clients.FEATURES)]
+        assert f"| {' | '.join(cells)} |" in page

@@ -38,7 +38,10 @@ def pairs(model: Any) -> list[tuple[list[int], list[int]]]:
     """Shared contexts out of order, a greedy continuation, an empty one and one of several pieces."""
     greedy = model(torch.tensor([CONTEXTS[1]])).logits[0, -1].argmax().item()
     found = [(before, after) for after in ([3], [4, 5, 6], list(range(1, 14))) for before in CONTEXTS]
-    return [*found, (CONTEXTS[1], [greedy]), (CONTEXTS[2], [])]
+    late = [3, *([0] * 5)]  # its first token is not the most probable one, all others are
+    for i in range(1, len(late)):
+        late[i] = model(torch.tensor([[*CONTEXTS[3], *late[:i]]])).logits[0, -1].argmax().item()
+    return [*found, (CONTEXTS[3], late), (CONTEXTS[1], [greedy]), (CONTEXTS[2], [])]
 
 
 @pytest.mark.parametrize("positions", [3, 512])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -151,7 +150,7 @@ def main(
         table.add_row(exact, "worth of 8", *(f"{each:.1f}" for each in worths))
     console.print(table)
     if to is not None:
-        write_results(to, {"machine": asdict(machine()), "seeds": seeds, "repeats": repeats, "figures": figures})
+        write_results(to, {"machine": machine(torch.device("cpu")), "seeds": seeds, "repeats": repeats, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import httpx
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -271,7 +272,7 @@ def main(
     console.print(table)
     if to is not None:
         figures = {name: asdict(outcome) for name, outcome in found.items()}
-        write_results(to, {"machine": asdict(machine()), "requests": requests, "seed": seed, "troubles": figures})
+        write_results(to, {"machine": machine(torch.device("cpu")), "requests": requests, "seed": seed, "troubles": figures})
     if any(outcome.faults for outcome in found.values()):
         raise typer.Exit(1)
 

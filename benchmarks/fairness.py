@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -134,7 +135,7 @@ def main(
             table.add_row(load, named, *said, str(each[0].pauses), str(each[0].computed))
     Console(width=120).print(table)
     if to is not None:
-        write_results(to, {"machine": asdict(machine()), "repeats": repeats, "figures": figures})
+        write_results(to, {"machine": machine(torch.device("cpu")), "repeats": repeats, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -145,7 +146,7 @@ def main(
     lines = [measure(pair, load, repeats) for load in LOADS]
     Console().print(table(lines))
     if json is not None:
-        write_results(json, {"machine": asdict(machine()), "loaded": pair.loaded, "lines": lines})
+        write_results(json, {"machine": machine(torch.device("cpu")), "loaded": pair.loaded, "lines": lines})
 
 
 if __name__ == "__main__":

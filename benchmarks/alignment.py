@@ -25,14 +25,13 @@ import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import shoal
 from held_out import problems
 from shoal.constraints.alignment_vocabulary import AlignmentVocabulary
 from shoal.constraints.token_bytes import token_bytes
+from shoal.evaluation.cuts import places, tokens_of
 from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem, read_humaneval
@@ -105,15 +104,6 @@ def against(found: dict[str, list[bool]]) -> None:
         print(f"aligned alone {pairs.count((True, False))}, {other} alone {pairs.count((False, True))}")
 
 
-def tokens_of(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """First and last place of the tokens of a text of ASCII characters; of other texts none."""
-    if not text.isascii():
-        return []
-    spelled = token_bytes(tokenizer)
-    ends = list(accumulate(len(spelled[token] or b"") for token in tokenizer.encode(text, add_special_tokens=False)))
-    return list(zip([0, *ends], ends, strict=False))
-
-
 def offsets(files: int, count: int) -> int:
     """Of each file so many prompts, which end at consecutive characters from a random one on: how many outputs do not begin with
     the bytes of their prompt, or have a text that is not the rest."""
@@ -142,30 +132,6 @@ def offsets(files: int, count: int) -> int:
     return wrong
 
 
-SIGNS = re.compile(r"[^\w\s]+")
-
-
-def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, int]]]:
-    """By class: cuts of a solution, and where the cut token begins. first: where the solution begins."""
-    vocabulary = {spelled for spelled in token_bytes(tokenizer) if spelled}
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in tokens_of(tokenizer, whole):
-        token = whole[start:end]
-        if start < first:
-            continue
-        if re.fullmatch(r" ?\w+", token):
-            found["word"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
-        if re.fullmatch(r" \S+", token):
-            found["space"].append((start + 1, start))
-        if re.fullmatch(r" ?[^\w\s]{2,}", token):
-            found["punctuation"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
-        if token.isspace() and "\n" not in token and whole[start - 1] == "\n":
-            found["prefix-indent"] += [(cut, start) for cut in range(start + 1, end)]
-        if SIGNS.fullmatch(token) and any(len(own) > len(token) and own.startswith(token.encode()) for own in vocabulary):
-            found["prefix-sep"].append((end, end))
-    return found
-
-
 def given(file: Path | None, limit: int) -> list[Problem]:
     """Problems with a published solution."""
     if file is not None:
@@ -183,7 +149,8 @@ def classes(file: Path | None, limit: int) -> None:
     for problem in given(file, limit):
         whole = problem.prompt + (problem.canonical or "")
         for name, found in places(pair.tokenizer, whole, len(problem.prompt)).items():
-            cut[name].append((problem, *noise.choice(found)))
+            if found:
+                cut[name].append((problem, *noise.choice(found)))
     print("| class | cuts | naive | aligned | uncut | aligned alone, naive alone | aligned alone, uncut alone |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, cases in sorted(cut.items()):

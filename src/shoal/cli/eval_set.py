@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Name = Literal["humaneval", "mbxp", "functions", "infilling", "summarize"]
 
+Kind = Literal["word", "space", "punctuation", "prefix-sep", "prefix-indent", "all"]
+
 
 @dataclass(frozen=True)
 class EvalSet:
@@ -62,6 +64,14 @@ class SetOptions:
         None
     )
     chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = False
+    cut: Annotated[
+        Kind | None,
+        sampling_option(
+            "--cut",
+            help="Cut each solution inside a token of this class, and go on: as it is, with --align, and from where the token "
+            "begins.",
+        ),
+    ] = None
 
     def read(self) -> EvalSet:
         """Raises RequestError for a missing or wrong file."""

@@ -123,7 +123,8 @@ def evaluate(
 
     Samples each problem once by plain decoding, by speculation one sample after the other and by batched speculation, executes the
     programs, and tells for every budget what the samples finished by then come to: Pass@First (the one ranked first by mean
-    log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox.
+    log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut:
+    how many programs pass that were cut inside a token and continued.
     """
     if output.out is not None:
         from shoal.bench.provenance import require_place
@@ -132,6 +133,8 @@ def evaluate(
     if solutions is not None:
         with output.directory() as directory:
             return execute_solutions(chosen.read(), solutions, programs, directory, as_json=output.json)
+    if chosen.cut is not None:
+        return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
     budgets = parse_budgets(sampling.time_budget)
     eval_set = chosen.read()  # before torch is imported, which takes seconds
     source = replace(source, max_batch=sampling.n)
@@ -146,6 +149,23 @@ def evaluate(
 
         evaluation = Evaluation(directory, eval_set.tasks, config, _settings(eval_set, source, config))
         return _evaluate(evaluation, eval_set, source, budgets, programs, plot=drawn, as_json=output.json)
+
+
+def _evaluate_cuts(
+    chosen: SetOptions, kind: str, sampling: EvalSampling, speculation: SpeculationOptions, source: ModelSource,
+    programs: SandboxOptions, output: OutputOptions,
+) -> int:  # fmt: skip
+    """Raises RequestError for what does not go with cuts."""
+    if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
+        raise RequestError("--cut compares ways to begin, once each: leave out --methods, --time-budget and --out")
+    from shoal.cli.eval_cut import evaluate_cuts
+
+    options = {
+        "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+        "seed": sampling.seed, "lookahead": parse_lookahead(speculation.lookahead or "auto"), "rule": speculation.rule,
+    }  # fmt: skip
+    source = replace(source, max_batch=sampling.n)
+    return evaluate_cuts(chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json)
 
 
 def parse_budgets(text: str) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
-from shoal.sampling.awrs import awrs
+from shoal.sampling.awrs import Following, Phantoms, awrs
 from shoal.sampling.controls import all_controlled
 from shoal.sampling.drawing import draw
 from shoal.sampling.scores import Block, Scores
@@ -99,7 +99,7 @@ def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]
     for depth, token in enumerate(path):
         try:
             p = _p(scores, b, columns[depth])
-            _, weight = awrs(p, token, partial(_passes, row, states), _following(row.seed, start + depth))
+            _, weight = awrs(p, token, partial(_passes, row, states), *_draws(row.seed, start + depth))
             found.append(math.log(weight))
             if token in row.eos:
                 break
@@ -118,15 +118,20 @@ def _row_block(scores: Scores, b: int) -> Block:
     return Block(scores.everything().columns, [b], torch.tensor([b], device=scores.logits.device))
 
 
-def _following(seed: int, position: int) -> Callable[[Tensor], int]:
-    """Draws from what is left of p, each time by another number."""
+def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
+    """What is drawn at a position beside its token, each time by another number."""
     turns = count()
 
-    def following(left: Tensor) -> int:
-        number = uniforms(seed, position, np.array(Purpose.CHECK + next(turns)))
-        return int(draw(left[None], torch.tensor([float(number)], dtype=torch.float64)))
+    def number() -> float:
+        return float(uniforms(seed, position, np.array(Purpose.CHECK + next(turns))))
 
-    return following
+    def following(left: Tensor) -> int:
+        return int(draw(left[None], torch.tensor([number()], dtype=torch.float64)))
+
+    def phantoms(mass: float) -> int:
+        return int(math.log1p(-number()) / math.log(mass)) if 0 < mass < 1 else 0
+
+    return following, phantoms
 
 
 def _drawn(
@@ -144,7 +149,7 @@ def _drawn(
     token, weight = None, 0.0
     p = _p(scores, b, column)
     if not row.request.sampling.greedy:
-        token, weight = awrs(p, refused, passes, _following(row.seed, position), weighs=row.request.weighted)
+        token, weight = awrs(p, refused, passes, *_draws(row.seed, position), weighs=row.request.weighted)
     if token is None:
         block = _row_block(scores, b)
         token = _by_score(all_controlled(block.of(scores.logits), scores.positions_of(block), {})[0, column], passes)

@@ -1,4 +1,4 @@
-"""Solutions cut inside tokens: where, what each way is given, what is counted, and the command."""
+"""Solutions cut inside tokens: where, what each variant is given, what is counted, and the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import shoal
 from shoal import cli
 from shoal.evaluation import cut_samples
-from shoal.evaluation.cut_samples import ALIGNED, NAIVE, UNCUT, WAYS
+from shoal.evaluation.cut_samples import ALIGNED, NAIVE, UNCUT, VARIANTS
 from shoal.evaluation.cuts import KINDS, Cut, cuts, places, tokens_of
 from shoal.evaluation.grading import Grade
 from shoal.evaluation.problems import Problem
@@ -86,11 +86,11 @@ def test_each_way_is_given_what_it_says(suffix: str) -> None:
     rows = list(cut_samples.written(pair, [cut, cut], 3, {"temperature": 0}))  # type: ignore[arg-type]
     assert len(pair.asked) == 9  # the first cut's are asked twice
     for row in rows:
-        assert [each.way for each in row] == list(WAYS)
+        assert [each.variant for each in row] == list(VARIANTS)
         for each in row:
             assert each.completions == [problem.canonical] * 3
-    by_way = {(len(text), options["align"]) for text, options in pair.asked}
-    assert by_way == {(20, False), (20, True), (17, False)}
+    by_variant = {(len(text), options["align"]) for text, options in pair.asked}
+    assert by_variant == {(20, False), (20, True), (17, False)}
     assert pair.asked[3:6] != pair.asked[6:9]  # they take turns in being first
     assert all((options.get("suffix") == suffix) if suffix else options["stop"] for _, options in pair.asked)
 
@@ -106,13 +106,13 @@ def test_what_is_counted() -> None:
         cut_samples.Written(cut, NAIVE, ["bad", "bad", "wrong"], 1.0),
         cut_samples.Written(cut, ALIGNED, ["good", "good", "wrong"], 3.0),
         cut_samples.Written(cut, UNCUT, ["good", "good", "good"], 2.0),
-        *(cut_samples.Written(other, way, ["wrong"], 1.0) for way in WAYS),
+        *(cut_samples.Written(other, variant, ["wrong"], 1.0) for variant in VARIANTS),
     ]
     word, space = cut_samples.summary(list(cut_samples.graded(found, grader)))
     assert (word["kind"], word["cuts"], word["samples"]) == ("word", 1, 3)
-    assert [word["ways"][way]["passed"] for way in WAYS] == pytest.approx([0, 2 / 3, 1])
-    assert [word["ways"][way]["syntax_errors"] for way in WAYS] == pytest.approx([2 / 3, 0, 0])
-    assert [word["ways"][way]["latency"] for way in WAYS] == pytest.approx([0.5, 1.5, 1])
+    assert [word["variants"][variant]["passed"] for variant in VARIANTS] == pytest.approx([0, 2 / 3, 1])
+    assert [word["variants"][variant]["syntax_errors"] for variant in VARIANTS] == pytest.approx([2 / 3, 0, 0])
+    assert [word["variants"][variant]["latency"] for variant in VARIANTS] == pytest.approx([0.5, 1.5, 1])
     assert (space["kind"], space["cuts"], space["samples"]) == ("space", 1, 1)
 
 
@@ -122,8 +122,8 @@ def test_the_command_tells_what_alignment_is_worth(capsys: pytest.CaptureFixture
     told = json.loads(capsys.readouterr().out)
     (row,) = told["cuts"]
     assert (told["set"], told["n"], row["kind"], row["samples"]) == ("functions", 2, "word", 2 * row["cuts"])
-    assert row["ways"]["naive"]["passed"] < row["ways"]["aligned"]["passed"]
-    assert row["ways"]["aligned"]["latency"] > 0
+    assert row["variants"]["naive"]["passed"] < row["variants"]["aligned"]["passed"]
+    assert row["variants"]["aligned"]["latency"] > 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_set_without_solutions_is_refused(tmp_path: Any, capsys: pytest.Captur
 
 
 def test_alignment_rewrites_the_cut_token_on_the_bundled_pair() -> None:
-    """Greedy, and where nothing is cut (`uncut`) the way is the plain one."""
+    """Greedy, and where nothing is cut (`uncut`) the variant is the plain one."""
     pair = shoal.load()
     (cut,) = cuts(function_problems(1), pair.tokenizer, ["word"])
     rows = list(cut_samples.written(pair, [cut], 1, {"temperature": 0, "max_new_tokens": 48}))

@@ -50,7 +50,7 @@ def evaluate_cuts(
     if as_json:
         print(json.dumps({"set": eval_set.name, "n": n, "options": dict(options), "cuts": summary}))
     else:
-        show(summary, cut_samples.WAYS)
+        show(summary, cut_samples.VARIANTS)
     return 0
 
 
@@ -62,12 +62,12 @@ def require_solutions(eval_set: EvalSet) -> None:
         raise RequestError("a cut program is continued, not asked for in a chat: leave out --chat")
 
 
-def show(summary: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> None:
-    """A table of all kinds and ways."""
-    table = plain_table("cut", "cuts", "samples", "way", "passed, %", "syntax errors, %", "time over uncut")
+def show(summary: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> None:
+    """A table of all kinds and variants."""
+    table = plain_table("cut", "cuts", "samples", "variant", "passed, %", "syntax errors, %", "time over uncut")
     for row in summary:
-        for way in ways:
-            own = row["ways"][way]
+        for variant in variants:
+            own = row["variants"][variant]
             shares = (f"{100 * own['passed']:.1f}", f"{100 * own['syntax_errors']:.1f}", f"{own['latency']:.2f}")
-            table.add_row(row["kind"], str(row["cuts"]), str(row["samples"]), way, *shares)
+            table.add_row(row["kind"], str(row["cuts"]), str(row["samples"]), variant, *shares)
     stdout().print(table)

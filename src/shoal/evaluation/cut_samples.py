@@ -14,46 +14,46 @@ from shoal.evaluation.endings import ending
 from shoal.evaluation.grading import PASSED, Grade, Grader
 
 NAIVE, ALIGNED, UNCUT = "naive", "aligned", "uncut"
-WAYS = (NAIVE, ALIGNED, UNCUT)
+VARIANTS = (NAIVE, ALIGNED, UNCUT)
 """From the cut on; from the cut on with `align=True`; from where the cut token begins, knowing less of the program."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a way made of a cut. completions: of the problem. seconds: of its call, prompt included."""
+    """What a variant made of a cut. completions: of the problem. seconds: of its call, prompt included."""
 
     cut: Cut
-    way: str
+    variant: str
     completions: Sequence[str]
     seconds: float
 
 
 def written(pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]) -> Iterator[list[Written]]:
-    """n samples of each cut in each way, a list of ways per cut. The ways take turns in being first; the first cut warms up.
+    """n samples of each cut in each variant, a list of variants per cut. They take turns in being first; the first cut warms up.
 
     Args:
         options: of `Shoal.generate`. A problem with a suffix is filled in before it.
     """
-    orders = list(permutations(WAYS))
+    orders = list(permutations(VARIANTS))
     for place, cut in enumerate(cuts):
         if not place:
-            for way in WAYS:
-                _write(pair, cut, way, n, options)
-        found = {way: _write(pair, cut, way, n, options) for way in orders[place % len(orders)]}
-        yield [found[way] for way in WAYS]
+            for variant in VARIANTS:
+                _write(pair, cut, variant, n, options)
+        found = {variant: _write(pair, cut, variant, n, options) for variant in orders[place % len(orders)]}
+        yield [found[variant] for variant in VARIANTS]
 
 
-def _write(pair: Shoal, cut: Cut, way: str, n: int, options: Mapping[str, Any]) -> Written:
+def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, Any]) -> Written:
     problem, end = cut.problem, ending(cut.problem.language)
-    text = cut.given(whole_tokens=way == UNCUT)
+    text = cut.given(whole_tokens=variant == UNCUT)
     middle: dict[str, Any] = {"suffix": problem.suffix} if problem.suffix else {"stop": end.stops}
-    result = pair.generate(text, n, align=way == ALIGNED, **{**options, **middle})
+    result = pair.generate(text, n, align=variant == ALIGNED, **{**options, **middle})
     begun = text[len(problem.prompt) :]
     completions = [
         begun + (sample.text if problem.suffix else end.cut(text, sample.text, sample.finish_reason == "stop"))
         for sample in result[0].samples
     ]
-    return Written(cut, way, completions, result.stats.seconds)
+    return Written(cut, variant, completions, result.stats.seconds)
 
 
 def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, list[Grade]]]:
@@ -65,20 +65,24 @@ def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, 
 
 
 def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, Any]]:
-    """By kind of cut: how many cuts, and of each way the share of samples that pass, the share that do not parse, and the median of
-    its seconds over those of `uncut`, which writes the same text but has nothing to align."""
+    """By kind of cut: how many cuts, and of each variant the share of samples that pass, the share that do not parse, and the
+    median of its seconds over those of `uncut`, which writes the same text but has nothing to align."""
     kinds = list(dict.fromkeys(each.cut.kind for each, _ in found))
     return [{"kind": kind, **_of_kind([one for one in found if one[0].cut.kind == kind])} for kind in kinds]
 
 
 def _of_kind(found: Sequence[tuple[Written, Sequence[Grade]]]) -> dict[str, Any]:
-    uncut = {each.cut: each.seconds for each, _ in found if each.way == UNCUT}
-    ways: dict[str, Any] = {}
-    for way in WAYS:
-        own = [(each, grades) for each, grades in found if each.way == way]
-        ways[way] = {
+    uncut = {each.cut: each.seconds for each, _ in found if each.variant == UNCUT}
+    variants: dict[str, Any] = {}
+    for variant in VARIANTS:
+        own = [(each, grades) for each, grades in found if each.variant == variant]
+        variants[variant] = {
             "passed": mean(grade.scores[PASSED] for _, grades in own for grade in grades),
             "syntax_errors": mean(grade.outcome == "syntax" for _, grades in own for grade in grades),
             "latency": median(each.seconds / uncut[each.cut] for each, _ in own),
         }
-    return {"cuts": len(uncut), "samples": sum(len(grades) for each, grades in found if each.way == NAIVE), "ways": ways}
+    return {
+        "cuts": len(uncut),
+        "samples": sum(len(grades) for each, grades in found if each.variant == NAIVE),
+        "variants": variants,
+    }

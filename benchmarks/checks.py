@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +95,7 @@ def main(
         )  # fmt: skip
     Console(width=130).print(table)
     if to is not None:
-        write_results(to, {"machine": asdict(machine()), "samples": samples, "figures": figures})
+        write_results(to, {"machine": machine(torch.device("cpu")), "samples": samples, "figures": figures})
 
 
 def measured(

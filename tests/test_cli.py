@@ -171,6 +171,43 @@ def test_generate_prints_a_header_and_the_text(shoal: Command, tiny: Models) -> 
     assert answer.err == ""  # no progress where stderr is no terminal
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}a"
+
+
+def test_generate_answers_messages(shoal: Command, tiny: Models, tmp_path: Path) -> None:
+    """By a template the prompt is what the template writes, the system's message first."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    ask = ["generate", *tiny.pair, "--max-new-tokens", 6, "--greedy", "--json"]
+    chat = [*ask, "-p", "bc", "--chat-template", tmp_path / "chat.jinja"]
+    for options, text in (([], "ubc;a"), (["--chat"], "ubc;a"), (["--system", "de"], "sde;ubc;a")):
+        answer, plain = shoal(*chat, *options), shoal(*ask, "-p", text)
+        assert answer.code == plain.code == 0
+        (told,), (same,) = answer.json["prompts"], plain.json["prompts"]
+        assert told["prompt"] == "bc"
+        assert told["samples"][0]["token_ids"] == same["samples"][0]["token_ids"]
+    refused = shoal(*ask, "-p", "bc", "--system", "de")
+    assert refused.code == 2
+    assert "this model has no chat template" in refused.json["error"]["message"]
+    (tmp_path / "wrong.jinja").write_text("{{ raise_exception('no users here') }}")
+    refused = shoal(*ask, "-p", "bc", "--chat-template", tmp_path / "wrong.jinja")
+    assert refused.code == 2
+    assert "no users here" in refused.json["error"]["message"]
+
+
+def test_generate_takes_penalties(shoal: Command, tiny: Models) -> None:
+    ask = ["generate", *tiny.pair, "-p", "ab", "--max-new-tokens", 16, "--greedy", "--json"]
+
+    def repeated(*options: object) -> int:
+        ids = shoal(*ask, *options).json["prompts"][0]["samples"][0]["token_ids"]
+        return len(ids) - len(set(ids))
+
+    assert repeated() > 0
+    for name in ("--presence-penalty", "--frequency-penalty"):
+        assert repeated(name, 100) == 0
+    assert repeated("--repetition-penalty", 50) < repeated()
+    assert shoal(*ask, "--repetition-penalty", 0).code == 2
+
+
 def test_generate_reads_stdin(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     answer = shoal("generate", "--model", tiny.target, "--max-new-tokens", 2, "--json")

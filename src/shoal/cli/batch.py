@@ -13,6 +13,7 @@ import typer
 
 from shoal.cli.batch_progress import BatchProgress, displayed
 from shoal.cli.console import stderr, stdout
+from shoal.cli.files import read_template
 from shoal.cli.option_groups import (
     limits_option,
     machines_option,
@@ -30,7 +31,6 @@ from shoal.cli.serve import (
     MaxTokensOption,
     in_bytes,
     ray_cluster,
-    read_template,
 )
 from shoal.errors import InternalError, RequestError
 

@@ -34,6 +34,16 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return [text for _, text in found]
 
 
+def read_template(template: Path | None) -> str | None:
+    """A chat template's text, if there is a file. Raises RequestError for one that cannot be read."""
+    if template is None:
+        return None
+    try:
+        return template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the chat template {str(template)!r}: {error}") from error
+
+
 def read_text(file: Path, kind: str = "prompt file") -> str:
     """A file's text. Raises RequestError: it cannot be read."""
     try:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, write_whole
 from shoal.cli.option_groups import option_groups, output_option, sampling_option
@@ -86,8 +87,9 @@ class SamplingOptions(SampleOptions):
         Literal["weights", "smc", "asap", "asap+smc"] | None,
         sampling_option(
             "--exact",
-            help="Weigh samples under --align so that they are samples of p; smc: and resample them while they run; asap: and draw "
-            "them by what earlier ones have shown.",
+            metavar="KIND",
+            help="weights: weigh samples under --align so that they are samples of p; smc: and resample them while they run; asap: "
+            "and draw them by what earlier ones have shown; asap+smc: both.",
         ),
     ] = None
 
@@ -99,6 +101,21 @@ class SamplingOptions(SampleOptions):
             )
         options = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING and value is not None}
         return options | ({"temperature": 0.0} if self.greedy else {})
+
+
+@dataclass(frozen=True)
+class GenerateSampling(SamplingOptions):
+    """With penalties, which code at a cursor does not want."""
+
+    repetition_penalty: Annotated[
+        float, sampling_option(help="Scores of tokens that were there are divided by it; 1 = off.")
+    ] = Sampling.repetition_penalty
+    presence_penalty: Annotated[
+        float, sampling_option(help="Taken once from the score of each token of the output; 0 = off.")
+    ] = Sampling.presence_penalty
+    frequency_penalty: Annotated[
+        float, sampling_option(help="Taken from the score of a token as often as it is in the output; 0 = off.")
+    ] = Sampling.frequency_penalty
 
 
 @dataclass(frozen=True)
@@ -126,8 +143,8 @@ class OutputOptions:
 
 @option_groups()
 def generate(
-    prompts: PromptOptions, sampling: SamplingOptions, speculation: SpeculationOptions, source: ModelSource,
-    output: OutputOptions,
+    prompts: PromptOptions, chats: ChatOptions, sampling: GenerateSampling, speculation: SpeculationOptions,
+    source: ModelSource, output: OutputOptions,
 ) -> int:  # fmt: skip
     """Generate n samples of every prompt.
 
@@ -136,7 +153,7 @@ def generate(
     texts = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     split_options(options)  # a wrong value is reported before a model is loaded
-    result, interrupted = _run(source, texts, sampling, output.top_logprobs, options)
+    result, interrupted = _run(source, texts, chats, sampling, output.top_logprobs, options)
     deliver(result, texts, output, interrupted)
     if result.stats.lossy:
         stderr().print(result.stats.lossy, style="yellow", markup=False, soft_wrap=True)
@@ -145,14 +162,16 @@ def generate(
 
 
 def _run(
-    source: ModelSource, prompts: list[str], sampling: SamplingOptions, top_logprobs: int, options: dict[str, Any]
+    source: ModelSource, prompts: list[str], chats: ChatOptions, sampling: SamplingOptions, top_logprobs: int,
+    options: dict[str, Any],
 ) -> tuple[Result, bool]:  # fmt: skip
     """Loads the models and generates, with a progress line on stderr."""
     with Progress() as progress:
         model = source.load()
         progress.expect(rows=len(prompts) * sampling.n)
+        found = chats.read(model.tokenizer, prompts)
         asked: dict[str, Any] = {"align": sampling.align, "exact": sampling.exact or False}
-        return follow(model.stream(prompts, sampling.n, top_logprobs=top_logprobs, **asked, **options), progress.add)
+        return follow(model.stream(found, sampling.n, top_logprobs=top_logprobs, **asked, **options), progress.add)
 
 
 def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interrupted: bool) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from shoal.cli.files import read_template
 from shoal.cli.option_groups import (
     address_option,
     limits_option,
@@ -245,16 +246,6 @@ def served_name(model: str | None) -> str:
 def in_bytes(gib: float | None) -> int | None:
     """GiB as bytes; None = no limit."""
     return None if gib is None else int(gib * 2**30)
-
-
-def read_template(template: Path | None) -> str | None:
-    """A chat template's text, if there is a file. Raises RequestError for one that cannot be read."""
-    if template is None:
-        return None
-    try:
-        return template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the chat template {str(template)!r}: {error}") from error
 
 
 def ray_cluster() -> Any:

@@ -10,34 +10,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from collections import Counter
 from typing import Any
 
-import jsonschema
 import torch
 
 import shoal
 from schemas import SCHEMAS
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
+from shoal.evaluation.schemas import verdict
 
 Json = dict[str, Any]
-CHECKER = jsonschema.FormatChecker()  # by itself it knows neither date-times nor the times of today's drafts
-CHECKER.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text)))
-CHECKER.checks("time", ValueError)(lambda text: datetime.time.fromisoformat(text) is not None)
-
-
-def judged(text: str, ended: bool, schema: Json) -> str:
-    if not ended:
-        return "cut"
-    try:
-        jsonschema.validate(json.loads(text), schema, format_checker=CHECKER)
-    except (ValueError, jsonschema.ValidationError):
-        return "invalid"
-    return "valid"
 
 
 def samples_of(model: shoal.Shoal, name: str, asked: argparse.Namespace) -> list[Json]:
@@ -53,7 +38,7 @@ def samples_of(model: shoal.Shoal, name: str, asked: argparse.Namespace) -> list
         return [{"schema": name, "verdict": "refused", "text": str(error), "tokens": 0}]
     return [
         {
-            "schema": name, "verdict": judged(sample.text, sample.finish_reason == "eos", schema), "text": sample.text,
+            "schema": name, "verdict": verdict(sample.text, sample.finish_reason == "eos", schema), "text": sample.text,
             "tokens": len(sample.token_ids),
         }
         for sample in result[0].samples

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.evaluation.problems import Problem
     from shoal.evaluation.tasks import Task
 
-Name = Literal["humaneval", "mbxp", "functions", "infilling", "summarize"]
+Name = Literal["humaneval", "mbxp", "functions", "infilling", "summarize", "jsonschema"]
 
 Kind = Literal["word", "space", "punctuation", "prefix-sep", "prefix-indent", "all"]
 
@@ -56,9 +56,14 @@ def digest(file: Path) -> str:
 class SetOptions:
     """Which set, and how models are asked."""
 
-    set_: Annotated[Name, typer.Argument(metavar="SET", help="humaneval, mbxp, functions, infilling or summarize.")]
+    set_: Annotated[
+        Name, typer.Argument(metavar="SET", help="humaneval, mbxp, functions, infilling, summarize or jsonschema.")
+    ]
     data: Annotated[
-        Path | None, typer.Option(help="The set, .jsonl or .jsonl.gz; functions needs none. Nothing is downloaded.")
+        Path | None,
+        typer.Option(
+            help="The set, .jsonl or .jsonl.gz; of jsonschema a directory; functions needs none. Nothing is downloaded."
+        ),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems; functions: 200 without it.")] = (
         None

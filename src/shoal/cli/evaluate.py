@@ -133,6 +133,8 @@ def evaluate(
     if solutions is not None:
         with output.directory() as directory:
             return execute_solutions(chosen.read(), solutions, programs, directory, as_json=output.json)
+    if chosen.set_ == "jsonschema":
+        return _evaluate_schemas(chosen, sampling, speculation, source, output)
     if chosen.cut is not None:
         return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
     budgets = parse_budgets(sampling.time_budget)
@@ -156,16 +158,40 @@ def _evaluate_cuts(
     programs: SandboxOptions, output: OutputOptions,
 ) -> int:  # fmt: skip
     """Raises RequestError for what does not go with cuts."""
-    if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
-        raise RequestError("--cut compares ways to begin, once each: leave out --methods, --time-budget and --out")
+    _require_one_run(sampling, output, "--cut compares ways to begin, once each")
     from shoal.cli.eval_cut import evaluate_cuts
 
-    options = {
+    options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
+    return evaluate_cuts(chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json)
+
+
+def _evaluate_schemas(
+    chosen: SetOptions, sampling: EvalSampling, speculation: SpeculationOptions, source: ModelSource, output: OutputOptions
+) -> int:  # fmt: skip
+    """Raises RequestError for what does not go with schemas."""
+    _require_one_run(sampling, output, "each schema is tried once")
+    if chosen.data is None:
+        raise RequestError("give the directory of the schemas: shoal eval jsonschema --data DIR; nothing is downloaded")
+    if chosen.cut is not None or chosen.chat:
+        raise RequestError("documents are written after the schema: leave out --cut and --chat")
+    from shoal.cli.eval_schemas import evaluate_schemas
+
+    options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
+    return evaluate_schemas(chosen.data, chosen.limit, sampling.n, options, source, as_json=output.json)
+
+
+def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) -> None:
+    """Raises RequestError where several runs are asked for, or files of one."""
+    if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
+        raise RequestError(f"{why}: leave out --methods, --time-budget and --out")
+
+
+def _options(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[str, Any]:
+    """Of `Shoal.generate`."""
+    return {
         "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
         "seed": sampling.seed, "lookahead": parse_lookahead(speculation.lookahead or "auto"), "rule": speculation.rule,
     }  # fmt: skip
-    source = replace(source, max_batch=sampling.n)
-    return evaluate_cuts(chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json)
 
 
 def parse_budgets(text: str) -> list[float]:

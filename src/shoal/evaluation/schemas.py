@@ -1,0 +1,207 @@
+"""JSON schemas as an evaluation set: which are taken, and whether what is written under them fits.
+
+The set and its measures are those of JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Literal
+
+import torch
+
+from shoal.api import Shoal
+from shoal.config import Grammar
+from shoal.constraints.compiler import grammars_of
+from shoal.constraints.grammar import GrammarConstraint
+from shoal.errors import RequestError
+from shoal.evaluation.problems import records
+
+Verdict = Literal["valid", "invalid", "cut"]
+"""The text ended by itself and fits; ended and does not; was cut by its limits."""
+SHOWN = 2000
+"""Characters of a schema that the prompt shows."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """group: the directory or file that it comes from."""
+
+    name: str
+    group: str
+    schema: Any
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A schema after its samples.
+
+    Attributes:
+        refused: why it was not taken; "" if it was. verdicts, tokens: of the samples.
+        compile_seconds: until there was a grammar. mask_seconds: of all masks of the samples, one after the other.
+    """
+
+    name: str
+    group: str
+    refused: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    tokens: int = 0
+    compile_seconds: float = 0.0
+    mask_seconds: float = 0.0
+
+    @property
+    def covered(self) -> bool:
+        """Whether all its samples are valid."""
+        return bool(self.verdicts) and all(verdict == "valid" for verdict in self.verdicts)
+
+
+# ── the set ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_schemas(folder: Path) -> list[Schema]:
+    """The schemas in a directory, deep: a `.json` file is a schema, or an object with "schema" (and "tests"); the lines of a
+    `.jsonl` file have it as "json_schema", an object or its text, and "unique_id".
+
+    Raises:
+        RequestError: there is no such directory, nothing in it, or something else.
+    """
+    if not folder.is_dir():
+        raise RequestError(f"{str(folder)!r} is no directory: --data takes one with schemas")
+    found = [schema for file in sorted(folder.rglob("*.json*")) for schema in _read(file, folder)]
+    if not found:
+        raise RequestError(f"{str(folder)!r} has no .json or .jsonl files")
+    return found
+
+
+def _read(file: Path, folder: Path) -> Iterator[Schema]:
+    where = file.relative_to(folder)
+    if file.suffix == ".jsonl":
+        for place, record in records(file):
+            if "json_schema" not in record:
+                raise RequestError(f"{place}: expected the field 'json_schema'; the record has only {', '.join(record)}")
+            given = record["json_schema"]
+            schema = _parsed(given, place) if isinstance(given, str) else given
+            yield Schema(str(record.get("unique_id", place)), str(where.with_suffix("")), schema)
+    elif file.suffix == ".json":
+        try:
+            schema = _parsed(file.read_text(encoding="utf-8"), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"cannot read {file}: {error}") from error
+        holds = isinstance(schema, dict) and {"schema"} <= set(schema) <= {"schema", "tests", "meta"}
+        group = folder.resolve().name if where.parent == Path() else str(where.parent)
+        yield Schema(str(where.with_suffix("")), group, schema["schema"] if holds else schema)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{where} is no JSON: {error}") from error
+
+
+# ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tried(pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, Any]) -> Iterator[Tried]:
+    """n samples under each schema, validated by jsonschema.
+
+    Args:
+        options: of `Shoal.generate`.
+
+    Raises:
+        RequestError: without a tokenizer, llguidance or jsonschema.
+    """
+    if pair.tokenizer is None:
+        raise RequestError("an evaluation needs a tokenizer, and this model has none")
+    _validator()
+    grammars = grammars_of(pair.tokenizer, pair.target.vocab_size)
+    for one in schemas:
+        started = time.perf_counter()
+        try:
+            grammar = Grammar("json_schema", json.dumps(one.schema))
+            constraint = grammars.constraint(grammar)
+            seconds = time.perf_counter() - started
+            result = pair.generate(prompt_of(one), n, grammar=grammar, **options)
+        except RequestError as error:
+            if error.result is not None:  # of a row, not of the schema
+                raise
+            yield Tried(one.name, one.group, refused=str(error))
+            continue
+        samples = result[0].samples
+        verdicts = tuple(verdict(sample.text, sample.finish_reason == "eos", one.schema) for sample in samples)
+        masks = sum(mask_seconds(constraint, sample.token_ids, pair) for sample in samples)
+        yield Tried(one.name, one.group, "", verdicts, sum(len(s.token_ids) for s in samples), seconds, masks)
+
+
+def prompt_of(one: Schema) -> str:
+    """What a model goes on from: the beginning of the schema, and the name of what fits it."""
+    return f"# A JSON document that fits the schema {json.dumps(one.schema)[:SHOWN]}\ndocument = "
+
+
+def mask_seconds(constraint: GrammarConstraint, tokens: Sequence[int], pair: Shoal) -> float:
+    """Of the masks before each of a sample's tokens, computed one after the other."""
+    state, cpu, total = constraint.begin(None), torch.device("cpu"), 0.0  # type: ignore[arg-type]
+    for token in tokens:
+        started = time.perf_counter()
+        constraint.mask([state], pair.target.vocab_size, cpu)
+        total += time.perf_counter() - started
+        state = constraint.advance(state, token)
+    return total
+
+
+def verdict(text: str, ended: bool, schema: Any) -> Verdict:
+    """Of one sample; formats are checked."""
+    if not ended:
+        return "cut"
+    library, formats = _validator()
+    try:
+        library.validate(json.loads(text), schema, format_checker=formats)
+    except (ValueError, library.ValidationError, library.SchemaError):
+        return "invalid"
+    return "valid"
+
+
+@cache
+def _validator() -> tuple[Any, Any]:
+    """jsonschema and its checker of formats. By itself that knows neither date-times nor the times of today's drafts."""
+    try:
+        import jsonschema  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise RequestError("documents are validated by the jsonschema package: pip install '.[eval]'") from None
+    made = jsonschema.FormatChecker()
+    made.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text)))
+    made.checks("time", ValueError)(lambda text: datetime.time.fromisoformat(text) is not None)
+    return jsonschema, made
+
+
+# ── what they come to ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(found: Sequence[Tried]) -> dict[str, Any]:
+    """By group, and of all schemas: "declared": the share that is taken; "empirical": the share whose samples are all valid;
+    "compliance": of those taken; verdicts of samples; times in milliseconds, medians over schemas."""
+    groups = list(dict.fromkeys(one.group for one in found))
+    by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}
+    return {"all": _summed(found), "groups": by_group, "schemas": [asdict(one) for one in found]}
+
+
+def _summed(found: Sequence[Tried]) -> dict[str, Any]:
+    taken = [one for one in found if not one.refused]
+    verdicts = [verdict for one in taken for verdict in one.verdicts]
+    masks = [1000 * one.mask_seconds / one.tokens for one in taken if one.tokens]
+    return {
+        "schemas": len(found),
+        "declared": len(taken) / len(found),
+        "empirical": mean(one.covered for one in found),
+        "compliance": mean(one.covered for one in taken) if taken else None,
+        "samples": {name: verdicts.count(name) for name in ("valid", "invalid", "cut")},
+        "compile_ms": median(1000 * one.compile_seconds for one in taken) if taken else None,
+        "mask_ms_per_token": median(masks) if masks else None,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 import shoal
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints.estimates import Estimates, Node, Seen
+from shoal.constraints.estimates import Estimates, Node, Seen, log_weights
 from shoal.constraints.weights import weighed
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -22,6 +23,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
+from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective
 from test_smc import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
@@ -163,6 +165,57 @@ def gaps() -> list[float]:
 
 def test_a_weight_makes_of_the_declared_probability_that_of_the_script() -> None:
     assert max(gaps()) < 1e-4
+
+
+def learned(rows: int) -> Node:
+    used = engine(max_batch=4)
+    ran(used, [request(5, rows=rows, new=SHORT)])
+    return root(used)
+
+
+def inside(text: Sequence[int]) -> torch.Tensor:
+    """Natural logs of p at each token of a text, -inf where it is not allowed, [tokens, vocab]."""
+    found = torch.full((len(text), V), -math.inf, dtype=torch.float64)
+    for place in range(len(text)):
+        state = tuple(text[:place])
+        for token in possible(state):
+            found[place, token] = math.log(p_after(state)[token])
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 12, 200])
+def test_probability_and_weight_of_every_text_make_that_of_p(rows: int) -> None:
+    """Of all texts, however rare, and whatever has been learned."""
+    node = learned(rows)
+    texts = list(law(node))
+    assert len(texts) > 20
+    for text, drawn, expected in texts:
+        weight = math.exp(sum(log_weights(node, text, inside(text))))
+        assert drawn * weight == pytest.approx(expected * worth(), rel=1e-9)
+
+
+def fit(k: int, rule: Rule, monkeypatch: pytest.MonkeyPatch, *, told: bool = True) -> float:
+    """p-value of how often texts come while the estimates stay as they are; told: against their law, else the local mask's."""
+    used = engine(k, rule)
+    ran(used, [request(5, rows=12, new=SHORT)])
+    expected = {text: drawn for text, drawn, _ in law(root(used) if told else None)}
+    monkeypatch.setattr(Node, "learn", lambda self, block, seen: self.after(block))
+    groups = ran(used, [request(100 + seed, rows=100, new=SHORT) for seed in range(20)])
+    counts = Counter(tuple(row.tokens[2:]) for rows in groups for row in rows)
+    assert set(counts) <= set(expected)
+    assert 0 < used.stats.accepted < used.stats.drafted or not k
+    return chi_square(torch.tensor([counts[text] for text in expected]), torch.tensor(list(expected.values())))
+
+
+@pytest.mark.parametrize(
+    ("k", "rule"), [(0, Rejection()), (2, Rejection()), (2, Coupled())], ids=["plain", "drafts", "coupled"]
+)
+def test_rows_draw_by_the_estimates_of_their_round(k: int, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fit(k, rule, monkeypatch) > 1e-4
+
+
+def test_the_law_of_the_local_mask_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fit(0, Rejection(), monkeypatch, told=False) < 1e-9
 
 
 def test_weights_become_equal() -> None:

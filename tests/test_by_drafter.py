@@ -27,7 +27,7 @@ from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.counts import DraftCounts, as_dicts, total_by_drafter
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
 from shoal.types.samples import Sample
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
@@ -192,3 +192,26 @@ def test_an_evaluation() -> None:
         assert sum(counts[what] for counts in found.values()) == batched["stats"][what]
         for sample in batched["samples"]:
             assert sum(counts[what] for counts in sample["by_drafter"].values()) == sample[what]
+
+
+# ── what was rejected ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("drafter", ["chains", "trees"])
+def test_drafts_after_the_token_that_ends_a_row_are_rejected(drafter: str) -> None:
+    """Rows that end by EOS inside accepted drafts: what is told of each round adds up to the counts of the row."""
+    proposer = trees() if drafter == "trees" else ModelDrafter(scripted(hashed(V), V), V)
+    engine = Engine(scripted(hashed(V), V), proposer, Fixed(4), max_batch=4, rule=Rejection())
+    rows, rejected, cut = [], Counter[Row](), 0
+    for seed in range(12):
+        rows += engine.submit(Request((0, seed % V), 1, Sampling(seed=seed), Limits(max_new_tokens=12, eos=(V - 1,))))
+    while not engine.scheduler.idle:
+        for done in engine.step():
+            rejected[done.row] += len(done.rejected)
+            assert [token for token, _ in done.rejected] == [
+                token for node, token in enumerate(done.drafts) if node not in done.path
+            ]
+            assert [done.drafts[node] for node in done.path] == done.tokens[: done.accepted]
+            cut += done.sample is not None and done.accepted == len(done.tokens) and len(done.drafts) > done.accepted
+    assert cut > 2
+    assert all(rejected[row] == row.drafted - row.accepted for row in rows)

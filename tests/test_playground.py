@@ -114,6 +114,20 @@ def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., A
         assert stats.committed == 2 * sum(len(sample.token_ids) for sample in samples)  # once more, and without a draft
     columns = page.get_by_role("article").all()
     assert [column.locator("pre").text_content() for column in columns] == [sample.text for sample in samples]
+    struck = [column.locator("s").count() for column in columns]
+    assert sum(struck) == stats.drafted - stats.accepted > 0
+    assert struck == [sample.drafted - sample.accepted for sample in samples]
+    assert [column.locator(".begins").count() for column in columns] == [sample.rounds for sample in samples]
+    first = page.locator("#samples s").first
+    expect(first).to_have_css("text-decoration-line", "line-through")
+    assert first.bounding_box()["width"] > 0
+    begins = page.locator("#samples .begins").first
+    expect(begins).not_to_have_css("box-shadow", "none")
+    page.get_by_label("Show rejected drafts and rounds").uncheck()
+    expect(first).to_be_hidden()
+    expect(begins).to_have_css("box-shadow", "none")
+    page.get_by_label("Show rejected drafts and rounds").check()
+    expect(first).to_be_visible()
     tinted = [[("draft" in token.get_attribute("class")) for token in column.locator(".token").all()] for column in columns]
     assert tinted == [list(sample.from_draft) for sample in samples]
     means = [sample.mean_logprob for sample in samples]
@@ -285,7 +299,7 @@ def test_untouched_controls_ask_for_nothing(opened: Callable[..., Any], server: 
     assert seeds[0] == seeds[1]
     prompt = page.get_by_label("Prompt").input_value()
     fresh = {"path": "completions", "prompt": prompt, "n": 4, "max_tokens": 128, "temperature": 0.8, "top_p": 0.95}
-    always = {"stream": True, "stream_options": {"include_usage": True}, "shoal": {"details": True}}
+    always = {"stream": True, "stream_options": {"include_usage": True}, "shoal": {"rounds": True}}
     assert got == [fresh | always | {"speculation": way} for way in ("auto", "off")]
 
 

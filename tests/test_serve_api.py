@@ -298,6 +298,46 @@ def test_details_tell_the_tokens_and_where_they_came_from(server: Served) -> Non
         assert [details["rounds"] for details in mine] == list(range(1, sample.rounds + 1))
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_rounds_tell_what_was_drafted_and_rejected(path: str, stream: bool) -> None:
+    options: dict[str, Any] = {"n": 2, "seed": 7, "max_tokens": 30, "stop": ["zq"], "shoal": {"rounds": True}}
+    asking = {"messages": [{"role": "user", "content": "hello"}], "prompt": None} if "chat" in path else {}
+    with served(pair(), chat_template="{{ messages[0].content }}") as server:
+        if stream:
+            lines = server.post(path, **options, **asking, stream=True).text.splitlines()
+            pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            for piece in pieces:  # each round as it ends
+                assert all(len(c["shoal"]["by_round"]) == 1 for c in piece["choices"] if "shoal" in c)
+        else:
+            pieces = [server.post(path, **options, **asking).json()]
+        (sampled,) = server.shoal.generate("hello", 2, seed=7, max_new_tokens=30, stop=["zq"])
+    drafted = 0
+    for index, sample in enumerate(sampled.samples):
+        mine = [c["shoal"] for piece in pieces for c in piece["choices"] if c["index"] == index and "shoal" in c]
+        rounds = [done for details in mine for done in details["by_round"]]
+        tokens = [token for details in mine for token in details["tokens"]]
+        origins = [i < done["accepted"] for done in rounds for i in range(done["committed"])]
+        assert [token["id"] for token in tokens] == list(sample.token_ids)
+        assert [token["from_draft"] for token in tokens] == origins[: len(tokens)]
+        assert [done["start"] for done in rounds] == [sum(d["committed"] for d in rounds[:r]) for r in range(len(rounds))]
+        rejected = [draft for done in rounds for draft in done["rejected"]]
+        assert len(rounds) == mine[-1]["rounds"]
+        assert len(rejected) == mine[-1]["drafted"] - mine[-1]["accepted"]
+        assert all(draft["text"] and draft["drafter"] == "model" for draft in rejected)
+        for done in rounds:  # chains: what the target chose instead differs from the first draft it rejected
+            if done["rejected"] and done["start"] + done["accepted"] < len(tokens):
+                assert tokens[done["start"] + done["accepted"]]["id"] != done["rejected"][0]["id"]
+        drafted += mine[-1]["drafted"]
+    assert drafted
+
+
+def test_rounds_are_told_only_if_asked_for(server: Served) -> None:
+    assert all(
+        "by_round" not in c["shoal"] for e in events(server, max_tokens=5, shoal={"details": True}) for c in e["choices"]
+    )
+
+
 def test_without_details_there_are_none(server: Served) -> None:
     assert all("shoal" not in c for piece in events(server, max_tokens=5) for c in piece["choices"])
 

@@ -51,15 +51,17 @@ def commit(
         reported[b].add(row, taken)
         if row.request.keep_logits:
             row.logits += [scores.logits[b, column].clone() for column in columns[b][:taken]]
-        appended.append((row, block[:taken], kept))
+        appended.append((row, block[:taken], tree.drafts[b], names, paths[b][:kept]))
     now = clock()
-    return [_commit(row, tokens, kept, now) for row, tokens, kept in appended]
+    return [_commit(*what, now) for what in appended]
 
 
-def _commit(row: Row, tokens: list[int], accepted: int, now: float) -> Commit:
+def _commit(
+    row: Row, tokens: list[int], drafts: Sequence[int], drafters: Sequence[str], path: Sequence[int], now: float
+) -> Commit:
     """What the round added to a row. The sample is made before the text is taken: all text of a row is known once it has ended."""
     sample = finish(row, now) if row.finish_reason else None
-    return Commit(row, tokens, accepted, visible_text(row, sample), sample)
+    return Commit(row, tokens, len(path), visible_text(row, sample), sample, drafts, drafters, path)
 
 
 def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults) -> dict[int, tuple[int, ShoalError]]:

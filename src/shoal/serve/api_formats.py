@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.submissions import RowUpdate, TokenUpdate
+from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
 from shoal.serve.tool_calls import Call, CallReader, CallRules
 
@@ -30,7 +30,8 @@ class ApiFormat(ABC):
 
     Args:
         index: of the choice. top_logprobs: number of alternatives per token; None = no log-probabilities.
-        details: whether the choice has the field "shoal". rules: what counts as a call of a tool; None = nothing does.
+        details: whether the choice has the field "shoal". rounds: whether that has its rounds.
+        rules: what counts as a call of a tool; None = nothing does.
     """
 
     request_model: ClassVar[type[BaseRequest]]
@@ -39,8 +40,11 @@ class ApiFormat(ABC):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, tokenizer: Any, index: int, top_logprobs: int | None, details: bool, rules: CallRules | None) -> None:
+    def __init__(
+        self, tokenizer: Any, index: int, top_logprobs: int | None, details: bool, rules: CallRules | None, *, rounds: bool = False
+    ) -> None:  # fmt: skip
         self._tokenizer, self._index, self._top_logprobs, self._details = tokenizer, index, top_logprobs, details
+        self._rounds = rounds
         self._calls = None if rules is None else CallReader(rules)
         self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
 
@@ -83,10 +87,18 @@ class ApiFormat(ABC):
             }
             for token in update.tokens
         ]  # fmt: skip
+        by_round = {"by_round": [self._round(done) for done in update.by_round]} if self._rounds else {}
         return {
             "tokens": tokens, "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
             "committed": update.committed, "drafted": update.drafted, "accepted": update.accepted, "rounds": update.rounds,
+            **by_round,
         }  # fmt: skip
+
+    def _round(self, done: RoundUpdate) -> Json:
+        rejected = [
+            {"id": id, "text": name_and_bytes(self._tokenizer, id)[0], "drafter": name} for id, name in done.rejected
+        ]
+        return {"start": done.start, "committed": done.committed, "accepted": done.accepted, "rejected": rejected}
 
     def _logprobs(self, tokens: Sequence[TokenUpdate]) -> Json | None:
         return None if self._top_logprobs is None else self._logprob_fields(tokens)

@@ -42,6 +42,7 @@ class Extension(StrictModel):
     details: bool | None = optional(
         "Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
     )
+    rounds: bool | None = optional("The details also tell each round: which drafts were accepted, and which rejected.")
 
 
 class Grammar(StrictModel):

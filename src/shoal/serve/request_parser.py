@@ -45,6 +45,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     details: bool
+    rounds: bool
     headers: Mapping[str, str]
     deadline: float
     rules: CallRules | None = None
@@ -176,7 +177,8 @@ class RequestParser:
         return ParsedRequest(
             prompts, requests, drawn, returned, top_logprobs, echo, stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            details=bool(request.shoal and request.shoal.details),
+            details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
+            rounds=bool(request.shoal and request.shoal.rounds),
             headers={"x-shoal-ignored": ", ".join(request.ignored), **headers} if request.ignored else headers,
             deadline=time.perf_counter() + seconds,
         )  # fmt: skip

@@ -81,6 +81,23 @@ class Token(BaseModel):
     drafter: str | None = Field(description="The name of the drafter whose draft it is.")
 
 
+class RejectedDraft(BaseModel):
+    """A drafted token that was not kept."""
+
+    id: int
+    text: str = Field(description="Of this token alone.")
+    drafter: str
+
+
+class Round(BaseModel):
+    """One draft, verify, accept cycle of a choice."""
+
+    start: int = Field(description="Place of its first token in the choice.")
+    committed: int = Field(description="Tokens it added; a stop string may have cut the last ones from the answer.")
+    accepted: int = Field(description="So many of them, the first, were drafts; the one after them is the target's own.")
+    rejected: list[RejectedDraft]
+
+
 class Details(BaseModel):
     """How a choice fares so far, and the tokens that this answer or chunk brings."""
 
@@ -90,6 +107,7 @@ class Details(BaseModel):
     drafted: int
     accepted: int
     rounds: int
+    by_round: list[Round] | None = Field(None, description="Only if asked for: the rounds that this answer or chunk brings.")
 
 
 class Choice(BaseModel):

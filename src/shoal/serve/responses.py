@@ -99,7 +99,7 @@ class ApiResponse:
     def _submission(self) -> Submission:
         parsed = self.parsed
         detailed = parsed.details or parsed.top_logprobs is not None
-        return Submission(parsed.requests, parsed.rows, stream=parsed.stream, detailed=detailed)
+        return Submission(parsed.requests, parsed.rows, stream=parsed.stream, detailed=detailed, rounds=parsed.rounds)
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
@@ -132,7 +132,8 @@ class ApiResponse:
     # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _choice(self, index: int) -> ApiFormat:
-        return self.api(self.tokenizer, index, self.parsed.top_logprobs, self.parsed.details, self.parsed.rules)
+        parsed = self.parsed
+        return self.api(self.tokenizer, index, parsed.top_logprobs, parsed.details, parsed.rules, rounds=parsed.rounds)
 
     def _first_events(self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]]) -> bytes:
         echo: Sequence[str | None] = self.parsed.echo or [None] * len(prompts)

@@ -30,6 +30,16 @@ class TokenUpdate(NamedTuple):
     top: TopLogprobs | None = None
 
 
+class RoundUpdate(NamedTuple):
+    """One round of a row: its first token is the row's token `start`; of the `committed` tokens the first `accepted` were drafts;
+    `rejected`: ids and drafters of the drafts that were not kept."""
+
+    start: int
+    committed: int
+    accepted: int
+    rejected: Sequence[tuple[int, str]]
+
+
 @dataclass(frozen=True)
 class RowUpdate:
     """The progress of one row since its last update.
@@ -38,6 +48,7 @@ class RowUpdate:
         index: of the row among those of its submission, prompt by prompt.
         text, tokens: new ones; tokens only of a detailed submission, each as soon as all its text may be shown.
         committed, drafted, accepted, rounds: totals of the row. sample: set when the row has ended. error: why it failed.
+        by_round: its rounds since the last update, of a submission with `rounds`.
     """
 
     index: int
@@ -49,12 +60,14 @@ class RowUpdate:
     rounds: int
     sample: Sample | None
     error: ShoalError | None = None
+    by_round: tuple[RoundUpdate, ...] = ()
 
     @property
     def size(self) -> int:
         """Approximate bytes that the update takes until it is read."""
         alternatives = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
-        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * alternatives
+        rejected = sum(len(done.rejected) for done in self.by_round)
+        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * (alternatives + len(self.by_round) + rejected)
 
 
 class Submission:
@@ -62,7 +75,7 @@ class Submission:
 
     Args:
         requests: one per prompt; none if nothing is to be generated. rows: number of samples, which take capacity.
-        stream: updates after every round, not only at each row's end. detailed: updates have tokens.
+        stream: updates after every round, not only at each row's end. detailed: updates have tokens. rounds: they have rounds.
 
     Attributes:
         open: rows whose end has not been read. held: rows that take capacity. unread: bytes of updates in the inbox.
@@ -70,13 +83,16 @@ class Submission:
         inbox: updates, or the error that ended all rows.
     """
 
-    def __init__(self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool, rounds: bool = False
+    ) -> None:
         self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
         self.held = self.unread = 0
         self.inbox: asyncio.Queue[list[RowUpdate] | Exception] = asyncio.Queue()
         self._sent_tokens = [0] * self.open
+        self._rounds: list[list[RoundUpdate]] | None = [[] for _ in range(self.open)] if rounds else None
 
     async def updates(self) -> AsyncIterator[RowUpdate]:
         """All updates until the last row has ended.
@@ -119,11 +135,27 @@ class Submission:
     def update(self, index: int, commit: Commit) -> RowUpdate | None:
         """A row's update after a commit, made on the engine's thread; None if the row has not ended and nothing is streamed."""
         row, sample = commit.row, commit.sample
+        by_round = self._new_rounds(index, commit)
         if sample is None and not self.stream:
             return None
         tokens = self._new_tokens(index, row, sample) if self.detailed else ()
         text = commit.text if self.stream or sample is None else sample.text
-        return RowUpdate(index, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error)
+        return RowUpdate(
+            index, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error, by_round
+        )
+
+    def _new_rounds(self, index: int, commit: Commit) -> tuple[RoundUpdate, ...]:
+        """Keeps the round, if rounds are asked for; returns those not sent yet once they can be."""
+        if self._rounds is None:
+            return ()
+        waiting = self._rounds[index]
+        if commit.tokens or commit.drafts:  # a row that was cut before a round has none
+            start = commit.row.new_tokens - len(commit.tokens)
+            waiting.append(RoundUpdate(start, len(commit.tokens), commit.accepted, commit.rejected))
+        if not self.stream and commit.sample is None:
+            return ()
+        self._rounds[index] = []
+        return tuple(waiting)
 
     def _new_tokens(self, index: int, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
         """Tokens not sent yet whose text is complete and that no stop string can remove."""

@@ -85,7 +85,8 @@ class Commit:
     """What a round added to one row: `tokens` are committed for good, the first `accepted` of them were drafted.
 
     `tokens` counts what the round appended before a stop string cut the row's end. `text` is the new text that may be shown
-    (streaming only). `sample` is set when the row ended.
+    (streaming only). `sample` is set when the row ended. `drafts` are the ids of the row's draft tree, `drafters` the names of
+    those who proposed them, and `path` the nodes that were kept.
     """
 
     row: Row
@@ -93,3 +94,13 @@ class Commit:
     accepted: int
     text: str = ""
     sample: Sample | None = None
+    drafts: Sequence[int] = ()
+    drafters: Sequence[str] = ()
+    path: Sequence[int] = ()
+
+    @property
+    def rejected(self) -> list[tuple[int, str]]:
+        """The drafts that were not kept, in the order of the tree's nodes: token id and drafter."""
+        kept = set(self.path)
+        nodes = enumerate(zip(self.drafts, self.drafters, strict=False))
+        return [draft for node, draft in nodes if node not in kept]

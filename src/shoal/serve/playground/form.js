@@ -87,7 +87,7 @@ export function offerLengths(select, longest) {
 /** What to ask, and on which path. A seed is drawn here if none is given: then plain decoding can be asked for the same. */
 export function request(form) {
   const fields = Object.fromEntries(offered(form).map((field) => [field.name, field]));
-  const body = { stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
+  const body = { stream: true, stream_options: { include_usage: true }, shoal: { rounds: true } };
   for (const [name, field] of Object.entries(fields)) {
     const text = field.value;
     if (OWN.includes(name) || text === "") continue;

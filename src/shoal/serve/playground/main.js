@@ -180,6 +180,7 @@ addEventListener("keydown", (event) => {
 
 key.value = sessionStorage.getItem("shoal-key") ?? "";
 key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
+at("show-rejected").addEventListener("change", ({ target }) => at("samples").classList.toggle("unmarked", !target.checked));
 theme.addEventListener("change", () => {
   localStorage.setItem("shoal-theme", theme.value);
   dress(theme.value);

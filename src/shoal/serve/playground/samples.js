@@ -1,5 +1,7 @@
 // The columns: one per sample, filled token by token, ranked as they go.
 
+import { Rounds } from "./rounds.js";
+
 const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
 
 function element(name, className, text = "") {
@@ -21,20 +23,23 @@ class Sample {
     this.rank = element("span", "rank");
     this.about = element("p", "about", "waiting");
     this.text = element("pre", "text");
+    this.rounds = new Rounds(this.text, drafters);
     const head = element("header", "");
     head.append(title, this.rank);
     this.node.append(head, this.about, this.text);
   }
 
   /** Takes what a chunk brings. */
-  add({ tokens, ...figures }) {
+  add({ tokens, by_round: rounds = [], ...figures }) {
     this.figures = figures;
-    this.text.append(...tokens.map((token) => tokenNode(token, this.drafters)));
+    this.rounds.append(tokens.map((token) => tokenNode(token, this.drafters)));
+    this.rounds.add(rounds);
     this.describe();
   }
 
   /** Takes how it ended. */
   end({ ended_by, error }) {
+    this.rounds.end();
     this.node.classList.toggle("failed", error !== null);
     this.describe(error ?? (ended_by === "not started" ? ended_by : `ended by ${ended_by}`));
   }

@@ -16,7 +16,7 @@ from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
-from shoal.testing.engines import drafted_by, engine_of
+from shoal.testing.engines import drafted_by, engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
@@ -54,7 +54,7 @@ class Counted:
 
     def __init__(self, lookahead: Any, *, real: bool = False, k: int = 1, right: bool = False, **options: Any) -> None:
         target, drafter = (
-            [wrap(tiny_model("llama", seed=seed), "tiny", checked=False) for seed in (0, 1)]
+            [wrap(tiny_model("llama", seed=seed), "tiny", checked=False) for seed in (0, 0 if right else 1)]
             if real
             else [scripted(SCRIPT, VOCAB), scripted(SCRIPT if right else mixed(SCRIPT, hashed(VOCAB, 1)), VOCAB)]
         )
@@ -275,3 +275,25 @@ def test_a_step_reads_at_most_one_value_from_the_device() -> None:
     for _ in range(3):
         engine.step()
     assert all(0 < count <= K + 1 for count in reads)
+
+
+@pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
+def test_a_row_that_plain_rounds_left_in_a_slot_that_ends_is_drafted_for_again(prefix_sharing: str) -> None:
+    """Rows below it end while nothing is drafted, so that it is still in slot 2 when memory is wanted and slots are cut to one."""
+    asked = [((1, 2, 3), 4), ((4, 5), 4), ((6, 7, 8, 9), 24)]
+    sized = Counted(Fixed(K), real=True).engine
+    most = sum(model.cache_bytes(3, 40) for model in runners_of(sized))
+    run = Counted(
+        When(lambda round_: round_ == 0 or round_ > 8), real=True, right=True, max_batch=3, kv_bytes=most,
+        prefix_sharing=prefix_sharing,
+    )  # fmt: skip
+    rows = [row for ids, new in asked for row in run.ask(ids, new=new)]
+    while len(run.engine.scheduler.running) != 1 or run.engine.stats.rounds == 0:
+        run.engine.step()
+    assert max(drafted_by(run.engine).cache.lengths) > 0
+    assert run.engine.reserve_tokens((most - run.engine.target.cache_bytes(2, 40)) // run.engine.target.cache_bytes(1, 1))
+    assert len(drafted_by(run.engine).cache.lengths) == 1
+    run.finish()
+    assert [row.tokens for row in rows] == plain(asked, real=True)
+    assert rows[2].drafted > 9
+    assert run.engine.stats.rounds < 24

@@ -254,7 +254,9 @@ class DraftSlots(KeyValueMemory):
         self._runner.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Prompts that no row in a slot has may be lost."""
+        """Prompts that no row in a slot has may be lost. Rows in slots that end, as no draft has moved them down since other rows
+        left, are forgotten: their next drafts compute them anew."""
+        self.leave([row for row, slot in self._places.items() if slot >= slots])
         taken, groups = set(self._places.values()), {row.group for row in self._places}
         self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}
         self._stored = {prefix: group for prefix, group in self._stored.items() if group in groups}

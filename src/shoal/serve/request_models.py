@@ -91,17 +91,15 @@ class SchemaFormat(JsonText):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class BaseRequest(StrictModel):
-    """Fields of both APIs."""
+class SampledRequest(StrictModel):
+    """Fields of all APIs: how texts are drawn, and when they end."""
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
-    n: Positive | None = optional("Samples per prompt; 1.")
     exact: Literal["weights", "smc", "asap", "asap+smc"] | None = optional(
         "Weigh samples so that they are samples of p given that all of the text is allowed (by a grammar, or `align`): "
         "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at least 2, and no stream. "
         "asap: and draw them by what earlier samples have shown. asap+smc: both.",
     )
-    max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
     min_tokens: NonNegative | None = optional("No end-of-text token before that many tokens; 0.")
     temperature: Annotated[float, Field(ge=0)] | None = optional("0 = greedy; 1.")
     top_p: Fraction | None = optional("Smallest set of tokens with this mass; 1 = off.")
@@ -124,8 +122,6 @@ class BaseRequest(StrictModel):
         "The same seed and prompt give the same tokens, whoever else is served."
     )
     stream: bool | None = optional("Send what there is as it comes, as server-sent events.")
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = optional("Text, some JSON object, or JSON that fits a schema.")
     grammar: Grammar | None = optional("What a sample must match as a whole.")
     time_budget: Annotated[float, Field(gt=0)] | None = optional(
         "Seconds; samples unfinished then are returned as they are."
@@ -136,11 +132,20 @@ class BaseRequest(StrictModel):
     shoal: Extension | None = None
     user: Ignored = None
     safety_identifier: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
     service_tier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+
+
+class BaseRequest(SampledRequest):
+    """Fields of completions and chats."""
+
+    n: Positive | None = optional("Samples per prompt; 1.")
+    max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = optional("Text, some JSON object, or JSON that fits a schema.")
+    metadata: Ignored = None
+    store: Ignored = None
     prediction: Ignored = None
     reasoning_effort: Ignored = None
     verbosity: Ignored = None

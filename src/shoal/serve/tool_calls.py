@@ -87,21 +87,31 @@ class CallReader:
 
     def feed(self, text: str, ended: bool) -> tuple[str, list[Call]]:
         """What a piece adds: text that belongs to no call, and the calls that are complete. `ended`: it is the last piece."""
+        pieces = self.pieces(text, ended)
+        shown = "".join(piece for piece in pieces if isinstance(piece, str))
+        return shown, [piece for piece in pieces if isinstance(piece, Call)]
+
+    def pieces(self, text: str, ended: bool) -> list[str | Call]:
+        """The same in the order of the sample: texts, none of them empty, and calls."""
         self._waiting += text
-        shown, calls = "", []
+        found: list[str | Call] = []
         while True:
             if not self._inside:
-                shown += self._before_opening(ended)
+                found.append(self._before_opening(ended))
             if not self._inside:
                 break
-            done, found = self._inside_step(ended)
-            calls += found
-            shown += done
+            done, calls = self._inside_step(ended)
+            found += [*calls, done]
             if self._inside:
                 break
-        allowed = calls if self._rules.parallel else calls[: max(0, 1 - self.found)]
-        self.found += len(allowed)
-        return self._without_margins(shown, ended), allowed
+        shown: list[str | Call] = []
+        for i, piece in enumerate(found):  # the last one is a text
+            if isinstance(piece, str):
+                shown.append(self._without_margins(piece, ended and i == len(found) - 1))
+            elif self._rules.parallel or not self.found:
+                self.found += 1
+                shown.append(piece)
+        return [piece for piece in shown if piece]
 
     def _before_opening(self, ended: bool) -> str:
         """Text up to the next opening, without what may yet become one."""

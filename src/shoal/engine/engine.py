@@ -30,19 +30,19 @@ from shoal.drafting.protocol import (
     within,
 )
 from shoal.engine.accounting import Stopwatch, count_round, outcome
+from shoal.engine.batch import Batch
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
 from shoal.engine.commit import commit
 from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
-from shoal.engine.prefill import policy_for, prefill
+from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache
 from shoal.engine.resampling import resample
-from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import scores_of, verify
-from shoal.errors import BadLogits, ModelError, OutOfMemory, ShoalError
+from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
 from shoal.models.available import kv_budget
 from shoal.models.out_of_memory import explained
@@ -52,7 +52,6 @@ from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Verdict
-from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
 
@@ -128,6 +127,9 @@ class Engine:
         self.estimates = Estimates()
         self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
         self._clock = clock or time.perf_counter
+        self._batch = Batch(
+            self.target, self.drafter, self.scheduler, self.memory, self.kept_prefixes, self.stats, self._clock
+        )  # fmt: skip
 
     def _kept_on_device(self) -> Keeps:
         """What the drafter keeps in the memory that the caches are in."""
@@ -138,6 +140,10 @@ class Engine:
     def context(self) -> int:
         """Most tokens of a row: as many as the target holds. Beyond its own context the drafter proposes nothing."""
         return self.target.context
+
+    def continue_stats(self, stats: Stats) -> None:
+        """Counts on where an earlier engine has stopped."""
+        self.stats = self._batch.stats = stats
 
     def releases(self) -> list[Callable[[], None]]:
         """What gives back memory that outlives the engine; to be called once the engine is gone."""
@@ -177,7 +183,7 @@ class Engine:
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; what they have is returned, marked "cancelled"."""
-        return self._cut(rows, "cancelled")
+        return self._batch.cut(rows, "cancelled")
 
     def reserve_tokens(self, tokens: int) -> bool:
         """Reserves memory for so many tokens beside the rows, such as a prompt that is only scored; 0 gives it back.
@@ -190,27 +196,7 @@ class Engine:
         """
         self.memory.reserve_tokens(tokens)
         self.scheduler.memory_reserved = tokens > 0
-        return not tokens or self._trim_caches()
-
-    @torch.inference_mode()
-    def _trim_caches(self) -> bool:
-        """Whether all that is in slots fits beside what is reserved; the caches are then no larger than that."""
-        round_ = self.scheduler.release_free_slots()
-        prefill(self.target, round_)
-        fits = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
-        if fits:
-            self.memory.allocate(round_)
-        return fits
-
-    def _cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
-        unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
-        self._remove(unfinished)
-        now, commits = self._clock(), []
-        for row in unfinished:
-            row.finish_reason, row.error = reason, error
-            sample = finish(row, now)
-            commits.append(Commit(row, [], 0, visible_text(row, sample), sample))
-        return commits
+        return not tokens or self._batch.trim()
 
     # ── before anything is asked ────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,8 +243,8 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Commit]:
-        ended = self._expire()
-        rows = self._gather(ended)
+        ended = self._batch.expire()
+        rows = self._batch.gather(ended, drafting=self._drafting)
         if not rows:
             return ended
         watch = Stopwatch(self._now)
@@ -300,78 +286,6 @@ class Engine:
     def _draft_counters(self) -> DraftCounters:
         return DraftCounters() if self.drafter is None else self.drafter.take_counters()
 
-    def _expire(self) -> list[Commit]:
-        """Ends the rows whose deadline has passed; those that had no round yet were not started."""
-        due = self.scheduler.expire(self._clock())
-        if not due:
-            return []
-        started, others = [row for row in due if row.rounds], [row for row in due if not row.rounds]
-        return self._cut(started, "time") + self._cut(others, "not started")
-
-    def _gather(self, ended: list[Commit]) -> Sequence[Row]:
-        """The rows of this round, their prompts in the caches and their slots side by side.
-
-        Rows that there is no memory for, and those whose deadline passes while prompts are computed, join those that have `ended`.
-        Empty also if nothing runs for now and rows have ended: they are returned before the next prompt is computed.
-        """
-        while True:
-            round_ = self.scheduler.next_round()
-            if not (round_.admissions or round_.chunks or round_.moves):
-                return round_.rows
-            try:
-                with explained(self.target.name):
-                    self._prefill(round_)
-                failure = None
-            except ModelError as error:
-                failure = error.with_traceback(None)  # its frames hold the tensors of the pass, and rows keep their error
-            if failure is not None:
-                ended += self._refuse(round_, failure)
-                continue
-            late = self._expire()
-            rows = self._close_up() if late else round_.rows
-            ended += late
-            if rows or ended:
-                return rows
-
-    def _close_up(self) -> Sequence[Row]:
-        """The rows of a round that others have left since their prompts were computed: their slots side by side again."""
-        round_ = self.scheduler.close_up()
-        prefill(self.target, round_)
-        return round_.rows
-
-    def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
-        """Ends the rows that a round was to admit, as their prompts could not be computed; raises the error if there are none."""
-        refused = self.scheduler.refuse(round_)
-        if not refused:
-            raise error
-        moves = [move for move in round_.moves if move.row not in refused]
-        prefill(self.target, Round(round_.rows, moves=moves))
-        return self._cut(refused, "error", error)
-
-    def _prefill(self, round_: Round) -> None:
-        started = self._clock()
-        self.memory.allocate(round_)
-        hidden: list[Tensor] = []
-        computed = prefill(self.target, round_, hidden, self.kept_prefixes)
-        self.target.take_counters()  # no part of a round
-        self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
-        self.stats.prefill_chunks += len(round_.chunks)
-        self.stats.prefill_tokens += computed
-        self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
-        self.stats.seconds_prefill += self._clock() - started
-        if self.drafter is not None:  # its seconds are in its own counters
-            self._tell_drafter(self.drafter, round_, hidden)
-
-    def _tell_drafter(self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor]) -> None:
-        """Of the rows that joined, and of their prompts; of rows that were paused it knows both."""
-        drafter.begin([admission.row for admission in round_.admissions if not admission.row.paused_at])
-        new = [i for i, chunk in enumerate(round_.chunks) if not chunk.row.paused_at]
-        chunks = [round_.chunks[i] for i in new]
-        if hidden and new:
-            drafter.read_prompts(chunks, [hidden[i] for i in new])
-        if self._drafting:
-            drafter.prepare(chunks)
-
     def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Tokens that each row may draft."""
         lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
@@ -405,35 +319,7 @@ class Engine:
             self.drafter.observe(rows, scores, verdict)
         for done in commits:
             self.scheduler.fairness.serve(done.row, len(done.tokens))
-        self._remove([row for row in rows if row.finish_reason])
-        self._zero_faults(scores)
-        self._pause()
+        self._batch.remove([row for row in rows if row.finish_reason])
+        self._batch.zero_faults(scores)
+        self._batch.pause()
         self.stats.resampled += resample([row for row in rows if not row.finish_reason], self.target.cache, self.drafter)
-
-    def _pause(self) -> None:
-        """A row of a call that is ahead gives its slot to one that waits; what the cache holds of it is kept if there is room."""
-        row = self.scheduler.to_pause()
-        if row is None:
-            return
-        if self.kept_prefixes is not None:
-            self.kept_prefixes.keep(row)
-        if self.drafter is not None:
-            self.drafter.pause([row])
-        self.scheduler.pause(row)
-        self.stats.pauses += 1
-
-    def _remove(self, rows: Sequence[Row]) -> None:
-        """Rows leave, wherever they are."""
-        self.scheduler.remove(rows)
-        if self.drafter is not None:
-            self.drafter.end(rows)
-
-    def _zero_faults(self, scores: Scores) -> None:
-        """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0 * NaN is NaN. Of a row that
-        failed all is removed, of others what lies beyond their ends: drafts that were rejected, and padding."""
-        for row, faults in scores.faults.items():
-            if any(isinstance(error, BadLogits) for error in faults.values()):
-                failed = any(row.error is error for error in faults.values())
-                self.target.cache.zero_tail(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
-                if failed:
-                    self.scheduler.forget(row.slot)

@@ -190,7 +190,7 @@ class EngineThread:
             raise ModelError(f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}")
         self._release_engine()
         self._engine = self._make_engine()
-        self._engine.stats = self.stats
+        self._engine.continue_stats(self.stats)
 
     def _release_engine(self) -> None:
         """Frees the engine's memory before a new engine is made: both may not fit."""

@@ -359,7 +359,7 @@ BUNDLED_MIB = 32  # the package with its models: a wheel that installs in second
 
 
 def _text_files() -> Iterator[tuple[Path, str]]:
-    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a linked work tree
     files += [path for name in OWN_FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
     for path in sorted(files):
         content = path.read_bytes()

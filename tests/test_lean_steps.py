@@ -16,7 +16,7 @@ from shoal import Shoal
 from shoal.config import Sampling
 from shoal.models import formats, weights
 from shoal.models.lean import drafting, whole
-from shoal.models.lean.drafting import LeanSteps
+from shoal.models.lean.drafting import Drawing, LeanSteps
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
@@ -120,9 +120,8 @@ def by_calls(runner: Runner, uniforms: Tensor, most: int = 4) -> tuple[list[Tens
     """Tokens, q, the highest probabilities and the cache's keys after steps in one call each."""
     fork = filled(runner)
     pending = torch.tensor([[9, 8, 8], [200, 200, 200], [1, 2, 3], [30, 31, 31]])
-    step = fork.lean_steps(
-        [3, 1, 4, 0], pending, COUNTS, most, VOCAB, SAMPLINGS, uniforms, race=False, want_q=True, want_highest=True
-    )
+    drawing = Drawing(VOCAB, SAMPLINGS, uniforms, race=False, want_q=True, want_highest=True)
+    step = fork.lean_steps([3, 1, 4, 0], pending, COUNTS, most, drawing)
     assert step is not None
     drawn = [step() for _ in range(most)]
     if None in drawn:
@@ -178,8 +177,8 @@ def test_steps_have_the_bits_of_passes_and_draws_apart(architecture: str, dtype:
 
 def asked(runner: Runner, most: int = 4, vocab_size: int = VOCAB) -> Any:
     uniforms = torch.rand(1, most + 1, 3, dtype=torch.float64)
-    options = {"race": False, "want_q": False, "want_highest": False}
-    return runner.lean_steps([3], torch.tensor([[9]]), [1], most, vocab_size, SAMPLINGS[:1], uniforms, **options)
+    drawing = Drawing(vocab_size, SAMPLINGS[:1], uniforms, race=False, want_q=False, want_highest=False)
+    return runner.lean_steps([3], torch.tensor([[9]]), [1], most, drawing)
 
 
 def test_they_are_refused_where_the_kernel_cannot() -> None:

@@ -27,6 +27,7 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.shared import SharedIds
 from shoal.drafting.slots import DraftSlots
 from shoal.models.compiled.drafting import Drawn, style_of
+from shoal.models.lean.drafting import Drawing
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedTokens
 from shoal.sampling.controls import change
@@ -225,15 +226,15 @@ class ModelDrafter(Drafter):
     def _lean_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps by the kernels in C, where the runner has them and no control changes the logits."""
         samplings = [row.request.sampling for row in inputs.rows]
-        race, vocab = RACES.get(inputs.sampler), self.vocab_size
+        race = RACES.get(inputs.sampler)
         if race is None or inputs.uniforms.device.type != "cpu" or not known(samplings) or change(inputs.rows):
             return None
         if self.shared:
             return None
-        step = self.runner.lean_steps(
-            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), vocab, samplings, inputs.uniforms, race=race,
-            want_q=needs_q(inputs), want_highest=inputs.stop is not None,
+        drawing = Drawing(
+            self.vocab_size, samplings, inputs.uniforms, race, want_q=needs_q(inputs), want_highest=inputs.stop is not None
         )  # fmt: skip
+        step = self.runner.lean_steps(self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing)
         return step and (lambda uniforms, lengths: step())
 
 

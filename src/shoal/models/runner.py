@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config import Sampling
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import compiled
 from shoal.models.attention import methods
@@ -24,7 +23,7 @@ from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
 from shoal.models.device_time import Spans
-from shoal.models.lean.drafting import LeanSteps
+from shoal.models.lean.drafting import Drawing, LeanSteps
 from shoal.models.lean.forward import LeanPass, known_tokens
 from shoal.models.out_of_memory import explained
 from shoal.models.vectors import require_vectors
@@ -336,23 +335,19 @@ class Runner:
         return None
 
     def lean_steps(
-        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, vocab_size: int,
-        samplings: Sequence[Sampling], uniforms: Tensor, *, race: bool, want_q: bool, want_highest: bool,
+        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, drawing: Drawing
     ) -> Callable[[], Drawn | None] | None:  # fmt: skip
         """A drafter's steps of a round as lean passes, see `shoal.models.lean.drafting`; None where they cannot be.
 
         A step returns None when it failed; then the rows must go back to where they were.
         """
         lean = None if self.static is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
-        if lean is None or self.vocab_size < vocab_size:
+        if lean is None or self.vocab_size < drawing.vocab_size:
             return None
         plan = self.plan(slots, counts, packed=self.packs)
         if not takes(plan) or plan.kv + most - 1 > self.cache.capacity:
             return None
-        steps = LeanSteps(
-            lean, self.cache, plan, pending, most, vocab_size, samplings, uniforms, race=race, want_q=want_q,
-            want_highest=want_highest,
-        )  # fmt: skip
+        steps = LeanSteps(lean, self.cache, plan, pending, most, drawing)
 
         def step() -> Drawn | None:
             with self._counted():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +22,45 @@ from shoal.native.structs import DraftStep, Draws
 from shoal.sampling.native import block_of, settings_of
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How the steps of a round draw, and what they return.
+
+    Attributes:
+        vocab_size: of q; no more than the drafter's own. samplings: of the rows. uniforms: [rows, at least as many as steps, ...]
+            float64.
+        race: draws by an exponential race (`shoal.sampling.native`). want_q, want_highest: beside the tokens.
+    """
+
+    vocab_size: int
+    samplings: Sequence[Sampling]
+    uniforms: Tensor
+    race: bool
+    want_q: bool
+    want_highest: bool
+
+
 class LeanSteps:
     """The steps of one round.
 
     Args:
         whole: passes of the drafter. plan: of the first pass. pending: its tokens, [rows, q] int64. most: steps, at most.
-        vocab_size: of q; no more than the drafter's own. samplings: of the rows. uniforms: [rows, at least most, ...] float64.
-        race: draws by an exponential race (`shoal.sampling.native`). want_q, want_highest: beside the tokens.
     """
 
     def __init__(
-        self, whole: WholePass, cache: SlotCache, plan: Plan, pending: Tensor, most: int, vocab_size: int,
-        samplings: Sequence[Sampling], uniforms: Tensor, *, race: bool, want_q: bool, want_highest: bool,
+        self, whole: WholePass, cache: SlotCache, plan: Plan, pending: Tensor, most: int, drawing: Drawing
     ) -> None:  # fmt: skip
+        vocab_size = drawing.vocab_size
         rows = plan.rows
         logits = torch.empty(rows, 1, whole.decoder.head.shape[0], dtype=whole.decoder.dtype)
         self._tokens, self._probs = torch.empty(most, rows, dtype=torch.long), torch.empty(most, rows)
-        self._highest = torch.empty(most, rows) if want_highest else None
-        self._q = torch.empty(most, rows, vocab_size) if want_q else None
+        self._highest = torch.empty(most, rows) if drawing.want_highest else None
+        self._q = torch.empty(most, rows, vocab_size) if drawing.want_q else None
         work = whole.prepared(plan, pending, cache, logits, ahead=most)
         work.pass_.last_only = 1
-        block, drawn_from = block_of(logits[..., :vocab_size], settings_of(samplings), uniforms, race)
+        block, drawn_from = block_of(
+            logits[..., :vocab_size], settings_of(drawing.samplings), drawing.uniforms, drawing.race
+        )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q))
         draws = Draws(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
         self._step = DraftStep(work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions)

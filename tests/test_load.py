@@ -40,8 +40,10 @@ def test_a_second_of_it(tmp_path: Path) -> None:
 
 
 GOOD: dict[str, Any] = {
-    "phases": {"auto": {"failures": []}}, "rows_left": 0, "memory": {"quarters_mib": [300, 400, 405, 410]},
+    "phases": {"auto": {"failures": []}}, "rows_left": 0,
+    "memory": {"quarters_mib": [300, 400, 405, 410], "without_caches_mib": [200, 250, 255, 260]},
 }  # fmt: skip
+GROWN = {"quarters_mib": [300, 400, 440, 480], "without_caches_mib": [200, 250, 260, 275]}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,8 @@ GOOD: dict[str, Any] = {
         ({}, 0, []),
         ({"phases": {"auto": {"failures": ["stop: x"]}}}, 0, ["auto: stop: x"]),
         ({"rows_left": 2.0}, 0, ["2 rows are left in the server"]),
-        ({"memory": {"quarters_mib": [300, 400, 440, 480]}}, 0, ["memory grew from 400 to 480 MiB"]),
+        ({"memory": GROWN}, 0, ["memory without caches grew from 250 to 275 MiB"]),
+        ({"memory": {**GROWN, "without_caches_mib": [200, 250, 250, 250]}}, 0, []),
         ({}, None, ["SIGTERM ended the server with exit code None"]),
     ],
 )

@@ -186,7 +186,7 @@ def test_memory_is_bounded_and_used_again() -> None:
         prompt = [(start + i * 7) % 50 + 1 for i in range(25)]
         assert_same(ask(plain, prompt), ask(keeping, prompt))
         assert keeping.kept_prefixes is not None
-        assert keeping.kept_prefixes.used_bytes <= room
+        assert keeping.kept_prefixes.allocated_bytes <= room
     ask(keeping, [*prompt, 3])
     assert keeping.stats.restored_tokens == 25
 
@@ -248,6 +248,22 @@ def test_no_prefixes_are_kept_where_hidden_states_are_read() -> None:
     reading.hidden_layers = (1,)
     assert not reading.can_keep_prefixes
     assert engine(prefix_bytes=0).kept_prefixes is None
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_kept_tokens_take_no_more_than_they_may(k: int) -> None:
+    """Their cells grow by doubling, up to what there may be, and not beyond."""
+    target, drafter = pair()
+    most = 100 * (target.token_bytes + (drafter.token_bytes if k else 0))
+    keeping = engine(k, prefix_bytes=most) if k else engine_of(target, None, Fixed(0), rule=Coupled(), prefix_bytes=most)
+    assert keeping.kept_prefixes is not None
+    sizes = []
+    for first in range(1, 7):
+        ask(keeping, [first, *SYSTEM[:20]])
+        sizes.append(keeping.kept_prefixes.allocated_bytes)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 2
+    assert most / 2 < sizes[-1] <= most
 
 
 def test_over_http() -> None:

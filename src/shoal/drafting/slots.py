@@ -56,6 +56,11 @@ class DraftSlots(KeyValueMemory):
         self._kept = KeptPrefixes(self._cache, tokens)
 
     @property
+    def kept_prefix_bytes(self) -> int:
+        """Bytes allocated for them."""
+        return 0 if self._kept is None else self._kept.allocated_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
         return self._runner.token_bytes

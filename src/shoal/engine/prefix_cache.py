@@ -26,17 +26,16 @@ class PrefixCache:
 
     def __init__(self, target: Runner, drafter: Drafter | None, nbytes: int) -> None:
         memory = None if drafter is None else drafter.memory
-        slots = memory if isinstance(memory, DraftSlots) and memory.computes_prompts else None
-        self._token_bytes = target.token_bytes + (0 if slots is None else slots.token_bytes)
-        tokens = nbytes // self._token_bytes
+        self._slots = slots = memory if isinstance(memory, DraftSlots) and memory.computes_prompts else None
+        tokens = nbytes // (target.token_bytes + (0 if slots is None else slots.token_bytes))
         self._kept = KeptPrefixes(target.cache, tokens)
         if slots is not None:
             slots.keep_prefixes(tokens)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the kept tokens, the drafter's counted as if they were the same."""
-        return self._kept.used * self._token_bytes
+    def allocated_bytes(self) -> int:
+        """Bytes that kept tokens take, the drafter's included, and what is there for more of them."""
+        return self._kept.allocated_bytes + (0 if self._slots is None else self._slots.kept_prefix_bytes)
 
     def known(self, row: Row) -> int:
         """How many tokens the row's prompt begins with that are kept, all but its last at most."""

@@ -109,8 +109,10 @@ class _Engine(Collector):
             yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
             yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
             yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
-            kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.used_bytes
-            yield GaugeMetricFamily("shoal_prefix_bytes", "Bytes of prompts kept for later requests", kept)
+            kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.allocated_bytes
+            yield GaugeMetricFamily(
+                "shoal_prefix_bytes", "Bytes allocated for prompts that are kept for later requests", kept
+            )
         yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive))
 
 

@@ -26,9 +26,6 @@ class KeptPrefixes:
 
     Args:
         cache: of the model; rows are copied from it and into it. capacity: most tokens.
-
-    Attributes:
-        used: tokens that are kept.
     """
 
     def __init__(self, cache: SlotCache, capacity: int) -> None:
@@ -37,8 +34,9 @@ class KeptPrefixes:
         self._cells = 0
 
     @property
-    def used(self) -> int:
-        return self._tree.used
+    def allocated_bytes(self) -> int:
+        """Bytes of the cells that there are, taken or not."""
+        return sum(tensor.nbytes for layer in self._layers for tensor in layer)
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
         """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
@@ -91,14 +89,14 @@ class KeptPrefixes:
         ]
 
     def _reserve(self, cells: int) -> None:
-        """Makes room for so many cells, at least twice as many as there were; what is there stays."""
+        """Makes room for so many cells, for twice as many as there were if the capacity allows it; what is there stays."""
         if cells <= self._cells:
             return
-        cells, old = max(cells, 2 * self._cells), self._layers
-        self._layers = []
-        for number, (own, _) in enumerate(self._stores()):
-            layer = tuple(tensor.new_empty(cells, *tensor.shape[2:]) for tensor in own)
-            for new, before in zip(layer, old[number] if old else (), strict=False):
-                new[: self._cells] = before
-            self._layers.append((layer[0], layer[1]))
+        cells = max(cells, min(2 * self._cells, self._tree.capacity))
+        for number, (own, _) in enumerate(self._stores()):  # of one layer at a time both sizes are there
+            layer = [tensor.new_empty(cells, *tensor.shape[2:]) for tensor in own]
+            if self._cells:
+                for new, before in zip(layer, self._layers[number], strict=True):
+                    new[: self._cells] = before[: self._cells]
+            self._layers[number : number + 1] = [(layer[0], layer[1])]
         self._cells = cells

@@ -21,6 +21,7 @@ from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
+from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
@@ -107,11 +108,12 @@ def application(
 
 
 @contextmanager
-def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
+def served(shoal: Shoal, tls: Tls | None = None, **options: Any) -> Iterator[Served]:
     """The application on a thread, for as long as the block lasts."""
     app = application(shoal, **options)
     with bind("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, **PROTOCOL))
+        options = {**PROTOCOL, **(tls.uvicorn_options() if tls else {})}
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, **options))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         port = listening.getsockname()[1]
         thread.start()
@@ -119,7 +121,7 @@ def served(shoal: Shoal, **options: Any) -> Iterator[Served]:
             assert thread.is_alive()
             thread.join(0.01)
         try:
-            yield Served(f"http://127.0.0.1:{port}", app.state.worker, shoal)
+            yield Served(f"http{'s' if tls else ''}://127.0.0.1:{port}", app.state.worker, shoal)
         finally:
             server.should_exit = True
             thread.join(TIMEOUT_SECONDS)

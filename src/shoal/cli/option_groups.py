@@ -11,14 +11,15 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import typer
 from typer.models import ParameterInfo
 
-MODELS, ADDRESS, LIMITS, SAMPLING = "Models", "Address and access", "Limits", "Sampling and limits"
+MODELS, ADDRESS, TLS = "Models", "Address and access", "TLS"
+LIMITS, SAMPLING = "Limits", "Sampling and limits"
 SPEED, MACHINES, OUTPUT = "Speculation and speed", "More than one process", "Output"
-PANELS = (None, MODELS, ADDRESS, LIMITS, SAMPLING, SPEED, MACHINES, OUTPUT)
+PANELS = (None, MODELS, ADDRESS, TLS, LIMITS, SAMPLING, SPEED, MACHINES, OUTPUT)
 """The panels of the help pages, in order; None is the one without a name."""
 
-models_option, address_option, limits_option, sampling_option, speed_option, machines_option, output_option = (
-    partial(typer.Option, rich_help_panel=panel) for panel in PANELS[1:]
-)
+(
+    models_option, address_option, tls_option, limits_option, sampling_option, speed_option, machines_option, output_option,
+) = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS[1:])  # fmt: skip
 """`typer.Option` on a panel."""
 
 Value = TypeVar("Value")

@@ -20,11 +20,13 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.cli.options import ModelSource, Rule, parse_lookahead
+from shoal.cli.tls import TlsOptions
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.serve.settings import Settings
+    from shoal.serve.tls import Tls
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -168,8 +170,8 @@ class LogOptions:
 
 @option_groups(without={"tensor_parallel"})
 def serve(
-    speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, limits: LimitOptions,
-    machines: ReplicaOptions, output: LogOptions,
+    speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, tls: TlsOptions,
+    limits: LimitOptions, machines: ReplicaOptions, output: LogOptions,
 ) -> None:  # fmt: skip
     """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
 
@@ -191,8 +193,11 @@ def serve(
         stderr().print(LOSSY_RULES[rule], style="yellow", markup=False, soft_wrap=True)
     memory = in_bytes(limits.kv_memory), in_bytes(limits.prefix_memory)
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
-    ready = partial(_print_address, address.host, allowed, output.json)
+    encryption = tls.read()
+    ready = partial(_print_address, address.host, allowed, output.json, encryption)
     if machines.ray:
+        if encryption is not None:
+            raise RequestError("--ray has no TLS: put a proxy with the certificate before it")
         from shoal.engine.batch_size import most_rows
 
         cluster = ray_cluster()
@@ -203,7 +208,9 @@ def serve(
         cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
         return
     with run.bind(address.host, address.port) as listening:  # raises for a port in use before a model is loaded
-        run.run(served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]))
+        run.run(
+            served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]), encryption
+        )
 
 
 def _settings(
@@ -222,16 +229,17 @@ def _settings(
     )  # fmt: skip
 
 
-def _print_address(host: str, settings: Settings, json_output: bool, port: int) -> None:
+def _print_address(host: str, settings: Settings, json_output: bool, tls: Tls | None, port: int) -> None:
     """Prints the address, and a warning if everybody may use it."""
     from shoal.cli.console import stderr
 
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
     said = f"shoal serves {settings.model} at {url}, with a page to try it at {url.removesuffix('v1')} (Ctrl-C stops)"
     stderr().print(said, markup=False, highlight=False, soft_wrap=True)
-    if not settings.keys and not any(f"//{place}" in url for place in LOOPBACK):
+    closed = settings.keys or (tls is not None and tls.client_certificates == "required")
+    if not closed and not any(f"//{place}" in url for place in LOOPBACK):
         stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
 
 

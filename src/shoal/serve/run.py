@@ -18,6 +18,7 @@ from starlette.datastructures import State
 
 from shoal.errors import InternalError, RequestError
 from shoal.serve.protocol import LimitedProtocol
+from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 
 NOTICE_SECONDS = 2.0
@@ -51,7 +52,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None]) -> None:
+def run(
+    app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None], tls: Tls | None = None
+) -> None:  # fmt: skip
     """Serves until SIGTERM or Ctrl-C, then drains.
 
     After Ctrl-C at once, after SIGTERM `NOTICE_SECONDS` later, no new connections are accepted, and open requests have `drain`
@@ -59,6 +62,7 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
 
     Args:
         ready: called as soon as requests are answered.
+        tls: encrypts all connections; None = HTTP.
 
     Raises:
         KeyboardInterrupt: at the end, if it was Ctrl-C.
@@ -69,6 +73,7 @@ def run(app: FastAPI, listening: socket.socket, drain: float, log_level: str, re
     config = uvicorn.Config(
         app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout,
         **{**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)},
+        **(tls.uvicorn_options() if tls else {}),
     )  # fmt: skip
     # uvicorn raises the signals that it caught again at its end; SIGTERM has been handled by then.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)

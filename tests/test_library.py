@@ -510,3 +510,61 @@ def test_a_dropped_stream_is_not_kept(pair: Shoal) -> None:
     stream = weakref.ref(pair.stream(PROMPT, max_new_tokens=3))
     gc.collect()
     assert stream() is None
+
+
+# ── settings of single prompts ──────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = [[5, 6, 7], [9, 8], [5, 6, 7]]
+EACH = [
+    shoal.Sampling(seed=3, temperature=0.7),
+    shoal.Sampling(temperature=0.0),
+    shoal.Sampling(seed=4, repetition_penalty=1.3),
+]
+LIMITS = [shoal.Limits(max_new_tokens=9), shoal.Limits(max_new_tokens=14), shoal.Limits(max_new_tokens=6)]
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_each_prompt_has_its_own_settings(pair: Shoal, lookahead: int) -> None:
+    """Together they give what each gives alone, drafting included; the third prompt is the first with another seed."""
+    together = pair.generate(PROMPTS, [2, 1, 3], sampling=iter(EACH), limits=LIMITS, lookahead=lookahead)
+    asked = zip(PROMPTS, [2, 1, 3], EACH, LIMITS, strict=True)
+    alone = [pair.generate([ids], n, sampling=one, limits=limits, lookahead=lookahead) for ids, n, one, limits in asked]
+    assert ids_of(together) == [ids_of(one)[0] for one in alone]
+    assert [len(output.samples) for output in together] == [2, 1, 3]
+    assert [len(output.samples[0].token_ids) for output in together] == [9, 14, 6]
+    assert (together.stats.drafted > 0) == (lookahead > 0)
+    assert together.stats.committed == sum(one.stats.committed for one in alone)
+
+
+def test_a_seed_among_the_settings_asks_for_the_coupled_rule(pair: Shoal) -> None:
+    """Its tokens are those of plain decoding, beside a prompt without a seed too."""
+    mixed = [shoal.Sampling(), shoal.Sampling(seed=5)]
+    found = [pair.generate(PROMPTS[:2], sampling=mixed, lookahead=k, max_new_tokens=16) for k in (0, 4)]
+    assert ids_of(found[0])[1] == ids_of(found[1])[1]
+    assert found[1].stats.accepted > 0
+
+
+def test_one_seed_for_all_counts_repeated_prompts(pair: Shoal) -> None:
+    same = [shoal.Sampling(seed=3)] * 3
+    assert ids_of(pair.generate(PROMPTS, sampling=same)) == ids_of(pair.generate(PROMPTS, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": EACH[:2]}, "sampling= has 2 entries for 3 prompts"),
+        ({"limits": []}, "limits= has 0 entries for 3 prompts"),
+        ({"n": [1, 2]}, "n= has 2 entries for 3 prompts"),
+        ({"n": [1, 0, 1]}, "prompt 2 of 3: n must be an integer >= 1, got 0"),
+        ({"sampling": [EACH[0], {"seed": 1}, EACH[2]]}, r"prompt 2 of 3: sampling must be a shoal\.Sampling, got \{'seed': 1\}"),
+        ({"sampling": EACH, "temperature": 1}, "prompt 1 of 3: temperature given beside sampling="),
+        ({"sampling": [EACH[0], EACH[0], shoal.Sampling(bad_words=[[999]])]}, "prompt 3 of 3: .*999"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_prompt(pair: Shoal, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        pair.generate(PROMPTS, **options)
+    with pytest.raises(RequestError, match=r"^prompt 2 of 2: the prompt is empty"):
+        pair.generate(["a", ""])
+    with pytest.raises(RequestError, match=r"^the prompt is empty"):
+        pair.generate("")

@@ -46,7 +46,7 @@ from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
-from shoal.types.options import Integer, Options, split_options
+from shoal.types.options import Integer, Options, list_of, split_for_each, split_options
 from shoal.types.requests import Request, occurrences
 from shoal.types.samples import Result
 
@@ -271,7 +271,7 @@ class Shoal:
     def generate(
         self,
         prompts: Prompts,
-        n: Integer = 1,
+        n: Integer | Sequence[Integer] = 1,
         *,
         drafter: Drafter | None = None,
         top_logprobs: Integer = 0,
@@ -291,7 +291,7 @@ class Shoal:
         Args:
             prompts: one text, several texts, or several lists of token ids; also as NumPy arrays, tensors ([length], or
                 [rows, length] without padding), tuples or generators.
-            n: samples per prompt. drafter: proposes instead of the pair's own, any object of
+            n: samples per prompt, or a list with a number for each. drafter: proposes instead of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
             suffix: text behind the new text, one for all prompts or one for each, where the prompts are the texts before it: the
@@ -314,7 +314,8 @@ class Shoal:
                 text of a stream then comes with a row's last increment.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
-                `speculation=`. `bad_words` may also be strings. NumPy's numbers are as good as Python's.
+                `speculation=`. `sampling=` and `limits=` may also be lists with a setting, or None, for each prompt. `bad_words`
+                may also be strings. NumPy's numbers are as good as Python's.
 
         Returns:
             One `Output` per prompt in order; `result[0].ranked` is best first.
@@ -329,7 +330,7 @@ class Shoal:
         return stream.run(progress)
 
     def stream(
-        self, prompts: Prompts, n: Integer = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
+        self, prompts: Prompts, n: Integer | Sequence[Integer] = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
         suffix: str | Sequence[str] | None = None, constraints: Sequence[AnyConstraint] = (),
         align: bool | None = None, exact: bool | str = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
@@ -339,35 +340,39 @@ class Shoal:
         )
 
     def _stream(
-        self, prompts: Prompts, n: Integer, drafter: Drafter | None, top_logprobs: Integer,
+        self, prompts: Prompts, n: Integer | Sequence[Integer], drafter: Drafter | None, top_logprobs: Integer,
         suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
         alignment: tuple[bool | None, bool | str], syntax: str | Syntax | None, *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
-        sampling, limits, speculation = split_options(with_bad_words(options, self.tokenizer))
-        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling), drafter=drafter)
         now = time.perf_counter()
         ends: Sequence[int | None] = ()
         if suffix is None:
             found = read_prompts(prompts, self.tokenizer)
         else:
             found, ends = read_middles(prompts, suffix, self.tokenizer)
-        asked: dict[str, Any] = {"n": plain(n), "top_logprobs": plain(top_logprobs), "sampling": sampling, "limits": limits}
-        asked["constraints"] = tuple(constraints)
+        samplings, limits, speculation = split_for_each(with_bad_words(options, self.tokenizer), len(found))
+        counts = list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
+        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter)
+        asked: dict[str, Any] = {"top_logprobs": plain(top_logprobs), "constraints": tuple(constraints), "submitted_at": now}
+        numbers = occurrences((ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True))
         requests = [
-            Request(ids, prompt=own, occurrence=occurrence, submitted_at=now, **asked)
-            for (own, ids), occurrence in zip(found, occurrences(ids for _, ids in found), strict=True)
+            Request(ids, count, sampling, limit, prompt=own, occurrence=number, **asked)
+            for (own, ids), count, sampling, limit, number in zip(found, counts, samplings, limits, numbers, strict=True)
         ]
         align, exact = alignment[0], read_exact(alignment[1])
-        align = suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
         if exact and engine.rule.lossy:
             raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
-        if align:
-            places = ends or [None] * len(requests)
-            requests = [aligned(request, self.tokenizer, at=at) for request, at in zip(requests, places, strict=True)]
+        aligns = [
+            suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
+            for sampling in samplings
+        ]
+        for place, (to_align, end) in enumerate(zip(aligns, ends or [None] * len(requests), strict=True)):
+            if to_align:
+                requests[place] = aligned(requests[place], self.tokenizer, at=end)
         requests = with_syntaxes(requests, self.tokenizer, syntax, suffix)
         if exact:
-            requests = [weighed(request, exact, aligned=align) for request in requests]
+            requests = [weighed(each, exact, aligned=align) for each, align in zip(requests, aligns, strict=True)]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream
@@ -391,7 +396,7 @@ class Shoal:
         """
         self._open()
         sampling, _, speculation = split_options(options)
-        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, sampling))
+        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, [sampling]))
         engine.prepare(plain(rows), plain(tokens), [sampling])
         captured = 0
         while engine.build_ahead():
@@ -451,7 +456,7 @@ class Shoal:
         return load_report(self.target, self.draft_model, drafter)
 
 
-def _rule(speculation: Speculation, sampling: Sampling) -> Rule:
+def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
     """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft lengths."""
-    chosen = "rejection" if sampling.seed is None else "coupled"
+    chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
     return RULES[chosen if speculation.rule == "auto" else speculation.rule]()

@@ -135,8 +135,9 @@ class Sampling:
             scores [1, vocab]. They must be pure functions of these: they are called for rejected drafts too, so one that remembers
             calls, or is random, gives wrong samples. Each is tried on the prompt first, and refused by name.
         grammar: the new text's language.
-        seed: any integer; with the prompt's ids and how often the same prompt stands before it in the call it keys the noise of
-            the n rows, so a prompt gets the same samples wherever it stands and whatever else runs. None = fresh entropy.
+        seed: any integer; with the prompt's ids and how often the same prompt stands before it in the call with this seed it keys
+            the noise of the n rows, so a prompt gets the same samples wherever it stands and whatever else runs. None = fresh
+            entropy.
     """
 
     temperature: float = 1.0

@@ -50,6 +50,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.scores import Scores
+from shoal.types.options import of_prompt
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Verdict
 from shoal.types.stats import Stats
@@ -175,7 +176,10 @@ class Engine:
         Raises:
             RequestError: before anything is computed, if one of them cannot be served.
         """
-        groups = [self.validator.rows(request, needs_text=stream) for request in requests]
+        requests, groups = list(requests), []
+        for place, request in enumerate(requests):
+            with of_prompt(place, len(requests)):
+                groups.append(self.validator.rows(request, needs_text=stream))
         for rows in groups:
             self.estimates.begin(rows)
         self.scheduler.add([row for rows in groups for row in rows])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.config import plain, require_text
 from shoal.errors import RequestError
+from shoal.types.options import of_prompt
 
 Prompts = str | Iterable[str | SupportsIndex | Iterable[SupportsIndex]] | Tensor
 
@@ -25,7 +26,11 @@ def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tup
         items = [items]
     if not isinstance(items, Sequence) or not items:
         raise RequestError(f"prompts must be a text, texts or lists of token ids, at least one, got {prompts!r:.200}")
-    return [(item if isinstance(item, str) else None, _ids(item, tokenizer)) for item in items]
+    found = []
+    for place, item in enumerate(items):
+        with of_prompt(place, len(items)):
+            found.append((item if isinstance(item, str) else None, _ids(item, tokenizer)))
+    return found
 
 
 def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, SupportsFloat, SupportsIndex, TypedDict
 
@@ -46,8 +47,8 @@ class Options(TypedDict, total=False):
     time_budget: Number | None
     lookahead: Any
     rule: str
-    sampling: Sampling | None
-    limits: Limits | None
+    sampling: Sampling | Iterable[Sampling | None] | None
+    limits: Limits | Iterable[Limits | None] | None
     speculation: Speculation | None
 
 
@@ -66,6 +67,49 @@ def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Specula
             raise RequestError(f"unknown option {name!r}{hint}")
     sampling, limits, speculation = (_setting(name, cls, options) for name, cls in SETTINGS.items())
     return sampling, limits, speculation
+
+
+def split_for_each(options: Mapping[str, Any], prompts: int) -> tuple[list[Sampling], list[Limits], Speculation]:
+    """As `split_options`, for so many prompts: `sampling` and `limits` may be lists with a setting for each of them.
+
+    Raises:
+        RequestError: as `split_options`; or there are more or fewer settings than prompts; an entry that is none names its prompt.
+    """
+    listed = {name: list_of(name, options[name], prompts) for name in ("sampling", "limits") if _is_list(options.get(name))}
+    common = {name: value for name, value in options.items() if name not in listed}
+    settings = []
+    for place in range(prompts if listed else 1):
+        with of_prompt(place, prompts):
+            settings.append(split_options(common | {name: entries[place] for name, entries in listed.items()}))
+    settings *= 1 if listed else prompts
+    return [sampling for sampling, _, _ in settings], [limits for _, limits, _ in settings], settings[0][2]
+
+
+def list_of(name: str, values: Iterable[Any], prompts: int) -> list[Any]:
+    """The values as a list. Raises RequestError: they are not one for each prompt."""
+    found = list(values)
+    if len(found) != prompts:
+        raise RequestError(f"{name}= has {len(found)} entries for {prompts} prompts: give one for each, or one for all")
+    return found
+
+
+@contextmanager
+def of_prompt(place: int, prompts: int) -> Iterator[None]:
+    """Errors of a request say whose they are, if there are several prompts.
+
+    Args:
+        place: of the prompt among all, from 0.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if prompts == 1:
+            raise
+        raise RequestError(f"prompt {place + 1} of {prompts}: {error}") from error
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def _setting(name: str, cls: Any, options: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class Request:
         prompt: the prompt's text, if it was given as text.
         top_logprobs: how many of the most probable tokens to report per committed token, before and after processing.
         keep_logits: keep the target's raw logits [vocab] of every committed token.
-        occurrence: how often the same prompt occurs before it in the call; it keys the uniforms, with the prompt and the seed.
+        occurrence: how often the same prompt occurs before it in the call with its seed; it keys the uniforms, with both.
         max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so far [1, length].
         constraints: what limits the tokens that may follow (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`;
@@ -67,9 +67,9 @@ class Request:
         return (*self.prompt_ids[: self.removed_from], *self.removed, *self.prompt_ids[self.removed_from :])
 
 
-def occurrences(prompts: Iterable[tuple[int, ...]]) -> list[int]:
-    """For each prompt of a call, how often the same one occurs before it; see `Request.occurrence`."""
-    seen: Counter[tuple[int, ...]] = Counter()
+def occurrences(prompts: Iterable[Hashable]) -> list[int]:
+    """For each prompt of a call, or prompt and seed, how often the same one occurs before it; see `Request.occurrence`."""
+    seen: Counter[Hashable] = Counter()
     found = []
     for prompt in prompts:
         found.append(seen[prompt])

@@ -17,6 +17,7 @@ from shoal.drafting.suffix import SuffixDrafter
 from shoal.engine.engine import Engine
 from shoal.engine.fairness import QUANTUM as QUANTUM_SERVED
 from shoal.engine.fairness import Fairness
+from shoal.engine.prefix_cache import PrefixMemory
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.waiting import Waiting
 from shoal.lookahead.controller import Fixed
@@ -63,9 +64,13 @@ def run(engine: Engine) -> int:
     return rounds
 
 
-def crowded(made: Made, sampled: bool, **options: Any) -> tuple[Engine, list[list[Row]]]:
+def crowded(made: Made, sampled: bool, *, prefix_bytes: int = 0, **options: Any) -> tuple[Engine, list[list[Row]]]:
     """A request that fills all slots, and three that come later."""
-    engine = Engine(*made(), Fixed(3), max_batch=4, rule=RULES[sampled](), quantum=QUANTUM, **options)
+    target, drafter = made()
+    prefixes = PrefixMemory(target, getattr(drafter, "runner", None), prefix_bytes) if prefix_bytes else None
+    engine = Engine(
+        target, drafter, Fixed(3), max_batch=4, rule=RULES[sampled](), quantum=QUANTUM, prefixes=prefixes, **options
+    )
     first, *later = requests(sampled)
     rows = [engine.submit(first)]
     for asked in later:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from serving import pair as scripted_pair
 from serving import served
+from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import slots
 from shoal.engine.engine import Engine
-from shoal.engine.prefix_cache import PrefixCache
+from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.scheduler import MIN_WAIT
-from shoal.errors import BadLogits
+from shoal.errors import BadLogits, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
 from shoal.models.cache.prefix_tree import PrefixTree
@@ -30,6 +31,7 @@ from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, runner, scripted
 from shoal.types.requests import Request, Row
+from shoal.types.stats import Stats
 
 ROOM = 1 << 20
 SYSTEM = tuple(1 + i * i % 53 for i in range(MIN_WAIT + 20))
@@ -281,6 +283,95 @@ def test_over_http() -> None:
         assert server.metric("shoal_prefix_bytes") > 0
 
 
+# ── across calls of the library ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def loaded(prefix_memory: int = ROOM, *, itself: bool = False) -> Shoal:
+    """A pair; or a target that drafts for itself, so that all drafts are accepted as long as its keys are right."""
+    target, draft = pair()
+    return Shoal(target, target if itself else draft, max_batch=8, prefix_memory=prefix_memory)
+
+
+def answers(of: Shoal, prompts: Any, n: int = 1, **options: Any) -> tuple[list[tuple[int, ...]], Stats]:
+    result = of.generate(prompts, n, **{"seed": 5, "max_new_tokens": 12, "lookahead": 3} | options)
+    return [sample.token_ids for output in result for sample in output.samples], result.stats
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_later_calls_compute_what_is_new(itself: bool) -> None:
+    plain, keeping = loaded(0, itself=itself), loaded(itself=itself)
+    first = [*SYSTEM, *TAILS[0]]
+    (answer,), stats = answers(keeping, [first])
+    assert (answer,) == tuple(answers(plain, [first])[0])
+    assert (stats.restored_tokens, stats.prefill_tokens) == (0, len(first) - 1)
+    third = [*first, *answer, 4, 2]  # the next turn of a chat
+    found, stats = answers(keeping, [third, [*SYSTEM, 9, 9]], 2)
+    expected, computed = answers(plain, [third, [*SYSTEM, 9, 9]], 2)
+    assert found == expected
+    assert stats.restored_tokens == len(first) + 11 + len(SYSTEM)
+    assert stats.prefill_tokens == computed.prefill_tokens - stats.restored_tokens
+    assert stats.drafted > 0
+    assert stats.accepted == stats.drafted or not itself
+    found, stats = answers(keeping, [third], lookahead="off")  # an engine without a drafter
+    assert (found, stats.restored_tokens) == (answers(plain, [third])[0], len(third) - 1)
+    assert answers(plain, [third])[1].restored_tokens == 0
+
+
+def test_streams_that_take_turns_share_what_is_kept() -> None:
+    plain, keeping = loaded(0), loaded()
+    prompts = [[*SYSTEM, *tail] for tail in TAILS]
+    answers(keeping, [prompts[0]])
+    streams = [keeping.stream([prompt], seed=5, max_new_tokens=12, lookahead=3) for prompt in prompts]
+    for _ in zip(*streams, strict=False):
+        pass
+    for stream, prompt in zip(streams, prompts, strict=True):
+        for _ in stream:
+            pass
+        assert [stream.result()[0].samples[0].token_ids] == answers(plain, [prompt])[0]
+        assert stream.result().stats.restored_tokens >= len(SYSTEM)
+
+
+def written_in_place(hf: Any) -> None:
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.mul_(1.5)
+
+
+def merged(hf: Any) -> None:
+    """As adapters are, behind autograd's back, and into one layer."""
+    weight = hf.model.layers[-1].self_attn.v_proj.weight
+    weight.data += torch.ones_like(weight)
+
+
+def hooked(hf: Any) -> None:
+    hf.model.layers[-1].self_attn.v_proj.register_forward_hook(lambda module, asked, out: out * -2)
+
+
+@pytest.mark.parametrize("change", [written_in_place, merged, hooked])
+@pytest.mark.parametrize("looks", [True, False])
+def test_other_weights_forget_what_is_kept(
+    change: Callable[[Any], None], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without a look at the target, keys of its old weights are found, and log-probabilities are wrong."""
+    if not looks:
+        monkeypatch.setattr(PrefixMemory, "recognise", lambda self, target: None)
+    keeping, plain = loaded(), loaded(0)
+    answers(keeping, [[*SYSTEM, 3]])
+    for each in (keeping, plain):
+        change(each.target.hf)
+    results = [each.generate([[*SYSTEM, 4]], seed=5, max_new_tokens=8, lookahead=3) for each in (keeping, plain)]
+    kept, fresh = ([torch.tensor(s.logprobs) for s in result[0].samples] for result in results)
+    right = [len(a) == len(b) and torch.allclose(a, b, atol=1e-5) for a, b in zip(kept, fresh, strict=True)] == [True]
+    assert right == looks
+    assert (results[0].stats.restored_tokens == 0) == looks
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "1GiB", True, None])
+def test_what_is_no_number_of_bytes(wrong: Any) -> None:
+    with pytest.raises(RequestError, match="prefix_memory must be a number of bytes"):
+        loaded(wrong)
+
+
 # ── wrong ones are caught ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,8 +388,8 @@ def one_cell_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = KeptPrefixes.keep
 
-    def swapped(self: KeptPrefixes, owner: str, tokens: Sequence[int], slot: int) -> None:
-        keep(self, owner, tokens, slot)
+    def swapped(self: KeptPrefixes, *asked: Any) -> None:
+        keep(self, *asked)
         self._layers = self._layers[:1] * len(self._layers)
 
     monkeypatch.setattr(KeptPrefixes, "keep", swapped)
@@ -309,7 +400,7 @@ def one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def learn(self: PrefixCache, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._kept.keep("", row.tokens, row.slot)
+            self._kept.keep(self._cache, "", row.tokens, row.slot)
 
     monkeypatch.setattr(PrefixCache, "learn", learn)
 

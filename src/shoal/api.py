@@ -33,6 +33,7 @@ from shoal.drafting.stored import require_tokenizer
 from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
 from shoal.engine.engine import PREPARED_TOKENS, Engine
+from shoal.engine.prefix_cache import PrefixMemory
 from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
@@ -67,7 +68,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int | str = "auto", compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
-    prefix_sharing: str = "auto", tensor_parallel: bool = False, trust_remote_code: bool = False, local_files_only: bool = False,
+    prefix_sharing: str = "auto", prefix_memory: int = 0, tensor_parallel: bool = False, trust_remote_code: bool = False,
+    local_files_only: bool = False,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
@@ -99,6 +101,9 @@ def load(
         strict: tokens do not depend on the composition of the batch, in 16 bit either (docs/explanation/exactness.md); CPU only.
         prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied": once per row; "auto": shared
             where that pays (see `shoal.engine.prefix_store`).
+        prefix_memory: bytes for prompts of earlier calls, so that later ones compute what they do not begin with alike: a chat's
+            next turn, a common system prompt (see `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts what was not
+            computed. 0 = none are kept. A call then begins with a small pass that tells whether the weights are still the same.
         tensor_parallel: the target is shared by all processes that torchrun started (docs/how-to/scale.md). `load` returns in the
             first one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
@@ -145,8 +150,8 @@ def load(
     if alone is not None and isinstance(alone, (*TRAINED, SelfDrafting)):
         alone.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
     pair = Shoal(
-        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, drafting=drafting,
-        proposable=proposable,
+        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, prefix_memory=prefix_memory,
+        drafting=drafting, proposable=proposable,
     )  # fmt: skip
     LOG.info(one_line(pair.loaded))
     return pair
@@ -195,7 +200,8 @@ class Shoal:
 
     Attributes:
         target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
-        max_batch, prefix_sharing: see `load`. drafting: makes drafters other than that of the draft model; None = there are none.
+        max_batch, prefix_sharing: see `load`. prefixes: of earlier calls; None = none are kept.
+        drafting: makes drafters other than that of the draft model; None = there are none.
         vocabularies: of a draft model with another tokenizer. choice: how it drafts, by counts. None with the same tokenizer.
         shared: the tokens that a draft model may propose, where these are not all.
         rule: None, or one for all runs, whatever they ask for (experiments).
@@ -203,7 +209,7 @@ class Shoal:
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto", drafting: Drafting | None = None,
+        prefix_sharing: str = "auto", prefix_memory: int = 0, drafting: Drafting | None = None,
         proposable: trimming.Proposable | None = None,
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
@@ -220,6 +226,7 @@ class Shoal:
         self._batch_sizes = BatchSizes()
         self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = weakref.WeakKeyDictionary()
         self.eos = loading.eos_ids(target.hf, tokenizer)
+        self.prefixes = self._prefix_memory(_require_bytes("prefix_memory", plain(prefix_memory)))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
 
@@ -251,7 +258,7 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = None
+        self._models = self.prefixes = None
         gc.collect()  # engines and models hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -353,6 +360,8 @@ class Shoal:
             found, ends = read_middles(prompts, suffix, self.tokenizer)
         samplings, limits, speculation = split_for_each(with_bad_words(options, self.tokenizer), len(found))
         counts = list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
+        if self.prefixes is not None:
+            self.prefixes.recognise(self.target)
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter)
         asked: dict[str, Any] = {"top_logprobs": plain(top_logprobs), "constraints": tuple(constraints), "submitted_at": now}
         numbers = occurrences((ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True))
@@ -413,14 +422,14 @@ class Shoal:
         drafter: Drafter | None = None,
         chunk: int = CHUNK,
         kv_bytes: int | None = None,
-        prefix_bytes: int = 0,
+        prefix_bytes: int | None = None,
         quantum: int | None = None,
     ) -> Engine:
         """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
 
         Args:
-            drafter: proposes instead of the pair's own. chunk, kv_bytes, prefix_bytes, quantum: see
-                `shoal.engine.engine.Engine`.
+            drafter: proposes instead of the pair's own. chunk, kv_bytes, quantum: see `shoal.engine.engine.Engine`.
+            prefix_bytes: for prompts of earlier requests of this engine alone; None = the pair's memory, if it has one.
 
         Raises:
             RequestError: for an unknown lookahead.
@@ -435,10 +444,15 @@ class Shoal:
         engine = Engine(
             self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
             rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
-            prefix_bytes=prefix_bytes, quantum=quantum,
+            prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes), quantum=quantum,
         )  # fmt: skip
         engine.stats.loaded = self.loaded
         return engine
+
+    def _prefix_memory(self, nbytes: int) -> PrefixMemory | None:
+        """For prefixes of this pair; None where there is no room, or where it cannot keep any."""
+        possible = nbytes and self.target.can_keep_prefixes
+        return PrefixMemory(self.target, self.draft_model, nbytes) if possible else None
 
     def new_drafter(self) -> Drafter | None:
         """The pair's own, for a new engine; None = plain decoding."""
@@ -454,6 +468,13 @@ class Shoal:
         """What was chosen for "target" and "draft" when they were loaded, see `shoal.models.load_report`."""
         drafter = None if self.drafting is None else self.drafting.name
         return load_report(self.target, self.draft_model, drafter)
+
+
+def _require_bytes(name: str, value: object) -> int:
+    """Raises RequestError: it is no number of bytes."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RequestError(f"{name} must be a number of bytes, 0 for none, got {value!r}")
+    return value
 
 
 def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -51,14 +52,14 @@ class DraftSlots(KeyValueMemory):
         self._kept: KeptPrefixes | None = None
         self.seconds, self._taken = 0.0, 0.0
 
-    def keep_prefixes(self, tokens: int) -> None:
-        """Keeps up to so many tokens of prompts for later rows that begin alike."""
-        self._kept = KeptPrefixes(self._cache, tokens)
-
     @property
-    def kept_prefix_bytes(self) -> int:
-        """Bytes allocated for them."""
-        return 0 if self._kept is None else self._kept.allocated_bytes
+    def hf(self) -> Any:
+        """The model whose keys and values these are."""
+        return self._runner.hf
+
+    def keep_prefixes(self, kept: KeptPrefixes) -> None:
+        """Keeps prompts of this model there, for later rows that begin alike."""
+        self._kept = kept
 
     @property
     def token_bytes(self) -> int:
@@ -218,11 +219,11 @@ class DraftSlots(KeyValueMemory):
 
     def _restore(self, row: Row, tokens: Sequence[int], prefix: Prefix | None = None) -> int:
         """Copies what is kept of the tokens to the row's empty slot, or to the prompt's place; how many that were."""
-        return 0 if self._kept is None else self._kept.load(row.request.owner, tokens, self.of(row), prefix)
+        return 0 if self._kept is None else self._kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
 
     def _keep(self, row: Row, tokens: Sequence[int]) -> None:
         if self._kept is not None:
-            self._kept.keep(row.request.owner, tokens, self.of(row))
+            self._kept.keep(self._cache, row.request.owner, tokens, self.of(row))
 
     def _forget_overlapping(self, prefix: Prefix) -> None:
         self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}

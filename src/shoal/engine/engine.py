@@ -37,7 +37,7 @@ from shoal.engine.commit import commit
 from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for
-from shoal.engine.prefix_cache import PrefixCache
+from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.resampling import resample
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
@@ -77,7 +77,7 @@ class Engine:
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
-        prefix_bytes: what prefixes of earlier rows may take, beside `kv_bytes` (`shoal.engine.prefix_cache`); 0 = none are kept.
+        prefixes: where prefixes of earlier rows are kept, beside `kv_bytes` (`shoal.engine.prefix_cache`); None = none are.
         quantum: tokens by which a call may get ahead of one that waits before its rows pause (`shoal.engine.fairness`); None =
             first come, first served.
         kv_bytes: what the caches of all models may take; rows wait until there is enough, and are decoded plainly where it does not
@@ -92,7 +92,7 @@ class Engine:
     def __init__(
         self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *,
         max_batch: int | BatchSize | None = None, tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
-        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, prefix_bytes: int = 0,
+        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, prefixes: PrefixMemory | None = None,
         quantum: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         controller = as_controller(lookahead)
@@ -117,8 +117,9 @@ class Engine:
             keeps=self._kept_on_device(),
         )  # fmt: skip
         policy = policy_for(prefix_sharing, memories)
-        keeps_prefixes = prefix_bytes and self.target.can_keep_prefixes
-        self.kept_prefixes = PrefixCache(self.target, self.drafter, prefix_bytes) if keeps_prefixes else None
+        self.kept_prefixes: PrefixCache | None = None
+        if prefixes is not None and self.target.can_keep_prefixes:
+            self.kept_prefixes = PrefixCache(self.target, self.drafter, prefixes)
         self.scheduler = Scheduler(
             self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows,
             kept=self.kept_prefixes, fairness=Fairness(quantum),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.slots import DraftSlots
 from shoal.models.cache.kept import KeptPrefixes
@@ -15,27 +18,74 @@ from shoal.models.cache.prefix_tree import common
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 
+PROBED = 8
+"""Tokens of the pass by which a target is recognised."""
 
-class PrefixCache:
-    """The target's kept prefixes. A draft model keeps as many tokens for itself (`shoal.drafting.slots`).
+
+class PrefixMemory:
+    """Memory for the prefixes of a target and of its draft model; one engine's, or that of several one after the other.
 
     Args:
-        target: the model. drafter: what drafts for it.
-        nbytes: what keys and values of kept tokens may take, the drafter's included.
+        target: the model. draft_model: the one that drafts for it, if there is one.
+        nbytes: what keys and values of kept tokens may take, those of the draft model included.
+
+    Attributes:
+        kept, kept_for_drafts: the prefixes of the two.
+        draft_model: the module.
     """
 
-    def __init__(self, target: Runner, drafter: Drafter | None, nbytes: int) -> None:
-        memory = None if drafter is None else drafter.memory
-        self._slots = slots = memory if isinstance(memory, DraftSlots) and memory.computes_prompts else None
-        tokens = nbytes // (target.token_bytes + (0 if slots is None else slots.token_bytes))
-        self._kept = KeptPrefixes(target.cache, tokens)
-        if slots is not None:
-            slots.keep_prefixes(tokens)
+    def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
+        self.draft_model = None if draft_model is None else draft_model.hf
+        self._tokens = nbytes // (target.token_bytes + (0 if draft_model is None else draft_model.token_bytes))
+        self._probed: Tensor | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.kept, self.kept_for_drafts = KeptPrefixes(self._tokens), KeptPrefixes(self._tokens)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that kept tokens take, and what is there for more of them."""
+        return self.kept.allocated_bytes + self.kept_for_drafts.allocated_bytes
+
+    @torch.inference_mode()
+    def recognise(self, target: Runner) -> None:
+        """Forgets all if the target computes something else than it did when this was last called: its weights may be others.
+
+        It takes a pass over `PROBED` tokens; whatever is changed in a model, such a pass tells it. That weights of the draft model
+        are others is not looked for, as it changes no distribution.
+        """
+        runner = target.fork()
+        runner.use_static_passes(None)
+        runner.reserve(1, PROBED)
+        runner.cache.rollback(0, 0)
+        ids = torch.arange(PROBED, device=runner.device)[None] % min(runner.known_ids, runner.vocab_size)
+        logits = runner.feed([0], ids, [PROBED])
+        if self._probed is None or not torch.equal(logits, self._probed):
+            self.clear()
+            self._probed = logits.clone()
+
+
+class PrefixCache:
+    """The kept prefixes as one engine's target uses them. A draft model keeps as many tokens for itself (`shoal.drafting.slots`).
+
+    Args:
+        target: the model. drafter: what drafts for it. memory: where prefixes are kept.
+    """
+
+    def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:
+        slots = None if drafter is None else drafter.memory
+        _ = target.token_bytes  # a new cache has its layers once this is known
+        if isinstance(slots, DraftSlots) and slots.computes_prompts and slots.hf is memory.draft_model:
+            _ = slots.token_bytes
+            slots.keep_prefixes(memory.kept_for_drafts)
+        self._kept, self._cache, self._memory = memory.kept, target.cache, memory
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that kept tokens take, the drafter's included, and what is there for more of them."""
-        return self._kept.allocated_bytes + (0 if self._slots is None else self._slots.kept_prefix_bytes)
+        return self._memory.allocated_bytes
 
     def known(self, row: Row) -> int:
         """How many tokens the row's prompt begins with that are kept, all but its last at most."""
@@ -49,11 +99,11 @@ class PrefixCache:
 
     def restore(self, row: Row, count: int) -> None:
         """Copies the first `count` tokens of the row's prompt, which `known` found in this round, to its place in the cache."""
-        self._kept.load(row.request.owner, row.tokens[:count], row.slot, row.prefix)
+        self._kept.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
     def keep(self, row: Row) -> None:
         """Keeps all that the cache holds of a row that is to be paused."""
-        self._kept.keep(row.request.owner, row.tokens[:-1], row.slot)
+        self._kept.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
 
     def learn(self, rows: Sequence[Row]) -> None:
         """Keeps what later rows may begin with, of rows that have just had a round without a fault."""
@@ -61,4 +111,4 @@ class PrefixCache:
             if row.finish_reason and row.request.n == 1:
                 self.keep(row)
             elif row.rounds == 1 and not row.index:
-                self._kept.keep(row.request.owner, row.request.prompt_ids, row.slot)
+                self._kept.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)

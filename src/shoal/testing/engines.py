@@ -6,12 +6,16 @@ from typing import Any
 
 from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
+from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.controller import Controller, Lookahead
 from shoal.models.runner import Runner
 
 
 def engine_of(target: Runner, draft: Runner | None, lookahead: Lookahead | Controller, **options: Any) -> Engine:
-    """An engine whose drafter is a model of its own, or that decodes plainly; options are those of `Engine`."""
+    """An engine whose drafter is a model of its own, or that decodes plainly; options are those of `Engine`, and `prefix_bytes`."""
+    prefix_bytes = options.pop("prefix_bytes", 0)
+    if prefix_bytes:
+        options["prefixes"] = PrefixMemory(target, draft, prefix_bytes)
     drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
     return Engine(target, drafter, lookahead, **options)
 

@@ -22,14 +22,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 class KeptPrefixes:
-    """Kept tokens of one model: a tree says in which cells, beside the cache there are [cells, heads, dim] per layer.
+    """Kept tokens of one model: a tree says in which cells, beside its caches there are [cells, heads, dim] per layer.
+
+    Rows are copied from a cache of the model and into one, which may be another: caches come and go with engines.
 
     Args:
-        cache: of the model; rows are copied from it and into it. capacity: most tokens.
+        capacity: most tokens.
     """
 
-    def __init__(self, cache: SlotCache, capacity: int) -> None:
-        self._cache, self._tree = cache, PrefixTree(capacity)
+    def __init__(self, capacity: int) -> None:
+        self._tree = PrefixTree(capacity)
         self._layers: list[Pair] = []
         self._cells = 0
 
@@ -43,37 +45,39 @@ class KeptPrefixes:
         return len(self._found(owner, tokens))
 
     @torch.inference_mode()
-    def load(self, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None) -> int:
-        """Copies what is kept of the tokens to the beginning of an empty slot, or of a place in the shared store.
+    def load(
+        self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None
+    ) -> int:  # fmt: skip
+        """Copies what is kept of the tokens to the beginning of an empty slot of a cache, or of a place in its shared store.
 
         Returns:
             How many of the tokens it was, from the first on.
         """
         cells = np.asarray(self._found(owner, tokens), dtype=np.int64)
-        base = slot * self._cache.capacity if prefix is None else prefix.base
+        base = slot * cache.capacity if prefix is None else prefix.base
         moves = Moves()
         moves.add(cells, base + np.arange(len(cells)))
-        for kept, (own, shared) in zip(self._layers, self._stores(), strict=False):
+        for kept, (own, shared) in zip(self._layers, _stores(cache), strict=True) if len(cells) else ():
             moves.carry_out(kept, own if prefix is None else shared)
         if prefix is None:
-            self._cache.lengths[slot] = len(cells)
+            cache.lengths[slot] = len(cells)
         return len(cells)
 
     @torch.inference_mode()
-    def keep(self, owner: str, tokens: Sequence[int], slot: int) -> None:
-        """Keeps tokens that the row in the slot begins with; what is not kept yet is copied."""
+    def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
+        """Keeps tokens that the row in a cache's slot begins with; what is not kept yet is copied."""
         start, cells = self._tree.add(owner, tokens)
         if not cells:
             return
-        self._reserve(max(cells) + 1)
-        prefix = self._cache.prefixes[slot]
+        self._reserve(_stores(cache), max(cells) + 1)
+        prefix = cache.prefixes[slot]
         offset, base = (0, 0) if prefix is None else (prefix.length, prefix.base)
         positions, into = np.arange(start, start + len(cells)), np.asarray(cells)
         stored = positions < offset
         from_slot, from_store = Moves(), Moves()
-        from_slot.add(slot * self._cache.capacity + positions[~stored] - offset, into[~stored])
+        from_slot.add(slot * cache.capacity + positions[~stored] - offset, into[~stored])
         from_store.add(base + positions[stored], into[stored])
-        for kept, (own, shared) in zip(self._layers, self._stores(), strict=True):
+        for kept, (own, shared) in zip(self._layers, _stores(cache), strict=True):
             from_slot.carry_out(own, kept)
             from_store.carry_out(shared, kept)
 
@@ -81,22 +85,20 @@ class KeptPrefixes:
         cells = self._tree.find(owner, tokens)
         return cells if len(cells) >= MIN_TOKENS else []
 
-    def _stores(self) -> list[tuple[Pair, Pair]]:
-        """The cache's keys and values by layer: of slots, and shared."""
-        return [
-            ((keys, values), (shared_keys, shared_values))
-            for keys, values, shared_keys, shared_values in self._cache.stores()
-        ]
-
-    def _reserve(self, cells: int) -> None:
+    def _reserve(self, stores: Sequence[tuple[Pair, Pair]], cells: int) -> None:
         """Makes room for so many cells, for twice as many as there were if the capacity allows it; what is there stays."""
         if cells <= self._cells:
             return
         cells = max(cells, min(2 * self._cells, self._tree.capacity))
-        for number, (own, _) in enumerate(self._stores()):  # of one layer at a time both sizes are there
+        for number, (own, _) in enumerate(stores):  # of one layer at a time both sizes are there
             layer = [tensor.new_empty(cells, *tensor.shape[2:]) for tensor in own]
             if self._cells:
                 for new, before in zip(layer, self._layers[number], strict=True):
                     new[: self._cells] = before[: self._cells]
             self._layers[number : number + 1] = [(layer[0], layer[1])]
         self._cells = cells
+
+
+def _stores(cache: SlotCache) -> list[tuple[Pair, Pair]]:
+    """A cache's keys and values by layer: of slots, and shared."""
+    return [((keys, values), (shared_keys, shared_values)) for keys, values, shared_keys, shared_values in cache.stores()]

@@ -84,6 +84,16 @@ def test_cells_hold_what_they_are_found_for(taken: list[tuple[str, list[int], bo
         assert tree.used <= capacity
 
 
+def test_a_node_that_is_split_ends_the_walk() -> None:
+    """What stands below it belongs to other tokens: [0, 0, 1, 5] would get the cell of [0, 1, 5]."""
+    tree = PrefixTree(10)
+    for tokens in ([0, 0], [0, 0, 1]):
+        tree.add("", tokens)
+    assert tree.add("", [0, 1, 5]) == (1, [3, 4])
+    assert tree.find("", [0, 1, 5]) == [0, 3, 4]
+    assert tree.find("", [0, 0, 1, 5]) == [0, 1, 2]
+
+
 def test_what_was_used_last_stays() -> None:
     tree = PrefixTree(8)
     tree.add("", [1, 2, 3, 4])

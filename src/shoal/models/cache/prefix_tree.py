@@ -87,8 +87,9 @@ class PrefixTree:
         at = 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             shared = common(child.tokens, tokens[at : at + len(child.tokens)])
+            ends = shared < len(child.tokens)  # before the caller splits it
             yield child, shared
-            if shared < len(child.tokens):
+            if ends:
                 return
             node, at = child, at + shared
 

@@ -75,6 +75,18 @@ def test_results_hold_what_the_server_answers(tmp_path: Path) -> None:
     assert len({result["id"] for result in got.values()}) == len({r["response"]["request_id"] for r in got.values()}) == 7
 
 
+def test_lines_of_responses_are_answered(tmp_path: Path) -> None:
+    body = {"model": "tiny", "input": "Hello world!", "seed": 1, "max_output_tokens": 999}
+    got = results(
+        tmp_path, [asked("a", "/v1/responses", **body), chat("b", "x", seed=1), asked("c", "/v1/responses", input=[])]
+    )
+    answer = openai.types.responses.Response.model_validate(got["a"]["response"]["body"])
+    assert answer.usage is not None
+    assert (answer.output_text != "", answer.usage.output_tokens) == (True, 64)
+    assert got["a"]["shoal"]["notes"] == {"x-shoal-clamped": "max_output_tokens=64"}
+    assert (got["c"]["response"]["status_code"], got["c"]["response"]["body"]["error"]["param"]) == (400, "input")
+
+
 def essence(body: dict[str, Any]) -> Any:
     """An answer without what differs from one asking to the next."""
     took = [{**choice, "rounds": 0, "mean_logprob": 0} for choice in body.get("usage", {}).get("choices", ())]

@@ -16,17 +16,19 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from serving import Served, pair, served
 from shoal.constraints import fim
 from shoal.serve.infill_models import InfillRequest
+from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 CASES = [
-    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/infill", "POST", 20),
+    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/v1/responses", "POST", 20), ("/infill", "POST", 20),
     ("/tokenize", "POST", 20), ("/detokenize", "POST", 20),
     ("/tokenizer_info", "GET", 1), ("/v1/models", "GET", 5), ("/v1/models/{name}", "GET", 10),
     ("/health", "GET", 1), ("/ready", "GET", 1), ("/metrics", "GET", 1),
 ]  # fmt: skip
 KEY = "sesame"
-FIELDS = sorted(CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | InfillRequest.model_fields.keys())
-NEEDED = {"prompt", "tokens", "messages", "input_prefix", "input_suffix"}
+MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest)
+FIELDS = sorted({name for model in MODELS for name in model.model_fields})
+NEEDED = {"prompt", "tokens", "messages", "input", "input_prefix", "input_suffix"}
 load_all_checks()
 
 
@@ -86,7 +88,7 @@ def test_what_fits_the_description(description: Any, server: Served, path: str, 
     assert server.worker.thread.alive
 
 
-@pytest.mark.parametrize(("path", "method", "examples"), CASES[:5])
+@pytest.mark.parametrize(("path", "method", "examples"), CASES[:6])
 def test_what_does_not(description: Any, server: Served, path: str, method: str, examples: int) -> None:
     assert 400 in fuzzed(description, path, method, examples, GenerationMode.NEGATIVE)
     assert server.worker.thread.alive

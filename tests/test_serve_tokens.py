@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from serving import Gate, Served, legible, pair, served
@@ -100,9 +101,42 @@ def test_answers_carry_the_id_of_their_request(server: Served) -> None:
     assert all(len(name) == 32 for name in made)
 
 
-def test_a_path_that_is_not_there_says_where_to_look(server: Served) -> None:
-    error = httpx.post(f"{server.url}/v1/embeddings", json={}).json()["error"]
-    assert (error["code"], "/openapi.json" in error["message"]) == ("unknown_route", True)
+@pytest.mark.parametrize(("method", "path", "status", "words"), [
+    ("POST", "/v1/embeddings", 404, "no embeddings"), ("POST", "/v1/audio/speech", 404, "no speech"),
+    ("POST", "/v1/images/generations", 404, "no images"), ("POST", "/v1/moderations", 404, "no moderation"),
+    ("POST", "/v1/batches", 404, "`shoal batch INPUT OUTPUT`"),
+    ("GET", "/v1/files/file-1/content", 404, "`shoal batch INPUT OUTPUT`"),
+    ("GET", "/v1/responses/resp_1", 404, "send the whole conversation"),
+    ("POST", "/v1/responses/resp_1/cancel", 404, "no kept answers"),
+    ("GET", "/v1/responses", 405, "takes POST, not GET; there are no kept answers"),
+    ("GET", "/v1/chat/completions", 405, "takes POST, not GET; there are no kept answers"),
+    ("GET", "/v1/chat/completions/chatcmpl-1", 404, "no kept answers"), ("DELETE", "/v1/models/tiny", 405, "takes GET, not DELETE"),
+    ("POST", "/v1/messages", 404, "Anthropic"), ("POST", "/api/chat", 404, "Ollama"),
+    ("POST", "/chat/completions", 404, "/chat/completions is /v1/chat/completions here"),
+    ("GET", "/models", 404, "is /v1/models here"),
+    ("POST", "/v1/v1/completions", 404, "/v1 twice"), ("GET", "/nowhere", 404, "no such path"),
+    ("GET", "/v1/embeddingsx", 404, "no such path"),
+])  # fmt: skip
+def test_a_path_that_is_not_there_says_what_there_is(
+    server: Served, method: str, path: str, status: int, words: str
+) -> None:
+    response = httpx.request(method, server.url + path, json={} if method == "POST" else None)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"], error["param"]) == (
+        status, "invalid_request_error", "unknown_route", None,
+    )  # fmt: skip
+    assert words in error["message"]
+    assert "/openapi.json" in error["message"]
+
+
+def test_the_client_says_what_is_not_there(server: Served) -> None:
+    for ask in (
+        lambda: server.client.embeddings.create(model="tiny", input="x"),
+        lambda: server.client.responses.retrieve("resp_1"),
+        lambda: server.client.batches.list(),
+    ):
+        with pytest.raises(openai.NotFoundError, match=r"there are no .*; this server generates text, by /v1/completions"):
+            ask()
 
 
 def test_a_quiet_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:

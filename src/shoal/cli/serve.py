@@ -173,7 +173,7 @@ def serve(
     speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, tls: TlsOptions,
     limits: LimitOptions, machines: ReplicaOptions, output: LogOptions,
 ) -> None:  # fmt: skip
-    """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
+    """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses.
 
     Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for those who run it.
     SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults: docs/reference/http-api.md.

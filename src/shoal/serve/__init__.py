@@ -6,9 +6,10 @@ A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedReques
 handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
 request_models.py    fields of requests; request_fields.py: their types; bodies.py: reading them; response_models.py: answers
 request_parser.py    requests -> engine requests; prompts.py and sampling_params.py: their parts; settings.py: limits
+item_models.py       requests of /v1/responses as chat requests; item_response.py: answers; item_format.py: items and typed events
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
-api_errors.py        errors as OpenAI writes them
+api_errors.py        errors as OpenAI writes them; absent_routes.py: what is said of paths that there are not
 app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py, metrics.py: its parts
 run.py               uvicorn, signals, draining; protocol.py: limits of connections; tls.py: certificates
 offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from shoal.errors import OutOfMemory, RequestError, ShoalError
+from shoal.serve import absent_routes
 
 MAX_REPORTED_ERRORS = 10
 """Validation errors of one body that an answer contains."""
@@ -21,12 +22,6 @@ MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
 PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 """`type` by status; other statuses have "invalid_request_error", or "server_error" from 500 on."""
-
-ABSENT = {
-    404: "this server has no such path; /openapi.json lists those that it has",
-    405: "this path does not take this method; /openapi.json lists what it takes",
-}
-"""Messages by status, for requests that no route takes."""
 
 
 class ApiError(HTTPException):
@@ -82,8 +77,6 @@ def api_error_of(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
-    if isinstance(error, HTTPException) and error.status_code in ABSENT:
-        return ApiError(error.status_code, ABSENT[error.status_code], code="unknown_route", headers=error.headers)
     if isinstance(error, HTTPException):
         code = "invalid_json" if error.status_code == 400 else None  # FastAPI raises 400 only for JSON that it cannot parse
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
@@ -110,19 +103,24 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 def _path(error: Mapping[str, Any], body: Any) -> str:
     """The path of an error in the body. Pydantic's location also has the tags of union members, which are left out."""
     path, here, loc = [], body, error["loc"]
+    inner = error.get("ctx", {}).get("at")
     for part in loc[1:]:
         inside = (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int))
-        if inside or (part == loc[-1] and isinstance(here, dict)):
+        missing = part == loc[-1] and inner is None and isinstance(here, dict)
+        if inside or missing:
             path.append(str(part))
             here = here[part] if inside else None
-    inner = error.get("ctx", {}).get("at")
     return ".".join(path if inner is None else [*path, inner])
 
 
 def install(app: FastAPI) -> None:
     """Answers every exception of an application as an error of the API."""
 
-    async def answer(_request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code in (404, 405):
+            allowed = (error.headers or {}).get("Allow") if error.status_code == 405 else None
+            message = absent_routes.reason(request.method, request.url.path, allowed)
+            error = ApiError(error.status_code, message, code="unknown_route", headers=error.headers)
         return api_error_of(error).response()
 
     for kind in (HTTPException, RequestError, RequestValidationError, Exception):

@@ -202,9 +202,9 @@ def _call(call: Call) -> Json:
     }
 
 
-COMPLETIONS, CHAT, INFILL = "/v1/completions", "/v1/chat/completions", "/infill"
+COMPLETIONS, CHAT, RESPONSES, INFILL = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill"
 FORMATS: dict[str, type[ApiFormat]] = {COMPLETIONS: CompletionFormat, CHAT: ChatFormat}
-"""The format of each path of OpenAI's API."""
+"""The format of each path of OpenAI's API whose answers have choices."""
 
 
 def finite(value: float | None) -> float | None:

@@ -22,11 +22,12 @@ from shoal.constraints.syntax.requests import LANGUAGES
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, openapi, response_models
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import CHAT, COMPLETIONS, INFILL, Json
+from shoal.serve.api_formats import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
+from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
 from shoal.serve.metrics import RequestMetrics
 from shoal.serve.openapi import REFUSALS
@@ -38,6 +39,8 @@ from shoal.serve.settings import Settings
 from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_routes
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
+
+REQUESTS = (CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> FastAPI:
@@ -73,7 +76,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     app.add_middleware(RequestIds)
-    openapi.install(app, [CompletionRequest, ChatRequest, InfillRequest, TokenizeRequest, DetokenizeRequest])
+    openapi.install(app, REQUESTS)
     return app
 
 
@@ -110,6 +113,11 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         return await answer(request, CHAT)
+
+    @router.post(RESPONSES, response_model=None, **openapi.described(ResponsesRequest, response_models.ItemAnswer))
+    async def responses(request: Request) -> Response:
+        """Continues a conversation; the answer has items."""
+        return await answer(request, RESPONSES)
 
     @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, response_models.Infill))
     async def infill(request: Request) -> Response:

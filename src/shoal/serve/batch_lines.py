@@ -12,10 +12,13 @@ from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_formats import CHAT, COMPLETIONS, Json
+from shoal.serve.api_formats import CHAT, COMPLETIONS, RESPONSES, Json
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 """Fields of OpenAI's batch lines; the API has no fields of these names."""
+
+URLS = (COMPLETIONS, CHAT, RESPONSES)
+"""Paths that OpenAI's batch lines may name."""
 
 
 class LineError(ApiError):
@@ -124,8 +127,8 @@ def _unwrapped(fields: Json) -> tuple[str, Json]:
         raise LineError(400, "custom_id must be a text", code="invalid_custom_id")
     if fields.get("method") != "POST":
         raise LineError(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
-    if fields.get("url") not in (COMPLETIONS, CHAT):
-        raise LineError(400, f"url must be {COMPLETIONS!r} or {CHAT!r}, got {fields.get('url')!r}", code="invalid_url")
+    if fields.get("url") not in URLS:
+        raise LineError(400, f"url must be one of {', '.join(URLS)}, got {fields.get('url')!r}", code="invalid_url")
     if not isinstance(fields.get("body"), dict):
         raise LineError(400, "body must be a JSON object", code="invalid_body")
     return fields["url"], fields["body"]

@@ -12,9 +12,12 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import FORMATS, ApiFormat
+from shoal.serve.api_formats import FORMATS, RESPONSES, ApiFormat
 from shoal.serve.infill import InfillResponse
 from shoal.serve.infill_models import InfillRequest
+from shoal.serve.item_format import ItemFormat
+from shoal.serve.item_models import ResponsesRequest
+from shoal.serve.item_response import ItemResponse, parsed_items
 from shoal.serve.metrics import Metrics
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_parser import ParsedRequest, RequestParser
@@ -47,15 +50,18 @@ class ApiHandler:
         """Validates a request, on another thread: long texts take time.
 
         Args:
-            path: of the API, a key of `FORMATS`. fields: the JSON object of the body.
+            path: of the API, a key of `FORMATS` or `RESPONSES`. fields: the JSON object of the body.
             owner: whose request it is (`shoal.types.requests.Request`).
 
         Raises:
             ApiError, RequestError, RequestValidationError: the request cannot be served.
         """
+        name = str(fields.get("model") or self.settings.model)
+        if path == RESPONSES:
+            request, parsed = await run_in_threadpool(self._parsed_items, fields)
+            return ItemResponse(self.worker, self.shoal.tokenizer, name, ItemFormat, _owned(parsed, owner), request=request)
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
-        name = str(fields.get("model") or self.settings.model)
         return ApiResponse(self.worker, self.shoal.tokenizer, name, api, _owned(parsed, owner))
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
@@ -78,6 +84,11 @@ class ApiHandler:
         request = bodies.validated(api.request_model, fields)
         self.require_model(request.model or None)
         return self._parser.parse(request)
+
+    def _parsed_items(self, fields: dict[str, Any]) -> tuple[ResponsesRequest, ParsedRequest]:
+        request = bodies.validated(ResponsesRequest, fields)
+        self.require_model(request.model or None)
+        return request, parsed_items(self._parser, request)
 
 
 def _owned(parsed: ParsedRequest, owner: str) -> ParsedRequest:

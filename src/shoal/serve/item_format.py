@@ -1,0 +1,137 @@
+"""The items of an answer of /v1/responses, and the events that tell of them: a message of text, calls of functions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.serve.api_formats import ChatFormat, Json
+from shoal.serve.submissions import RowUpdate
+from shoal.serve.tool_calls import Call
+
+
+class ItemFormat(ChatFormat):
+    """What the updates of a sample bring for its items: the log-probabilities and details of a chat's choice."""
+
+    prompt_field, id_prefix, object_name = "input", "resp_", "response"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.details: Json | None = None
+
+    def pieces(self, update: RowUpdate) -> list[str | Call]:
+        """Texts and calls in their order; the details so far are noted."""
+        if self._details:
+            new, before = self._details_of(update), self.details or {}
+            joined = {name: [*before.get(name, ()), *new[name]] for name in ("tokens", "by_round") if name in new}
+            self.details = new | joined
+        if self._calls is not None:
+            return self._calls.pieces(update.text, update.sample is not None)
+        return [update.text] if update.text or update.tokens else []
+
+    def logprobs(self, update: RowUpdate) -> list[Json]:
+        """Of the tokens that an update brings; none if they were not asked for."""
+        entries = (self._logprobs(update.tokens) or {"content": []})["content"]
+        return [_with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]} for one in entries]
+
+
+def _with_bytes(entry: Json) -> Json:
+    return {**entry, "bytes": entry["bytes"] or []}
+
+
+class ItemWriter:
+    """Writes the items of one answer. A message ends where a call begins.
+
+    Args:
+        key: makes the ids of the items.
+
+    Attributes:
+        items: those that have begun; the last one may be open.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self._sent = key, 0
+        self.items: list[Json] = []
+        self._is_open = False
+
+    def event(self, kind: str, **fields: Any) -> Json:
+        """The next event."""
+        number, self._sent = self._sent, self._sent + 1
+        return {"type": f"response.{kind}", "sequence_number": number, **fields}
+
+    def add(self, pieces: Sequence[str | Call], logprobs: Sequence[Json]) -> list[Json]:
+        """The events of what a sample goes on with; log-probabilities are those of the first text."""
+        events = []
+        for piece in pieces:
+            if isinstance(piece, Call):
+                events += [*self._close("completed"), *self._call(piece)]
+            else:
+                events += [*self._open(), self._delta(piece, logprobs)]
+                logprobs = ()
+        return events
+
+    def end(self, status: str) -> list[Json]:
+        """The last events. An answer without a call has a message, if only an empty one."""
+        begun = [] if self.items else self._open()
+        return begun + self._close(status)
+
+    # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self) -> list[Json]:
+        if self._is_open:
+            return []
+        self._is_open = True
+        self.items.append(
+            {"id": self._id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        )
+        added = self._about("output_item.added", item=dict(self.items[-1]))
+        self.items[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        return [added, self._about_part("content_part.added", part=self._part())]
+
+    def _delta(self, text: str, logprobs: Sequence[Json]) -> Json:
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return self._about_part("output_text.delta", delta=text, logprobs=list(logprobs))
+
+    def _close(self, status: str) -> list[Json]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        self.items[-1]["status"] = status
+        part = self._part()
+        return [
+            self._about_part("output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            self._about_part("content_part.done", part=part),
+            self._about("output_item.done", item=self.items[-1]),
+        ]
+
+    def _part(self) -> Json:
+        part = self.items[-1]["content"][0]
+        return {**part, "logprobs": list(part["logprobs"])}
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _call(self, call: Call) -> list[Json]:
+        """A call is told whole. Its id has nine characters, as the templates of Mistral want them."""
+        item = {"id": self._id("fc"), "type": "function_call", "call_id": secrets.token_hex(5)[:9], "name": call.name}
+        self.items.append({**item, "arguments": call.arguments, "status": "completed"})
+        where = {"item_id": item["id"]}
+        return [
+            self._about("output_item.added", item={**item, "arguments": "", "status": "in_progress"}),
+            self._about("function_call_arguments.delta", **where, delta=call.arguments),
+            self._about("function_call_arguments.done", **where, name=call.name, arguments=call.arguments),
+            self._about("output_item.done", item=self.items[-1]),
+        ]
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._key}{len(self.items)}"
+
+    def _about(self, kind: str, **fields: Any) -> Json:
+        """An event of the last item."""
+        return self.event(kind, output_index=len(self.items) - 1, **fields)
+
+    def _about_part(self, kind: str, **fields: Any) -> Json:
+        """An event of the text of the last item."""
+        return self._about(kind, item_id=self.items[-1]["id"], content_index=0, **fields)

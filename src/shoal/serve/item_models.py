@@ -1,0 +1,289 @@
+"""The requests of /v1/responses, and the chat requests that mean the same.
+
+Docstrings and descriptions of the models are part of `/openapi.json`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from shoal.serve.api_errors import ApiError
+from shoal.serve.request_fields import (
+    EmptyList,
+    Ignored,
+    NonNegative,
+    Positive,
+    StrictModel,
+    Text,
+    error_at,
+    optional,
+    text_or_list,
+)
+from shoal.serve.request_models import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonFormat,
+    JsonSchema,
+    JsonText,
+    Message,
+    NamedTool,
+    SampledRequest,
+    SchemaFormat,
+    SentCall,
+    SentFunction,
+    TextFormat,
+    Tool,
+    ToolName,
+)
+
+NOT_KEPT = "This server keeps no answers: send the whole conversation as input"
+ABSENT = {
+    "previous_response_id": NOT_KEPT, "conversation": NOT_KEPT, "background": "This server keeps no answers to fetch later",
+    "prompt": "This server keeps no prompts: send the text as input",
+    "n": "An answer has one sample: /v1/chat/completions takes n",
+}  # fmt: skip
+"""Fields that a client may know and this server does not have, and why."""
+LOGPROBS = "message.output_text.logprobs"
+NAMES = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format", "logprobs": "top_logprobs",
+}  # fmt: skip
+"""Fields of /v1/responses by what they are called in /v1/chat/completions."""
+MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
+"""Of `metadata`: pairs, characters of a name and of a value."""
+
+
+def _pairs(value: Any) -> Any:
+    """Rejects the first pair of `metadata` that is not allowed."""
+    for i, (name, text) in enumerate(value.items() if isinstance(value, dict) else ()):
+        if i == MAX_PAIRS or len(name) > MAX_NAME or not isinstance(text, str) or len(text) > MAX_VALUE:
+            limits = f"At most {MAX_PAIRS} texts of {MAX_VALUE} characters, by names of {MAX_NAME}"
+            raise error_at(name, "metadata", limits)
+    return value
+
+
+class ContentPart(StrictModel):
+    """A piece of a message, of a request or of an answer that is sent back."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: EmptyList | None = None
+    logprobs: Annotated[list[Any] | None, Field(description="Passed over.")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") not in ("input_text", "output_text"):
+            raise error_at("type", "unknown_part", "This server takes text: parts of the types input_text and output_text")
+        return given
+
+
+Content = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("list")],
+    Discriminator(text_or_list),
+]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def _joined(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageItem(StrictModel):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Text | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def message(self) -> Message:
+        """The same in a chat."""
+        return Message(role=self.role, content=_joined(self.content))
+
+
+class CallItem(SentFunction):
+    """A call of a function that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    id: Text | None = None
+    status: Status | None = None
+
+    def message(self) -> Message:
+        """The same in a chat."""
+        function = SentFunction(name=self.name, arguments=self.arguments)
+        return Message(role="assistant", tool_calls=[SentCall(id=self.call_id, function=function)])
+
+
+class CallOutputItem(StrictModel):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    id: Text | None = None
+    status: Status | None = None
+
+    def message(self) -> Message:
+        """The same in a chat."""
+        return Message(role="tool", tool_call_id=self.call_id, content=_joined(self.output))
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") or "message" if isinstance(value, dict) else ""
+    return kind if isinstance(kind, str) else ""
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="This server takes items of the types message, function_call and function_call_output",
+    ),
+]
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") != "function":
+            raise error_at("type", "unknown_tool", "This server has no tools of its own: it takes functions")
+        return given
+
+
+class NamedFunction(StrictModel):
+    """The one function that has to be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class FlatSchema(JsonSchema, JsonText):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(StrictModel):
+    """What the text has to be."""
+
+    format: Annotated[TextFormat | JsonFormat | FlatSchema, Field(discriminator="type")] | None = optional(
+        "Text, some JSON object, or JSON that fits a schema."
+    )
+    verbosity: Ignored = None
+
+
+class ItemStreamOptions(StrictModel):
+    """Options of a streamed answer."""
+
+    include_obfuscation: Ignored = None
+
+
+class ResponsesRequest(SampledRequest):
+    """POST /v1/responses."""
+
+    input: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
+        Discriminator(text_or_list),
+    ] = Field(description="A message of the user, or the items of a conversation.")
+    instructions: Text | None = optional("A message of the system, before all others.")
+    max_output_tokens: Positive | None = optional("Most new tokens; clamped to what the server allows.")
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = optional("What the model may call.")
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedFunction, Tag("named")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
+        ]
+        | None
+    ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
+    parallel_tool_calls: bool | None = optional("There may be several calls; true. Otherwise the first call counts.")
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)] | None
+    ) = optional("Log-probabilities of the tokens; the other value has no effect.")
+    top_logprobs: NonNegative | None = optional("And of that many most probable tokens; with the former.")
+    metadata: Annotated[dict[str, str], BeforeValidator(_pairs)] | None = optional("The answer has it too.")
+    store: bool | None = optional("Answers are not kept, whatever this says.")
+    background: Literal[False] | None = optional("Only false.")
+    truncation: Literal["disabled"] | None = optional("What does not fit the context is refused.")
+    stream_options: ItemStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")
+    reasoning: Ignored = None
+    max_tool_calls: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present(cls, given: Any) -> Any:
+        """Says of known fields why they are not here."""
+        for name, why in ABSENT.items() if isinstance(given, dict) else ():
+            if given.get(name) not in (None, False):
+                raise error_at(name, "absent_field", why)
+        return given
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that were sent and have no effect."""
+        parts = {"text": self.text, "stream_options": self.stream_options}
+        inner = [f"{name}.{field}" for name, part in parts.items() if part is not None for field in part.ignored_fields()]
+        return [*self.ignored_fields(), *inner, *(["store"] if self.store else [])]
+
+    def messages(self) -> list[Message]:
+        """The conversation; calls belong to the message of the assistant before them, if there is one."""
+        said = [Message(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*said, Message(role="user", content=self.input)]
+        for item in self.input:
+            message = item.message()
+            if isinstance(item, CallItem) and said and said[-1].role == "assistant":
+                calls = [*(said[-1].tool_calls or ()), *(message.tool_calls or ())]
+                said[-1] = Message(role="assistant", content=said[-1].content, tool_calls=calls)
+            else:
+                said.append(message)
+        return said
+
+    def chat(self) -> ChatRequest:
+        """The request of /v1/chat/completions that means the same. Raises ApiError: log-probabilities beside calls."""
+        logprobs = LOGPROBS in (self.include or ())
+        if self.top_logprobs and not logprobs:
+            raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
+        if logprobs and self.tools and self.tool_choice != "none":
+            raise ApiError(400, "log-probabilities of a text with calls: /v1/chat/completions has them", param="include")
+        common = {name: getattr(self, name) for name in SampledRequest.model_fields}
+        tools = [Tool(type="function", function=_function(tool)) for tool in self.tools or ()]
+        return ChatRequest(
+            **common, messages=self.messages(), max_tokens=self.max_output_tokens, response_format=self._format(),
+            logprobs=logprobs, top_logprobs=self.top_logprobs if logprobs else None, tools=tools or None,
+            tool_choice=self._choice(), parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )  # fmt: skip
+
+    def _format(self) -> TextFormat | JsonFormat | SchemaFormat | None:
+        wanted = self.text.format if self.text else None
+        if not isinstance(wanted, FlatSchema):
+            return wanted
+        return SchemaFormat(
+            type="json_schema", whitespace=wanted.whitespace, json_schema=JsonSchema(schema=wanted.json_schema)
+        )
+
+    def _choice(self) -> Literal["auto", "none", "required"] | NamedTool | None:
+        choice = self.tool_choice
+        if not isinstance(choice, NamedFunction):
+            return choice
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+
+
+def _function(tool: FunctionTool) -> Function:
+    return Function(**{name: getattr(tool, name) for name in Function.model_fields})

@@ -1,0 +1,167 @@
+"""The answer of /v1/responses, whole or as typed events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.serve.api_errors import ApiError, api_error_of
+from shoal.serve.api_formats import FINISH_REASONS, Json
+from shoal.serve.item_format import ItemFormat, ItemWriter
+from shoal.serve.item_models import NAMES, ResponsesRequest
+from shoal.serve.request_parser import ParsedRequest, RequestParser
+from shoal.serve.responses import KEEP_ALIVE, KEEP_ALIVE_SECONDS, ApiResponse, event, failure
+from shoal.serve.submissions import RowUpdate, Submission
+from shoal.types.samples import Sample
+
+STATUSES = {"stop": "completed", "length": "incomplete", "error": "failed"}
+"""`status` by the `finish_reason` of a chat's choice."""
+ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""`error.code` of an answer that failed, by HTTP status; of others it is server_error."""
+
+
+def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequest:
+    """The request, parsed as the chat request that means the same. Raises ApiError, RequestError: it cannot be served."""
+    with renamed():
+        parsed = parser.parse(request.chat())
+    headers = {name: _renamed(value) for name, value in parsed.headers.items()}
+    if ignored := request.ignored:
+        headers["x-shoal-ignored"] = ", ".join(ignored)
+    return replace(parsed, headers=headers)
+
+
+@contextmanager
+def renamed() -> Iterator[None]:
+    """Errors of the block name fields as /v1/responses does."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param in NAMES:
+            error.param, error.detail = NAMES[error.param], _renamed(error.detail)
+        raise
+
+
+def _renamed(text: str) -> str:
+    """A text that may begin with the name of a field."""
+    found = next((name for name in NAMES if text.startswith((f"{name} ", f"{name}="))), "")
+    return NAMES.get(found, "") + text[len(found) :]
+
+
+@dataclass
+class ItemResponse(ApiResponse):
+    """The answer to one request, computed by `whole` or `events`.
+
+    Attributes:
+        request: what was asked.
+    """
+
+    request: ResponsesRequest = field(kw_only=True)
+
+    async def whole(self) -> Json:
+        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`, or that of the row."""
+        submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
+        async with self._serving(submission):
+            [end] = [update async for update in self._updates(submission) if update is not None]
+        if end.error is not None:
+            raise failure(end.error)
+        self._write(form, writer, end)
+        return self._ended(form, writer, end.sample)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The answer as server-sent events. Raises ApiError, RequestError: before the first item; later errors are events."""
+        submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
+        sample = None
+        async with self._serving(submission):
+            begun = self._answer(writer, "in_progress")
+            yield _sent([writer.event(kind, response=begun) for kind in ("created", "in_progress")])
+            try:
+                async for update in self._updates(submission, KEEP_ALIVE_SECONDS):
+                    if update is None:
+                        yield KEEP_ALIVE
+                        continue
+                    yield _sent(self._write(form, writer, update))
+                    sample = update.sample
+                    if update.error is not None:
+                        raise failure(update.error)
+            except Exception as error:  # the status has been sent
+                yield _sent(self._failed(writer, api_error_of(error)))
+                return
+        answer = self._ended(form, writer, sample)
+        yield _sent([writer.event(answer["status"], response=answer)])
+
+    @asynccontextmanager
+    async def _serving(self, submission: Submission) -> AsyncIterator[None]:
+        with renamed():
+            async with super()._serving(submission):
+                yield
+
+    def _form(self) -> ItemFormat:
+        form = self._choice(0)
+        assert isinstance(form, ItemFormat)
+        return form
+
+    def _write(self, form: ItemFormat, writer: ItemWriter, update: RowUpdate) -> list[Json]:
+        events = writer.add(form.pieces(update), form.logprobs(update))
+        return events if update.sample is None else events + writer.end(_item_status(update.sample))
+
+    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ended(self, form: ItemFormat, writer: ItemWriter, sample: Sample | None) -> Json:
+        """The answer at its end."""
+        assert sample is not None
+        status = STATUSES[FINISH_REASONS[sample.finish_reason]]
+        return self._answer(writer, status) | {
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": _usage(self._usage([sample], [sample])),
+            **({} if form.details is None else {"shoal": form.details}),
+        }
+
+    def _failed(self, writer: ItemWriter, error: ApiError) -> list[Json]:
+        """The events of an answer that fails when its status has been sent."""
+        events = writer.end("incomplete")
+        said = {"code": ERROR_CODES.get(error.status_code, "server_error"), "message": error.detail}
+        return [*events, writer.event("failed", response=self._answer(writer, "failed") | {"error": said})]
+
+    def _answer(self, writer: ItemWriter, status: str) -> Json:
+        asked = self.request
+        choice, tools = asked.tool_choice or "auto", asked.tools or ()
+        wanted = asked.text.format if asked.text and asked.text.format else None
+        return {
+            "id": self.api.id_prefix + self.key, "object": self.api.object_name, "created_at": self.created,
+            "completed_at": None, "status": status, "background": False, "error": None, "incomplete_details": None,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
+            "model": self.model, "output": list(writer.items), "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None, "store": False, "text": {"format": _dumped(wanted) or {"type": "text"}},
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "tool_choice": _dumped(choice), "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in tools],
+            "top_logprobs": self.parsed.top_logprobs or 0, "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled", "usage": None,
+        }  # fmt: skip
+
+
+def _item_status(sample: Sample) -> str:
+    return "completed" if FINISH_REASONS[sample.finish_reason] == "stop" else "incomplete"
+
+
+def _dumped(value: object) -> Any:
+    """A model of a request as JSON; other values as they are."""
+    dump = getattr(value, "model_dump", None)
+    return value if dump is None else dump(by_alias=True, exclude_none=True)
+
+
+def _usage(usage: Json) -> Json:
+    """A chat's `usage` as /v1/responses has it. No token is one of reasoning, and keeping a prompt is not counted."""
+    named = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+    cached = usage.pop("prompt_tokens_details")
+    return {named.get(name, name): value for name, value in usage.items()} | {
+        "input_tokens_details": {**cached, "cache_write_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+
+
+def _sent(events: Sequence[Json]) -> bytes:
+    """Events, each under its name."""
+    return b"".join(f"event: {one['type']}\n".encode() + event(one) for one in events)

@@ -19,7 +19,7 @@ BIN := .venv/bin
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo bench test lint types format clean
+.PHONY: help demo bench test lint types package format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,9 @@ lint: $(DEV) ## ruff: rules and format
 
 types: $(DEV) ## mypy, strict
 	@$(BIN)/mypy
+
+package: $(DEV) ## wheel and sources in dist/, checked and used
+	@$(BIN)/python scripts/check_package.py
 
 format: $(DEV) ## apply ruff's format and safe fixes
 	@$(BIN)/ruff check --fix .

@@ -653,7 +653,7 @@ def test_models(server: Served) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
-    ({"ignore_eos": True}, "ignore_eos"),
+    ({"use_beam_search": True}, "use_beam_search"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
     ({"n": "2"}, "n"),

@@ -50,8 +50,8 @@ def test_null_is_no_field(server: Served) -> None:
     response = server.post(max_tokens=2, tools=None, functions=None, whatever=None, shoal={"what": None}, user=None)
     assert response.status_code == 200
     assert "x-shoal-ignored" not in response.headers
-    refused = server.post(whatever=None, ignore_eos=False)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ignore_eos")
+    refused = server.post(whatever=None, use_beam_search=False)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "use_beam_search")
     assert refused.json()["error"]["code"] == "unknown_field"
 
 

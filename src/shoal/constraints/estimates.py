@@ -158,7 +158,7 @@ def _key(request: Request) -> Any:
     """Equal for requests whose texts have the same p and the same limits, whatever their seeds, of one owner."""
     sampling, limits = request.sampling, request.limits
     settings = [_fixed(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"]
-    ends = (limits.max_new_tokens, _fixed(limits.stop), _fixed(limits.eos), _fixed(request.criteria))
+    ends = (limits.max_new_tokens, _fixed(limits.stop), _fixed(limits.eos), _fixed(request.criteria), request.shown_tokens)
     return request.owner, request.prompt_ids, *settings, *ends, _fixed(request.constraints)
 
 

@@ -15,8 +15,12 @@ CONTEXT = 8
 class Detokenizer:
     """Text of one row, grown token by token.
 
-    Text is decoded without special tokens. Stop strings that contain a special token are searched for in the *marked* text, which
-    spells special tokens out; cuts are counted in characters of the text without them.
+    Text is decoded without special tokens, those of `shown` excepted. Stop strings that contain a special token which the text does
+    not show are searched for in the *marked* text, which spells these tokens out; cuts are counted in characters of the text
+    without them.
+
+    Args:
+        shown: special tokens that the text shows.
 
     Attributes:
         visible_from: characters of the new text that the user has already; stop strings are looked for behind them.
@@ -27,9 +31,14 @@ class Detokenizer:
         shown: characters returned by `take` so far.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = (), visible_from: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = (), visible_from: int = 0,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
         self._tokenizer, self.visible_from = tokenizer, visible_from
-        special = special_tokens(tokenizer) if stops else {}
+        special = special_tokens(tokenizer) if stops or shown else {}
+        special = {token: name for token, name in special.items() if token not in shown}
+        self._left_out = special.keys() if shown else None
         self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
@@ -83,7 +92,10 @@ class Detokenizer:
         return ""
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if self._left_out is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        kept = [token for token in ids if token not in self._left_out]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _mark(self, text: str, token: int) -> None:
         """Adds what a token added to the text to the marked text, and the token itself if it is special."""
@@ -138,9 +150,11 @@ class Detokenizer:
         return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
 
 
-def characters(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many characters tokens add to a prompt, the last one only if it is whole."""
-    detokenizer = Detokenizer(tokenizer, prompt)
+def characters(
+    tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], shown: frozenset[int] = frozenset()
+) -> int:  # fmt: skip
+    """How many characters tokens add to a prompt, the last one only if it is whole. shown: see `Detokenizer`."""
+    detokenizer = Detokenizer(tokenizer, prompt, shown=shown)
     detokenizer._ids += tokens
     held_back = detokenizer._extend(final=False)
     return len(detokenizer.text) + len(held_back.rstrip("\ufffd"))

@@ -53,11 +53,12 @@ class RequestValidator:
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
-        visible_from = self._visible_from(request)
+        shown = request.shown_tokens - eos  # the token that ends a row is never shown
+        visible_from = self._visible_from(request, shown)
         rows = [
             Row(
                 request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
-                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from) if self.tokenizer else None,
+                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from, shown) if self.tokenizer else None,
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
                 visible_from=visible_from, draft_context=draft_context,
             )
@@ -72,9 +73,9 @@ class RequestValidator:
         self._require_a_beginning(rows[0])
         return rows
 
-    def _visible_from(self, request: Request) -> int:
+    def _visible_from(self, request: Request, shown: frozenset[int]) -> int:
         before = request.prompt_ids[: request.removed_from]
-        return characters(self.tokenizer, before, request.removed) if request.removed else 0
+        return characters(self.tokenizer, before, request.removed, shown) if request.removed else 0
 
     def _ends(self, request: Request) -> frozenset[int]:
         return frozenset(self._eos if request.limits.eos is None else request.limits.eos)

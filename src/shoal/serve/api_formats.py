@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
-from shoal.serve.tool_calls import Call, CallReader, CallRules
+from shoal.serve.tool_calls import Call, CallReader
 
 FINISH_REASONS = {
     "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",
@@ -29,9 +30,10 @@ class ApiFormat(ABC):
     """Writes one choice of an answer, whole or chunk by chunk.
 
     Args:
-        index: of the choice. top_logprobs: number of alternatives per token; None = no log-probabilities.
-        details: whether the choice has the field "shoal". rounds: whether that has its rounds.
-        rules: what counts as a call of a tool; None = nothing does.
+        index: of the choice. parsed: the request, which says what its choices have.
+
+    Attributes:
+        prompt_in_choice: whether what is told of a prompt stands in its choices; otherwise in the answer.
     """
 
     request_model: ClassVar[type[BaseRequest]]
@@ -39,13 +41,12 @@ class ApiFormat(ABC):
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
+    prompt_in_choice: ClassVar[bool]
 
-    def __init__(
-        self, tokenizer: Any, index: int, top_logprobs: int | None, details: bool, rules: CallRules | None, *, rounds: bool = False
-    ) -> None:  # fmt: skip
-        self._tokenizer, self._index, self._top_logprobs, self._details = tokenizer, index, top_logprobs, details
-        self._rounds = rounds
-        self._calls = None if rules is None else CallReader(rules)
+    def __init__(self, tokenizer: Any, index: int, parsed: ParsedRequest) -> None:
+        self._tokenizer, self._index, self._parsed = tokenizer, index, parsed
+        self._top_logprobs = parsed.top_logprobs
+        self._calls = None if parsed.rules is None else CallReader(parsed.rules)
         self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
@@ -73,7 +74,9 @@ class ApiFormat(ABC):
         self._text_offset += sum(len(token.text) for token in tokens)
         if update.error is not None:
             choice["error"] = public(str(update.error))
-        if self._details:
+        if self._parsed.token_ids:
+            choice["token_ids"] = [token.id for token in update.tokens]
+        if self._parsed.details:
             choice["shoal"] = self._details_of(update)
         return choice
 
@@ -87,7 +90,7 @@ class ApiFormat(ABC):
             }
             for token in update.tokens
         ]  # fmt: skip
-        by_round = {"by_round": [self._round(done) for done in update.by_round]} if self._rounds else {}
+        by_round = {"by_round": [self._round(done) for done in update.by_round]} if self._parsed.rounds else {}
         return {
             "tokens": tokens, "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
             "committed": update.committed, "drafted": update.drafted, "accepted": update.accepted, "rounds": update.rounds,
@@ -123,7 +126,7 @@ class CompletionFormat(ApiFormat):
     """/v1/completions."""
 
     request_model, prompt_field = CompletionRequest, "prompt"
-    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_name, prompt_in_choice = "cmpl-", "text_completion", "text_completion", True
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return None if echo is None else {"text": echo}
@@ -160,7 +163,7 @@ class ChatFormat(ApiFormat):
     """/v1/chat/completions."""
 
     request_model, prompt_field = ChatRequest, "messages"
-    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_name, chunk_name, prompt_in_choice = "chatcmpl-", "chat.completion", "chat.completion.chunk", False
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -22,7 +22,7 @@ class ItemFormat(ChatFormat):
 
     def pieces(self, update: RowUpdate) -> list[str | Call]:
         """Texts and calls in their order; the details so far are noted."""
-        if self._details:
+        if self._parsed.details:
             new, before = self._details_of(update), self.details or {}
             joined = {name: [*before.get(name, ()), *new[name]] for name in ("tokens", "by_round") if name in new}
             self.details = new | joined

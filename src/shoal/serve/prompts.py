@@ -8,10 +8,11 @@ from typing import Any
 from shoal.constraints.alignment import aligned
 from shoal.constraints.fim import MiddlePrompt, fill_in_middle, middle_prompt, nearest, repository
 from shoal.constraints.syntax.requests import Syntax, with_syntax
+from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.request_models import CompletionRequest, Message
+from shoal.serve.request_models import BaseRequest, CompletionRequest, Message
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
@@ -54,6 +55,18 @@ class PromptEncoder:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def shown_tokens(self, request: BaseRequest) -> frozenset[int]:
+        """Special tokens that the request's texts show. Raises ApiError: the tokenizer cannot write them as asked."""
+        if request.skip_special_tokens is not False:
+            return frozenset()
+        special = special_tokens(self._tokenizer)
+        if request.spaces_between_special_tokens is False and special:
+            token, name = next(iter(special.items()))
+            if self._tokenizer.decode([token, token], clean_up_tokenization_spaces=False) != 2 * name:
+                message = "this model's tokenizer writes spaces between special tokens"
+                raise ApiError(400, message, param="spaces_between_special_tokens", code="invalid_value")
+        return frozenset(special)
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them."""

@@ -25,6 +25,7 @@ from shoal.serve.request_fields import (
     optional,
     text_or_list,
 )
+from shoal.serve.vllm_fields import VllmFields
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -137,8 +138,8 @@ class SampledRequest(StrictModel):
     prompt_cache_retention: Ignored = None
 
 
-class BaseRequest(SampledRequest):
-    """Fields of completions and chats."""
+class BaseRequest(VllmFields, SampledRequest):
+    """Fields of completions and chats: OpenAI's, vLLM's and shoal's own."""
 
     n: Positive | None = optional("Samples per prompt; 1.")
     max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
@@ -155,7 +156,12 @@ class BaseRequest(SampledRequest):
     def ignored(self) -> list[str]:
         """Names of fields that were sent and have no effect, those of `stream_options` included."""
         options = self.stream_options.ignored_fields() if self.stream_options else ()
-        return [*self.ignored_fields(), *(f"stream_options.{name}" for name in options)]
+        structured = self.structured_outputs.ignored_fields() if self.structured_outputs else ()
+        return [
+            *self.ignored_fields(),
+            *(f"stream_options.{name}" for name in options),
+            *(f"structured_outputs.{name}" for name in structured),
+        ]
 
 
 class CompletionRequest(BaseRequest):

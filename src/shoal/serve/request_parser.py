@@ -11,6 +11,7 @@ from shoal.config import Grammar
 from shoal.constraints.weights import weighed
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.bodies import validated
+from shoal.serve.given_grammars import given_grammar
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.prompts import Prompt, PromptEncoder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
@@ -34,6 +35,9 @@ class ParsedRequest:
         top_logprobs: alternatives per token; None = no log-probabilities. echo: texts of the prompts, if they are returned.
         headers: of the answer: what was ignored or clamped. deadline: end of the request's time, by `time.perf_counter`.
         rules: what counts as a call of a tool; None = nothing does.
+        token_ids: whether ids of prompts and samples are returned. prompt_logprobs: alternatives per token of the prompts, if these
+            are scored for the answer.
+        grammar_field: of the request, which its grammar came from.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -49,11 +53,20 @@ class ParsedRequest:
     headers: Mapping[str, str]
     deadline: float
     rules: CallRules | None = None
+    token_ids: bool = False
+    prompt_logprobs: int | None = None
+    grammar_field: str = "grammar"
 
     @property
     def rows(self) -> int:
         """Samples of all prompts."""
         return self.drawn * len(self.prompts)
+
+    @property
+    def scored(self) -> int | None:
+        """Alternatives per token that the prompts are scored for; None = they need not be."""
+        wanted = [self.prompt_logprobs, self.top_logprobs if self.echo is not None else None]
+        return max((each for each in wanted if each is not None), default=None)
 
 
 class RequestParser:
@@ -82,13 +95,15 @@ class RequestParser:
         _require_compatible(request, n, drawn)
         given = _as_list(request.prompt)
         self._require_capacity(drawn, len(given))
-        prompts = [self._encoder.encode(prompt, request.suffix) for prompt in given]
+        encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
         wanted = request.max_tokens
+        prompts = self._truncated(request, encoded, DEFAULT_MAX_TOKENS if wanted is None else wanted)
         max_tokens, headers = self._clamped(
             min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if wanted is None else wanted, prompts
         )
         self._require_context("prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens)
-        echo = [self._encoder.text(prompt) for prompt in given] if request.echo else None
+        read = [ids if len(ids) < len(whole) else prompt for ids, whole, prompt in zip(prompts, encoded, given, strict=True)]
+        echo = [self._encoder.text(prompt) for prompt in read] if request.echo else None
         parsed = self._parsed(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
         return self._checked(request, given, self._aligned(request, given, parsed))
 
@@ -151,13 +166,16 @@ class RequestParser:
         variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
         ids = self._encoder.encode_messages(request.messages, variables, rules.begun if rules else "")
         wanted = next(iter(given), None)
+        (ids,) = self._truncated(request, [ids], self._context // 2 if wanted is None else wanted)
         if wanted is None:
             wanted = max(min(self._settings.max_tokens, self._context - len(ids)), 1)
         max_tokens, headers = self._clamped(wanted, [ids])
         self._require_context("messages", [ids], max_tokens)
         parsed = self._parsed(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
         grammar = forced_grammar(request, rules, self._settings.max_grammar) if rules and rules.forced else None
-        return replace(parsed, rules=rules, requests=[_under(one, grammar) for one in parsed.requests])
+        field = "tools" if grammar is not None else parsed.grammar_field
+        requests = [_under(one, grammar) for one in parsed.requests]
+        return replace(parsed, rules=rules, requests=requests, grammar_field=field)
 
     def _parsed(
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, returned: int,
@@ -166,6 +184,9 @@ class RequestParser:
         _require_range("max_tokens", max_tokens, 1 if echo is None else 0, self._settings.max_tokens)
         _require_range("n" if drawn == returned else "best_of", drawn, 1, self._settings.max_n)
         _require_range("logprobs", top_logprobs or 0, 0, self._settings.max_logprobs)
+        _require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, self._settings.max_logprobs)
+        if request.prompt_logprobs is not None and request.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
         seconds = min(request.time_budget or self._settings.timeout, self._settings.timeout)
         requests = [
             self._engine_request(request, ids, drawn, max_tokens, top_logprobs or 0, occurrence, seconds)
@@ -180,7 +201,8 @@ class RequestParser:
             details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
             rounds=bool(request.shoal and request.shoal.rounds),
             headers={"x-shoal-ignored": ", ".join(request.ignored), **headers} if request.ignored else headers,
-            deadline=time.perf_counter() + seconds,
+            deadline=time.perf_counter() + seconds, token_ids=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs, grammar_field=(given_grammar(request) or ("grammar",))[0],
         )  # fmt: skip
 
     def _engine_request(
@@ -192,8 +214,26 @@ class RequestParser:
             ids, n, sampling_of(request, self._vocab_size, self._settings),
             limits_of(request, max_tokens, self._eos, self._vocab_size, seconds), top_logprobs=top_logprobs,
             occurrence=occurrence, max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None,
-            submitted_at=time.perf_counter(),
+            submitted_at=time.perf_counter(), shown_tokens=self._encoder.shown_tokens(request),
         )  # fmt: skip
+
+    def _truncated(
+        self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], new: int
+    ) -> Sequence[tuple[int, ...]]:  # fmt: skip
+        """The last tokens of each prompt, as many as the request wants to be read.
+
+        Args:
+            new: tokens that will follow, where that is as many as the context leaves. Raises ApiError.
+        """
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return prompts
+        if most == 0 or (isinstance(request, CompletionRequest) and request.suffix is not None):
+            message = "truncate_prompt_tokens must be at least 1, or -1, and does not go with suffix"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        if most == -1:
+            most = max(self._context - min(new, self._settings.max_tokens), 1)
+        return [ids[-most:] for ids in prompts]
 
     def _clamped(self, max_tokens: int, prompts: Sequence[tuple[int, ...]]) -> tuple[int, dict[str, str]]:
         """At most what the server and then the context allow, and the header that says so if it was lowered."""

@@ -110,10 +110,28 @@ class Details(BaseModel):
     by_round: list[Round] | None = Field(None, description="Only if asked for: the rounds that this answer or chunk brings.")
 
 
+class PromptLogprob(BaseModel):
+    """A token at a place of the prompt."""
+
+    logprob: float
+    rank: int = Field(description="1 = no token is more probable there.")
+    decoded_token: str
+
+
+class OfPrompt(BaseModel):
+    """What is told of a prompt, if asked for."""
+
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(
+        None, description="By token id; null for the first token, which has no probability."
+    )
+
+
 class Choice(BaseModel):
     """What both kinds of choices have."""
 
     index: int
+    token_ids: list[int] | None = Field(None, description="Only with return_token_ids: of this answer or chunk.")
     finish_reason: Ending | None
     error: str | None = Field(None, description="Why this sample failed, if it did; its text is what there was before.")
     shoal: Details | None = None
@@ -128,7 +146,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(Choice, OfPrompt):
     """A sample."""
 
     text: str
@@ -201,7 +219,7 @@ class Completion(Answer):
     choices: list[CompletionChoice]
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Answer, OfPrompt):
     """Answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]

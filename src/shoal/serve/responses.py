@@ -15,8 +15,9 @@ from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, api_error_of, naming, public
 from shoal.serve.api_formats import ApiFormat, Json, finite
 from shoal.serve.request_parser import ParsedRequest
-from shoal.serve.scoring import scored
+from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
 from shoal.types.counts import as_dicts, total_by_drafter
 from shoal.types.samples import Sample, ranked
@@ -53,19 +54,21 @@ class ApiResponse:
         """
         parsed, submission = self.parsed, self._submission()
         async with self._serving(submission):
-            prompts = await self._scored_prompts()
+            scorings = await self._scorings()
             ends = [update async for update in self._updates(submission) if update is not None]
         ends.sort(key=lambda update: update.index)
         samples = [update.sample for update in ends if update.sample is not None]
         if all(update.error is not None for update in ends):
             raise failure(ends[0].error)
         returned = [ends[index] for index in _returned(samples, parsed)]
-        choices = []
+        choices, echoed = [], self._echoed(scorings)
         for index, update in enumerate(returned):
             prompt = update.index // parsed.drawn
-            choices.append(self._choice(index).whole(update, parsed.echo[prompt] if parsed.echo else "", prompts[prompt]))
+            choice = self._choice(index).whole(update, parsed.echo[prompt] if parsed.echo else "", echoed[prompt])
+            choices.append(choice | (self._of_prompt(prompt, scorings) if self.api.prompt_in_choice else {}))
         usage = self._usage(samples, [update.sample for update in returned if update.sample is not None])
-        return self._body(self.api.object_name, choices) | {"usage": usage}
+        of_prompt = {} if self.api.prompt_in_choice else self._of_prompt(0, scorings)
+        return self._body(self.api.object_name, choices) | {"usage": usage} | of_prompt
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events. The first item, which may be empty, comes once the engine has accepted the rows.
@@ -76,14 +79,15 @@ class ApiResponse:
         parsed, submission = self.parsed, self._submission()
         choices = [self._choice(index) for index in range(parsed.rows)]
         async with self._serving(submission):
-            yield self._first_events(choices, await self._scored_prompts())
+            unsent = set(range(parsed.rows if self.api.prompt_in_choice else 1)) if parsed.token_ids else set[int]()
+            yield self._first_events(choices, self._echoed(await self._scorings()), unsent)
             samples: dict[int, Sample] = {}
             try:
                 async for update in self._updates(submission, KEEP_ALIVE_SECONDS):
                     if update is None:
                         yield KEEP_ALIVE
                         continue
-                    yield self._chunk(choices[update.index].chunk(update))
+                    yield self._chunk(choices[update.index].chunk(update), unsent)
                     if update.sample is not None:
                         samples[update.index] = update.sample
             except Exception as error:  # the status has been sent
@@ -98,20 +102,17 @@ class ApiResponse:
 
     def _submission(self) -> Submission:
         parsed = self.parsed
-        detailed = parsed.details or parsed.top_logprobs is not None
-        return Submission(parsed.requests, parsed.rows, stream=parsed.stream, detailed=detailed, rounds=parsed.rounds)
+        return Submission(
+            parsed.requests, parsed.rows, stream=parsed.stream, rounds=parsed.rounds, grammar_field=parsed.grammar_field,
+            detailed=parsed.details or parsed.token_ids or parsed.top_logprobs is not None,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
         """`Worker.serving`, whose errors name the prompt's field: all other fields have been validated."""
         with naming(self.api.prompt_field):
-            try:
-                async with self.worker.serving(submission):
-                    yield
-            except ApiError as error:
-                if error.param == "response_format" and self.parsed.rules is not None and self.parsed.rules.forced:
-                    error.param = "tools"  # they made the grammar
-                raise
+            async with self.worker.serving(submission):
+                yield
 
     async def _updates(self, submission: Submission, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
         """Of the submission, with None after so many seconds without one; if nothing is to be generated, of rows without tokens."""
@@ -121,30 +122,65 @@ class ApiResponse:
             for index in range(self.parsed.rows):
                 yield RowUpdate(index, "", (), 0, 0, 0, 0, EMPTY)
 
-    async def _scored_prompts(self) -> list[tuple[TokenUpdate, ...]]:
+    async def _scorings(self) -> list[Scoring]:
+        """The prompts with their log-probabilities, if the answer has them; otherwise none."""
+        parsed = self.parsed
+        if parsed.scored is None:
+            return []
+        return await scored(self.worker, parsed.prompts, parsed.scored, parsed.deadline)
+
+    def _echoed(self, scorings: Sequence[Scoring]) -> list[tuple[TokenUpdate, ...]]:
         """The tokens of the prompts, if they are echoed with log-probabilities."""
         parsed = self.parsed
         if parsed.echo is None or parsed.top_logprobs is None:
             return [()] * len(parsed.prompts)
-        scorings = await scored(self.worker, parsed.prompts, parsed.top_logprobs, parsed.deadline)
         return [scoring.tokens(self.tokenizer) for scoring in scorings]
 
     # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _choice(self, index: int) -> ApiFormat:
-        parsed = self.parsed
-        return self.api(self.tokenizer, index, parsed.top_logprobs, parsed.details, parsed.rules, rounds=parsed.rounds)
+        return self.api(self.tokenizer, index, self.parsed)
 
-    def _first_events(self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]]) -> bytes:
+    def _of_prompt(self, prompt: int, scorings: Sequence[Scoring] = ()) -> Json:
+        """What the answer says of a prompt, by its number: its ids, its log-probabilities."""
+        parsed, fields = self.parsed, Json()
+        if parsed.token_ids:  # those that the samples follow
+            fields["prompt_token_ids"] = [
+                *(parsed.requests[prompt].prompt_ids if parsed.requests else parsed.prompts[prompt])
+            ]
+        if parsed.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [
+                None if place is None else {str(token): self._ranked(token, *entry) for token, entry in place.items()}
+                for place in scorings[prompt].ranked(parsed.prompt_logprobs)
+            ]
+        return fields
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> Json:
+        name, _ = name_and_bytes(self.tokenizer, token)
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": name}
+
+    def _first_events(
+        self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]], unsent: set[int]
+    ) -> bytes:  # fmt: skip
         echo: Sequence[str | None] = self.parsed.echo or [None] * len(prompts)
         chunks = [
             choice.first_chunk(echo[index // self.parsed.drawn], prompts[index // self.parsed.drawn])
             for index, choice in enumerate(choices)
         ]
-        return b"".join(self._chunk(chunk) for chunk in chunks if chunk is not None)
+        return b"".join(self._chunk(chunk, unsent) for chunk in chunks if chunk is not None)
 
-    def _chunk(self, choice: Json) -> bytes:
-        return event(self._body(self.api.chunk_name, [choice]) | ({"usage": None} if self.parsed.include_usage else {}))
+    def _chunk(self, choice: Json, unsent: set[int]) -> bytes:
+        """An event with a choice. unsent: choices whose next chunk has what is said of the prompt; it is removed from them."""
+        index, of_prompt = choice["index"], Json()
+        if index in unsent:
+            unsent.remove(index)
+            of_prompt = self._of_prompt(index // self.parsed.drawn)
+        body = self._body(self.api.chunk_name, [choice | of_prompt if self.api.prompt_in_choice else choice])
+        return event(body | ({} if self.api.prompt_in_choice else of_prompt) | self._no_usage)
+
+    @property
+    def _no_usage(self) -> Json:
+        return {"usage": None} if self.parsed.include_usage else {}
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         key = self.api.id_prefix + self.key

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.config import Grammar, Limits, Sampling
+from shoal.config import Limits, Sampling
 from shoal.sampling.penalties import require_ids
 from shoal.serve.api_errors import ApiError, naming
-from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
+from shoal.serve.given_grammars import given_grammar
+from shoal.serve.request_models import BaseRequest
 from shoal.serve.settings import Settings
 
 SAME_NAME = (
@@ -26,7 +26,9 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
     if "seed" in given and not settings.seeds and request.temperature != 0:
         raise ApiError(400, "this server runs under a --rule by which a seed cannot bring the same tokens", param="seed")
     bias = {_token_id(token): value for token, value in (request.logit_bias or {}).items()}
-    grammar = _grammar(request, settings.max_grammar)
+    param, grammar = given_grammar(request) or ("", None)
+    if grammar is not None:
+        require_size(grammar.text, settings.max_grammar, param)
     sampling = Sampling(**given, logit_bias=bias, min_new_tokens=request.min_tokens or 0, grammar=grammar)
     with naming("logit_bias"):
         require_ids(sampling, vocab_size)
@@ -43,27 +45,15 @@ def limits_of(request: BaseRequest, max_tokens: int, eos: Sequence[int], vocab_s
     if unknown := [token for token in stop_ids if token >= vocab_size]:
         message = f"stop_token_ids names token id {unknown[0]}; the model's are below {vocab_size}"
         raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
+    ends = stop_ids if request.ignore_eos else (*eos, *stop_ids)
     with naming("stop"):
-        return Limits(max_new_tokens=max_tokens, stop=request.stop or (), eos=(*eos, *stop_ids), time_budget=seconds)
+        return Limits(max_new_tokens=max_tokens, stop=request.stop or (), eos=ends, time_budget=seconds)
 
 
-def _grammar(request: BaseRequest, max_characters: int) -> Grammar | None:
-    """The request's grammar. It is compiled after admission, which takes up to a second."""
-    grammar = _given_grammar(request)
-    if grammar is not None and len(grammar.text) > max_characters:
-        param = "grammar" if request.grammar else "response_format"
-        raise ApiError(400, f"{param} has {len(grammar.text)} characters; this server takes {max_characters}", param=param)
-    return grammar
-
-
-def _given_grammar(request: BaseRequest) -> Grammar | None:
-    wanted = request.response_format
-    if wanted is None or isinstance(wanted, TextFormat):
-        return Grammar(request.grammar.type, request.grammar.text) if request.grammar else None
-    if request.grammar is not None:
-        raise ApiError(400, "grammar does not go with a response_format other than text", param="grammar")
-    schema = "" if isinstance(wanted, JsonFormat) else json.dumps(wanted.json_schema.json_schema)
-    return Grammar(wanted.type, schema, wanted.whitespace or "bounded")
+def require_size(text: str, most: int, param: str) -> None:
+    """Raises ApiError for a grammar of more characters than the server takes: it is compiled after admission, up to a second."""
+    if len(text) > most:
+        raise ApiError(400, f"{param} has {len(text)} characters; this server takes {most}", param=param)
 
 
 def _token_id(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, for `echo`."""
+"""Log-probabilities of a prompt's own tokens, for `echo` and `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class Scoring:
         self._runner.reserve(1, len(ids))
         self._logprobs: list[float | None] = [None]  # the first token has no probability
         self._tops: list[TopLogprobs | None] = [None]
+        self._ranks: list[int] = [0]
 
     @property
     def done(self) -> bool:
@@ -97,7 +98,9 @@ class Scoring:
         following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK_TOKENS], device=runner.device)
         logits = runner.feed([0], block, [block.shape[1]])[0, : len(following)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-        self._logprobs += scores.gather(1, following[:, None]).squeeze(1).tolist()
+        own = scores.gather(1, following[:, None])
+        self._logprobs += own.squeeze(1).tolist()
+        self._ranks += (scores > own).sum(-1).add(1).tolist()
         best = scores.topk(self._top)
         pairs = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
@@ -111,3 +114,16 @@ class Scoring:
         return tuple(
             TokenUpdate(token, text.piece(i), logprob, None, best) for i, (token, logprob, best) in enumerate(scores)
         )
+
+    def ranked(self, count: int) -> list[dict[int, tuple[float, int]] | None]:
+        """For each token of the prompt, the log-probabilities and ranks, from 1, of itself and of the `count` most probable tokens
+        there; None for the first. Call when `done`."""
+        return [None, *(self._ranked_at(i, count) for i in range(1, len(self._ids)))]
+
+    def _ranked_at(self, i: int, count: int) -> dict[int, tuple[float, int]]:
+        logprob, best = self._logprobs[i], self._tops[i]
+        assert logprob is not None
+        assert best is not None
+        others = enumerate(best.raw[:count], start=1)
+        own = self._ids[i]
+        return {own: (logprob, self._ranks[i]), **{t: (value, rank) for rank, (t, value) in others if t != own}}

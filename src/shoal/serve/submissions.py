@@ -76,6 +76,7 @@ class Submission:
     Args:
         requests: one per prompt; none if nothing is to be generated. rows: number of samples, which take capacity.
         stream: updates after every round, not only at each row's end. detailed: updates have tokens. rounds: they have rounds.
+        grammar_field: of the request that its grammar came from, for messages.
 
     Attributes:
         open: rows whose end has not been read. held: rows that take capacity. unread: bytes of updates in the inbox.
@@ -84,8 +85,10 @@ class Submission:
     """
 
     def __init__(
-        self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool, rounds: bool = False
-    ) -> None:
+        self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool, rounds: bool = False,
+        grammar_field: str = "grammar",
+    ) -> None:  # fmt: skip
+        self.grammar_field = grammar_field
         self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []

@@ -7,7 +7,9 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
-from shoal.serve.request_models import ChatRequest, NamedTool, TextFormat
+from shoal.serve.given_grammars import given_grammar
+from shoal.serve.request_models import ChatRequest, NamedTool
+from shoal.serve.sampling_params import require_size
 from shoal.serve.tool_calls import CallRules, forced_schema, format_of
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -46,12 +48,10 @@ def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
     """The grammar of a sample that is a call. Raises ApiError: it is too long, or there is another grammar."""
-    if request.grammar is not None or not isinstance(request.response_format, TextFormat | None):
+    if given_grammar(request) is not None:
         raise ApiError(400, "a forced call of a tool does not go with another grammar", param="tool_choice")
     functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
     schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
     text = json.dumps(schema)
-    if len(text) > max_characters:
-        message = f"the schema of the tools has {len(text)} characters; this server takes {max_characters}"
-        raise ApiError(400, message, param="tools")
+    require_size(text, max_characters, "tools")
     return Grammar("json_schema", text)

@@ -86,7 +86,7 @@ class Worker:
             grammar = request.sampling.grammar
             if grammar is None:
                 continue
-            with naming("grammar" if grammar.kind in ("regex", "lark") else "response_format"):
+            with naming(submission.grammar_field):
                 constraints.append(await self._grammars.read(grammar, request.limits.time_budget))
         return constraints
 

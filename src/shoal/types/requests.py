@@ -40,6 +40,7 @@ class Request:
         resampled: rows of small weight become copies of others while they run (`shoal.engine.resampling`).
         estimated: rows draw by what is known of how their beginnings go on (`shoal.constraints.estimates`).
         owner: whose request it is; prefixes that are kept of one owner's rows are not used for another's.
+        shown_tokens: special tokens that the text shows; the one that ends a row is left out in any case.
     """
 
     prompt_ids: tuple[int, ...]
@@ -59,6 +60,7 @@ class Request:
     resampled: bool = False
     estimated: bool = False
     owner: str = ""
+    shown_tokens: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)
 
     @property

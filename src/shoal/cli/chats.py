@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.files import read_template
+from shoal.cli.files import TEMPLATE_HELP, read_template
 from shoal.errors import RequestError
 
 
@@ -25,7 +25,7 @@ class ChatOptions:
     ] = None
     chat_template: Annotated[
         Path | None,
-        typer.Option("--chat-template", metavar="FILE", help="For a tokenizer without a chat template; means --chat."),
+        typer.Option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP + " Means --chat."),
     ] = None
 
     def read(self, tokenizer: Any, prompts: Sequence[str]) -> Sequence[str] | list[list[int]]:
@@ -39,7 +39,7 @@ class ChatOptions:
             return prompts
         if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
             raise RequestError(
-                "this model has no chat template: give --chat-template FILE, or leave out --chat and --system"
+                "this model has no chat template: give --chat-template NAME or FILE, or leave out --chat and --system"
             )
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [_ids(tokenizer, template, [*before, {"role": "user", "content": prompt}]) for prompt in prompts]

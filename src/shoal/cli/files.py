@@ -13,6 +13,10 @@ from pathlib import Path
 from shoal.config import require_text
 from shoal.errors import RequestError
 
+TEMPLATES = Path(__file__).with_name("chat_templates")
+"""Chat templates of well-known formats, for models whose tokenizer has none."""
+TEMPLATE_HELP = "A chat template, for a tokenizer without: a file, or a name such as chatml, llama3, qwen."
+
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     """The prompts of a command line: texts, then whole files; stdin where there is neither.
@@ -34,14 +38,26 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return [text for _, text in found]
 
 
+def template_names() -> list[str]:
+    """Names of the chat templates that come with shoal."""
+    return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+
+
 def read_template(template: Path | None) -> str | None:
-    """A chat template's text, if there is a file. Raises RequestError for one that cannot be read."""
+    """A chat template's text, given its name or a file; None if neither is given. A name goes before a file of that name.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
     if template is None:
         return None
+    names = template_names()
+    file = TEMPLATES / f"{template}.jinja" if str(template) in names else template
     try:
-        return template.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the chat template {str(template)!r}: {error}") from error
+        said = f"cannot read the chat template {str(template)!r}: {error}; without a file there are {', '.join(names)}"
+        raise RequestError(said) from error
 
 
 def read_text(file: Path, kind: str = "prompt file") -> str:

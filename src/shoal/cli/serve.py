@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from shoal.cli.files import read_template
+from shoal.cli.files import TEMPLATE_HELP, read_template
 from shoal.cli.option_groups import (
     address_option,
     limits_option,
@@ -32,9 +32,7 @@ LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 CpusOption = Annotated[float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")]
 GpusOption = Annotated[float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")]
-ChatTemplateOption = Annotated[
-    Path | None, models_option("--chat-template", help="A file with a chat template, for a tokenizer without.")
-]
+ChatTemplateOption = Annotated[Path | None, models_option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)]
 MaxNOption = Annotated[int, limits_option("--max-n", min=1, help="Samples of a prompt, best_of included.")]
 MaxTokensOption = Annotated[int, limits_option("--max-tokens", min=1, help="New tokens of a sample.")]
 KvMemoryOption = Annotated[

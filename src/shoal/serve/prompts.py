@@ -129,7 +129,7 @@ class PromptEncoder:
         """
         if self._template is None:
             raise RequestError(
-                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template NAME or FILE"
             )
         plain = [message.plain() for message in messages]
         try:

@@ -33,9 +33,7 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
     found = format_of(template)
     if found is None:
-        message = (
-            "this model's chat template writes no calls of tools: start the server with a --chat-template FILE that does"
-        )
+        message = "this model's chat template writes no calls of tools; one that does is --chat-template hermes"
         raise ApiError(400, message, param="tools", code="invalid_value")
     forced = choice == "required" or isinstance(choice, NamedTool)
     return CallRules(found, frozenset(chosen), forced, request.parallel_tool_calls is not False)

@@ -93,7 +93,7 @@ def test_the_index_has_every_page_once() -> None:
     listed = re.findall(r"\]\((?!\.\./)([^)#]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
     pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page.name != "index.md"]
     assert sorted(listed) == sorted(pages)
-    assert {name.partition("/")[0] for name in pages} == {*KINDS, "tutorial.md"}
+    assert {name.partition("/")[0] for name in pages} == {*KINDS, "tutorial.md", "deploy.md"}
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -71,7 +71,7 @@ def test_what_does_not_belong_in_a_wheel_is_named(more: str, package: set[str]) 
 
 
 def test_sources_have_what_tests_need_and_no_builds(package: set[str]) -> None:
-    tracked = [file.relative_to(ROOT).as_posix() for folder in ("docs", "tests", "scripts", "benchmarks")
+    tracked = [file.relative_to(ROOT).as_posix() for folder in ("docs", "tests", "scripts", "benchmarks", "deploy")
                for file in (ROOT / folder).rglob("*") if "__pycache__" not in file.parts]  # fmt: skip
     top = {file.name for file in ROOT.iterdir() if file.is_file()} | {"PKG-INFO"}
     names = {*tracked, *top, *(f"src/{name}" for name in package)}

@@ -93,8 +93,21 @@ def of_openai(url: str) -> Checks:
         kind = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
         is_person(json.loads(chat(response_format=kind, max_tokens=80).choices[0].message.content))
 
+    def responses() -> None:
+        asked: dict[str, Any] = {"model": MODEL, "input": CHAT, "extra_body": {"seed": 5}}
+        answer = client.responses.create(**asked, max_output_tokens=12)
+        assert answer.output_text == chat(seed=5).choices[0].message.content
+        events = list(client.responses.create(**asked, max_output_tokens=12, stream=True))
+        assert events[-1].type == f"response.{answer.status}"
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+        flat = {"type": "function", **TOOL["function"]}
+        [call] = client.responses.create(**asked, tools=[flat], tool_choice={"type": "function", "name": "person"}).output
+        is_person(json.loads(call.arguments))
+        kind = {"type": "json_schema", "name": "person", "strict": True, "schema": SCHEMA}
+        is_person(json.loads(client.responses.create(**asked, text={"format": kind}).output_text))
+
     return {
-        "completion": completion, "chat": chats, "stream": stream,
+        "completion": completion, "chat": chats, "responses": responses, "stream": stream,
         "n": several, "logprobs": logprobs, "stop": stop, "tools": tools,
         "JSON schema": schema, "seed": lambda: same([complete(temperature=1.0, seed=5).choices[0].text for _ in range(2)]),
         "refusal of embeddings": lambda: refused(lambda: client.embeddings.create(model=MODEL, input="x")),
@@ -141,8 +154,18 @@ def of_langchain(url: str) -> Checks:
     def embeddings() -> None:
         OpenAIEmbeddings(**common, check_embedding_ctx_length=False).embed_query("x")
 
+    def responses() -> None:
+        model = ChatOpenAI(**common, use_responses_api=True, max_tokens=80, extra_body={"seed": 1})
+        assert (
+            "".join(chunk.text for chunk in model.stream("Hi"))
+            == model.invoke("Hi").text
+            == chat(max_tokens=80).invoke("Hi").text
+        )
+        [call] = model.bind_tools([TOOL], tool_choice="person").invoke("Ada, 36").tool_calls
+        is_person(call["args"])
+
     return {
-        "completion": completion, "chat": chats, "stream": stream, "n": several,
+        "completion": completion, "chat": chats, "responses": responses, "stream": stream, "n": several,
         "logprobs": logprobs, "stop": stop, "tools": tools, "JSON schema": schema,
         "seed": lambda: same([chat(seed=5, temperature=1.0).invoke("Hi").content for _ in range(2)]),
         "refusal of embeddings": lambda: refused(embeddings),
@@ -195,7 +218,8 @@ def of_llama_index(url: str) -> Checks:
         is_person(json.loads(chat(max_tokens=80, more={"response_format": kind}).chat(said).message.content))
 
     return {
-        "completion": completion, "chat": chats, "stream": stream, "n": None, "logprobs": logprobs, "stop": stop, "tools": tools,
+        "completion": completion, "chat": chats, "responses": None, "stream": stream, "n": None, "logprobs": logprobs,
+        "stop": stop, "tools": tools,
         "JSON schema": schema, "seed": lambda: same([model(temperature=1.0).complete(PROMPT).text for _ in range(2)]),
         "refusal of embeddings": None,
     }  # fmt: skip
@@ -226,11 +250,21 @@ def of_instructor(url: str) -> Checks:
     def seed() -> None:
         same([extract(instructor.Mode.JSON_SCHEMA, seed=5).model_dump() for _ in range(2)])
 
+    def responses() -> None:
+        client = instructor.from_openai(
+            openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0), mode=instructor.Mode.RESPONSES_TOOLS
+        )
+        person = client.responses.create(
+            model=MODEL, input="Ada, 36", response_model=Person, max_retries=0, max_output_tokens=80, extra_body={"seed": 1}
+        )
+        is_person(person.model_dump())
+
     def by(mode: Any) -> Callable[[], None]:
         return lambda: is_person(extract(mode).model_dump())
 
     return {
-        "completion": None, "chat": by(instructor.Mode.JSON_SCHEMA), "stream": None, "n": None, "logprobs": None, "stop": None,
+        "completion": None, "chat": by(instructor.Mode.JSON_SCHEMA), "responses": responses, "stream": None, "n": None,
+        "logprobs": None, "stop": None,
         "tools": by(instructor.Mode.TOOLS), "JSON schema": by(instructor.Mode.JSON_SCHEMA),
         "seed": seed, "refusal of embeddings": None,
     }  # fmt: skip
@@ -269,7 +303,8 @@ def of_llm(url: str) -> Checks:
         return lambda: same([prompted(model).text() for _ in range(2)])
 
     return {
-        "completion": some("text"), "chat": some("chat"), "stream": stream, "n": None, "logprobs": logprobs, "stop": stop,
+        "completion": some("text"), "chat": some("chat"), "responses": None, "stream": stream, "n": None, "logprobs": logprobs,
+        "stop": stop,
         "tools": None, "JSON schema": schema,
         "seed": lambda: same([prompted("chat", temperature=1.0, seed=5).text() for _ in range(2)]), "refusal of embeddings": None,
     }  # fmt: skip
@@ -315,8 +350,16 @@ def of_litellm(url: str) -> Checks:
     def embeddings() -> None:
         litellm.embedding(model=f"openai/{MODEL}", input=["x"], **common)
 
+    def responses() -> None:
+        asked = {"model": f"openai/{MODEL}", "input": "Hi", "max_output_tokens": 12, "extra_body": {"seed": 1}, **common}
+        [item] = litellm.responses(**asked).output
+        events = list(litellm.responses(**asked, stream=True))
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == item.content[0].text
+        assert item.content[0].text
+
     return {
-        "completion": completion, "chat": chats, "stream": stream, "n": several, "logprobs": logprobs, "stop": stop, "tools": tools,
+        "completion": completion, "chat": chats, "responses": responses, "stream": stream, "n": several, "logprobs": logprobs,
+        "stop": stop, "tools": tools,
         "JSON schema": schema, "seed": lambda: same([chat(temperature=1.0).choices[0].message.content for _ in range(2)]),
         "refusal of embeddings": lambda: refused(embeddings),
     }  # fmt: skip
@@ -354,7 +397,8 @@ def of_lm_eval(url: str) -> Checks:
         assert "\n" not in generated(texts, PROMPT, until=["\n"])
 
     return {
-        "completion": completion, "chat": chat, "stream": None, "n": None, "logprobs": logprobs, "stop": stop, "tools": None,
+        "completion": completion, "chat": chat, "responses": None, "stream": None, "n": None, "logprobs": logprobs,
+        "stop": stop, "tools": None,
         "JSON schema": None, "seed": lambda: same([generated(texts, PROMPT, temperature=1.0) for _ in range(2)]),
         "refusal of embeddings": None,
     }  # fmt: skip

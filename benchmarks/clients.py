@@ -31,7 +31,7 @@ from shoal.errors import RequestError
 
 CLIENTS = ("openai", "langchain-openai", "llama-index", "instructor", "llm", "litellm", "lm-eval")
 FEATURES = (
-    "completion", "chat", "stream", "n", "logprobs", "stop", "tools", "JSON schema", "seed", "refusal of embeddings",
+    "completion", "chat", "responses", "stream", "n", "logprobs", "stop", "tools", "JSON schema", "seed", "refusal of embeddings",
 )  # fmt: skip
 CHECKS = Path(__file__).with_name("client_checks.py")
 LOADING_SECONDS, CLIENT_SECONDS = 120, 300

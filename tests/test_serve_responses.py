@@ -301,6 +301,8 @@ def test_a_forced_call_is_that_of_the_same_chat(server: Served) -> None:
     [call] = answer.output
     assert call.arguments == choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert answer.tool_choice.name == "weather"
+    text = {"format": {"type": "json_schema", "name": "weather", "schema": WEATHER["parameters"]}}  # as instructor asks
+    assert create(server, tools=[WEATHER], tool_choice=named, text=text, seed=3).output[0].arguments == call.arguments
     plain = create(server, tools=[WEATHER], tool_choice="required", seed=3, speculation="off")
     assert plain.output[0].arguments == call.arguments
     assert (plain.usage.choices[0]["drafted"], answer.usage.choices[0]["drafted"] > 0) == (0, True)

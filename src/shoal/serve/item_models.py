@@ -271,7 +271,8 @@ class ResponsesRequest(SampledRequest):
         )  # fmt: skip
 
     def _format(self) -> TextFormat | JsonFormat | SchemaFormat | None:
-        wanted = self.text.format if self.text else None
+        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedFunction)
+        wanted = self.text.format if self.text and not forced else None  # a forced call has no text
         if not isinstance(wanted, FlatSchema):
             return wanted
         return SchemaFormat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -217,6 +218,59 @@ def test_calls_get_the_same_number_of_tokens_whatever_their_rows() -> None:
     assert served[-1][2] >= 290
     assert abs(served[-1][0] - served[-1][1]) <= QUANTUM + 12
     assert engine.stats.pauses
+
+
+def test_calls_get_tokens_by_their_weights() -> None:
+    """Three times as many, within the quantum, whoever came first and however many rows each has."""
+    for weights, sizes in (((3.0, 1.0), (12, 12)), ((1.0, 3.0), (6, 12)), ((0.25, 0.75), (12, 6))):
+        engine = engine_of(scripted(hashed(17), 17), None, Fixed(0), max_batch=4, quantum=QUANTUM)
+        calls = [
+            engine.submit(replace(request(LONG[: 2 + i], n, 400), weight=weight))
+            for i, (n, weight) in enumerate(zip(sizes, weights, strict=True))
+        ]
+        for _ in range(300):
+            engine.step()
+        served = [sum(row.new_tokens for row in rows) for rows in calls]
+        assert sum(served) == 300 * 4
+        assert engine.stats.pauses
+        counters = [count / weight for count, weight in zip(served, weights, strict=True)]
+        assert abs(counters[0] - counters[1]) <= QUANTUM + 4 / min(weights)
+        assert max(served) > 2 * min(served)
+
+
+def test_weights_that_are_not_looked_at_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(self: Fairness, row: Row, tokens: int) -> None:
+        self._served[row.call] += tokens
+
+    monkeypatch.setattr(Fairness, "serve", serve)
+    with pytest.raises(AssertionError):
+        test_calls_get_tokens_by_their_weights()
+
+
+def test_a_call_of_little_weight_gives_way_sooner() -> None:
+    waited = {}
+    for weight in (1.0, 0.25, 0.05):
+        engine = engine_of(scripted(hashed(17), 17), None, Fixed(0), max_batch=16, quantum=256)
+        engine.submit(replace(request(LONG, 16, 150), weight=weight))
+        engine.step()
+        (row,) = engine.submit(request((1, 2), 1, 5))
+        waited[weight] = 0
+        while not row.rounds:
+            engine.step()
+            waited[weight] += 1
+    assert waited == {1.0: 18, 0.25: 6, 0.05: 2}  # so many rounds until 16 tokens each, by weight, are more than 256
+
+
+def test_weights_do_not_change_tokens() -> None:
+    engine = Engine(*of_models(), Fixed(3), max_batch=4, rule=RULES[True](), quantum=QUANTUM)
+    first, *later = [replace(asked, weight=weight) for asked, weight in zip(requests(True), (0.5, 4, 1, 2), strict=True)]
+    rows = [engine.submit(first)]
+    engine.step()
+    rows += [engine.submit(asked) for asked in later]
+    run(engine)
+    assert engine.stats.pauses >= 2
+    assert engine.stats.accepted
+    assert [new_tokens(call) for call in rows] == expected(True)
 
 
 def test_who_asked_for_nothing_before_gains_nothing_by_it() -> None:

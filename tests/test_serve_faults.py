@@ -28,7 +28,7 @@ from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import run
-from shoal.serve.keys import is_valid_key, read_keys
+from shoal.serve.keys import is_valid_key, owner_of, read_keys, weights_of
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
@@ -289,17 +289,37 @@ def test_the_command_asks_for_the_keys_of_its_file(tmp_path: Path, monkeypatch: 
 
 def test_keys_are_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_API_KEY", raising=False)
-    assert read_keys(None) == ()
+    assert read_keys(None) == {}
     monkeypatch.setenv("SHOAL_API_KEY", " one ")
-    assert read_keys(None) == ("one",)
+    assert read_keys(None) == {"one": 1.0}
     file = tmp_path / "keys"
-    file.write_text("# ours\nfirst\n\n second\n")
-    assert read_keys(file) == ("first", "second")
+    file.write_text("# ours\nfirst\n\n second  4\nthird 0.25\n")
+    assert read_keys(file) == {"first": 1.0, "second": 4.0, "third": 0.25}
+    assert weights_of(read_keys(file)) == {owner_of("second"): 4.0, owner_of("third"): 0.25}
+    for line in ("secret four", "secret 0", "secret nan", "secret -1", "secret inf", "secret 1 2", "secret 1001"):
+        file.write_text(f"first\n{line}\n")
+        with pytest.raises(RequestError, match=r"keys:2: .* its weight, a number from 0.001 to 1000") as error:
+            read_keys(file)
+        assert "secret" not in str(error.value)
     file.write_text("# none\n")
     with pytest.raises(RequestError, match="holds no API key"):
         read_keys(file)
     with pytest.raises(RequestError, match="cannot read the API keys"):
         read_keys(tmp_path / "nowhere")
+
+
+def test_requests_have_the_weight_of_their_key() -> None:
+    asked: list[float] = []
+    with served(pair(), keys=("a", "b"), weights=weights_of({"a": 4.0, "b": 1.0})) as server:
+        engine = server.worker.thread.engine
+        submit = engine.submit_all
+        engine.submit_all = lambda requests, **options: (  # type: ignore[method-assign]
+            asked.extend(request.weight for request in requests) or submit(requests, **options)  # type: ignore[func-returns-value]
+        )
+        for key in ("a", "b"):
+            body, headers = {"prompt": ["x", "y"], "max_tokens": 1}, {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+    assert asked == [4.0, 4.0, 1.0, 1.0]
 
 
 def test_every_key_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,8 @@ class AddressOptions:
     api_key_file: Annotated[
         Path | None,
         address_option(
-            help="A file of API keys, one a line. Without it, the key in SHOAL_API_KEY; without both, open to all."
+            help="A file of API keys, one a line, with a weight if need be. Without it, the key in SHOAL_API_KEY; without both, "
+            "open to all."
         ),
     ] = None
     cors_origin: Annotated[
@@ -217,11 +218,12 @@ def _settings(
     """What the server allows. Raises RequestError for files that cannot be read and wrong hosts."""
     from shoal.serve import hosts, keys, settings
 
+    given = keys.read_keys(address.api_key_file)
     return settings.Settings(
         model=names[0], aliases=tuple(names[1:]), queue=limits.queue,
         max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
         max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
-        keys=keys.read_keys(address.api_key_file), origins=tuple(address.cors_origin or ()),
+        keys=tuple(given), weights=keys.weights_of(given), origins=tuple(address.cors_origin or ()),
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
         members=limits.members,
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Whose rows run: calls get the same number of tokens while they compete, whatever the number of their rows. Pure Python.
+"""Whose rows run: calls get tokens by their weights while they compete, whatever the number of their rows. Pure Python.
 
-Each call has a counter of the tokens that its rows have committed (the virtual token counter of Sheng et al., OSDI 2024, arXiv
-2401.00588). The call with the least counter admits the next row. A call that has got more than `quantum` tokens ahead of one that
-waits gives it a slot: one of its rows pauses at the end of a round. It waits like any other row, and comes back with its tokens.
-A new call begins with the least counter of those that are there, so that nobody gains by having asked for nothing before.
+Each call has a counter of the tokens that its rows have committed, divided by its weight (the weighted virtual token counter of
+Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all get the same number. The call with the least counter admits the next
+row. A call whose counter is more than `quantum` ahead of that of one that waits gives it a slot: one of its rows pauses at the end
+of a round. It waits like any other row, and comes back with its tokens. A new call begins with the least counter of those that are
+there, so that nobody gains by having asked for nothing before.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ class Fairness:
     """The counters of the calls that have rows.
 
     Args:
-        quantum: tokens by which a call may get ahead of one that waits; None = first come, first served, and no row pauses.
+        quantum: by how much a counter may get ahead of that of a call that waits, in tokens at weight 1; None = first come, first
+            served, and no row pauses.
     """
 
     def __init__(self, quantum: int | None = None) -> None:
         self._quantum = quantum
-        self._served: dict[int, int] = {}
+        self._served: dict[int, float] = {}
         self._rows: Counter[int] = Counter()
 
     def enter(self, rows: Sequence[Row]) -> None:
@@ -44,7 +46,7 @@ class Fairness:
 
     def serve(self, row: Row, tokens: int) -> None:
         """A row that has not ended committed so many tokens."""
-        self._served[row.call] += tokens
+        self._served[row.call] += tokens / row.request.weight
 
     def first(self, calls: Iterable[int]) -> int:
         """The call, of those that wait in the order in which they came, whose row is next."""

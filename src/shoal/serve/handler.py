@@ -59,15 +59,17 @@ class ApiHandler:
         name = str(fields.get("model") or self.settings.model)
         if path == RESPONSES:
             request, parsed = await run_in_threadpool(self._parsed_items, fields)
-            return ItemResponse(self.worker, self.shoal.tokenizer, name, ItemFormat, _owned(parsed, owner), request=request)
+            return ItemResponse(
+                self.worker, self.shoal.tokenizer, name, ItemFormat, self._owned(parsed, owner), request=request
+            )
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
-        return ApiResponse(self.worker, self.shoal.tokenizer, name, api, _owned(parsed, owner))
+        return ApiResponse(self.worker, self.shoal.tokenizer, name, api, self._owned(parsed, owner))
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
         """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it cannot be served."""
         request, (parsed, truncated) = await run_in_threadpool(self._parsed_infill, fields)
-        parsed = _owned(parsed, owner)
+        parsed = self._owned(parsed, owner)
         return InfillResponse(self.worker, self.shoal.tokenizer, self.settings.model, request, parsed, truncated)
 
     def _parsed_infill(self, fields: dict[str, Any]) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
@@ -90,6 +92,7 @@ class ApiHandler:
         self.require_model(request.model or None)
         return request, parsed_items(self._parser, request)
 
-
-def _owned(parsed: ParsedRequest, owner: str) -> ParsedRequest:
-    return replace(parsed, requests=[replace(request, owner=owner) for request in parsed.requests])
+    def _owned(self, parsed: ParsedRequest, owner: str) -> ParsedRequest:
+        """The request as the owner's, with the owner's weight."""
+        whose: dict[str, Any] = {"owner": owner, "weight": self.settings.weights.get(owner, 1.0)}
+        return replace(parsed, requests=[replace(request, **whose) for request in parsed.requests])

@@ -5,31 +5,52 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shoal.errors import RequestError
 
 VARIABLE = "SHOAL_API_KEY"
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 
-def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line (empty lines and those that begin with # are skipped); without a file, `VARIABLE`'s.
+def read_keys(file: Path | None) -> dict[str, float]:
+    """The keys in a file with their weights, without a file that of `VARIABLE`.
+
+    A line has a key, and a weight unless that is 1. Empty lines and those that begin with # are skipped.
 
     Raises:
-        RequestError: the file cannot be read or has no key: the server must not start without the keys it was given.
+        RequestError: the file cannot be read, has no key or a wrong weight: the server must not start without its keys.
     """
     if file is None:
         key = os.environ.get(VARIABLE, "").strip()
-        return (key,) if key else ()
+        return {key: 1.0} if key else {}
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the API keys in {str(file)!r}: {error}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    keys = dict(_key(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line and not line.startswith("#"))
     if not keys:
         raise RequestError(f"{str(file)!r} holds no API key: write one a line")
     return keys
+
+
+def _key(line: str, where: str) -> tuple[str, float]:
+    """A key and its weight. Raises RequestError, which does not show the key."""
+    key, *rest = line.split()
+    try:
+        weight = float(rest[0]) if rest else 1.0
+    except ValueError:
+        weight = 0.0
+    if len(rest) > 1 or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        wanted = f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        raise RequestError(f"{where}: behind a key there may be a space and its weight, {wanted}")
+    return key, weight
+
+
+def weights_of(keys: Mapping[str, float]) -> dict[str, float]:
+    """The weights other than 1 of the owners of keys."""
+    return {owner_of(key): weight for key, weight in keys.items() if weight != 1}
 
 
 def is_valid_key(keys: Iterable[str], given: str) -> bool:

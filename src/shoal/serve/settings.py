@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.constraints.members import jedi_analyser
@@ -19,7 +20,8 @@ class Settings:
         max_grammar: characters of a grammar or schema; the time to compile one may grow with their square.
         timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
         seeds: whether seeds are accepted: with the coupled rule the same seed gives the same tokens, whatever else is served.
-        keys: valid API keys of /v1; none = no key is needed. origins: of pages that may send requests from a browser (CORS).
+        keys: valid API keys of /v1; none = no key is needed. weights: of their owners (`shoal.serve.keys`), where other than 1.
+        origins: of pages that may send requests from a browser (CORS).
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
         chat_template: replaces the tokenizer's. members: whether requests may ask for `shoal.constraints.members`; it analyses what
             they send beside the packages of this environment, and the other rows wait meanwhile.
@@ -35,6 +37,7 @@ class Settings:
     timeout: float = 600.0
     seeds: bool = True
     keys: tuple[str, ...] = field(default=(), repr=False)  # a repr may be logged
+    weights: Mapping[str, float] = field(default_factory=dict, repr=False)
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None

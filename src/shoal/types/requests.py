@@ -40,6 +40,7 @@ class Request:
         resampled: rows of small weight become copies of others while they run (`shoal.engine.resampling`).
         estimated: rows draw by what is known of how their beginnings go on (`shoal.constraints.estimates`).
         owner: whose request it is; prefixes that are kept of one owner's rows are not used for another's.
+        weight: share of the slots beside other calls, see `shoal.engine.fairness`; > 0, the same for all requests of a call.
         shown_tokens: special tokens that the text shows; the one that ends a row is left out in any case.
     """
 
@@ -60,6 +61,7 @@ class Request:
     resampled: bool = False
     estimated: bool = False
     owner: str = ""
+    weight: float = 1.0
     shown_tokens: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)
 

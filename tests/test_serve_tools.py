@@ -165,6 +165,32 @@ def test_some_tool_is_called_where_one_is_required(forced: tuple[Served, CallFor
     }
 
 
+def test_several_calls_are_forced_where_the_format_has_several(forced: tuple[Served, CallFormat]) -> None:
+    """Hermes' format writes them one behind the other; `parallel_tool_calls: false` and a named tool have one."""
+    server, form = forced
+    fields: dict[str, Any] = {"n": 4, "seed": 8, "tools": [TIME], "tool_choice": "required", "max_tokens": 400}
+    drafted = create(server, **fields)
+    plain = create(server, **fields, extra_body={"speculation": "off"})
+    calls = [[call.function.arguments for call in choice.message.tool_calls] for choice in drafted.choices]
+    assert calls == [[call.function.arguments for call in choice.message.tool_calls] for choice in plain.choices]
+    assert (max(map(len, calls)) > 1) == (form is not LLAMA)
+    counts = drafted.usage.choices
+    assert sum(each["accepted"] for each in counts) > 20
+    assert {each["drafted"] for each in plain.usage.choices} == {0}
+    assert [each["completion_tokens"] for each in counts] == [each["completion_tokens"] for each in plain.usage.choices]
+    if form is HERMES:  # the same by the library, under the grammar that is documented
+        rules = CallRules(form, {"time"}, forced=True, parallel=True)
+        schema = json.dumps(forced_schema(rules, {"time": TIME["function"]["parameters"]}))
+        grammar = Grammar("json_schema", schema, between=form.between, behind=form.behind)
+        prompt = "(time)<user>hi<assistant>" + form.begun
+        samples = server.shoal.generate(prompt, 4, seed=8, grammar=grammar, max_new_tokens=400, lookahead=4)[0].samples
+        assert [len(sample.token_ids) for sample in samples] == [each["completion_tokens"] for each in counts]
+    named = {"type": "function", "function": {"name": "time"}}
+    for more in ({"parallel_tool_calls": False}, {} if form is MISTRAL else {"tool_choice": named}):
+        one = create(server, **{**fields, **more})
+        assert {len(choice.message.tool_calls) for choice in one.choices} == {1} or not more
+
+
 def test_a_call_that_is_cut_is_no_call(forced: tuple[Served, CallFormat]) -> None:
     choice = create(forced[0], tool_choice="required", max_tokens=5, seed=1).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)

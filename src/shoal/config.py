@@ -89,11 +89,17 @@ class Grammar:
         whitespace: what JSON may hold between its symbols. "bounded": nothing, a space, or a line break with up to 20 blanks, so
             that a model cannot go on with blanks for ever; "compact": nothing; "any": what JSON allows. A schema's own
             `x-guidance` options about whitespace go first.
+        before: a regular expression (Rust's syntax) of what stands before the text of the grammar, such as reasoning.
+        between: not empty: there may be several texts of the grammar, with this between two of them. behind: stands behind the
+            last. For a regular expression these three are left empty: it says by itself what is around.
     """
 
     kind: str
     text: str = ""
     whitespace: str = "bounded"
+    before: str = ""
+    between: str = ""
+    behind: str = ""
 
     def __post_init__(self) -> None:
         _require(self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind)
@@ -107,6 +113,10 @@ class Grammar:
         _require(self.whitespace in BLANKS, "whitespace of a grammar", f"one of {', '.join(BLANKS)}", self.whitespace)
         takes = self.kind.startswith("json") or self.whitespace == "bounded"
         _require(takes, f"whitespace of a {self.kind} grammar", "left as it is", self.whitespace)
+        for name in ("before", "between", "behind"):
+            given = getattr(self, name)
+            fits = isinstance(given, str) and not (given and self.kind == "regex")
+            _require(fits, f"{name} of a {self.kind} grammar", "empty" if self.kind == "regex" else "a string", given)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ The end of a text is one more symbol of llguidance's alphabet, beyond the tokeni
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import tokenizers
@@ -52,6 +53,7 @@ class Grammars:
             raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
         self.description = {"tokenizer": spelled, "width": width, "end": self._end}
         self._lock = threading.Lock()
+        self._bounds: dict[str, Any] = {}
         self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = weakref.WeakValueDictionary()
 
@@ -83,6 +85,19 @@ class Grammars:
 
     def written(self, grammar: Grammar) -> str:
         """The grammar as llguidance reads it."""
+        source = self._without_surroundings(grammar)
+        return source if not (grammar.before or grammar.between or grammar.behind) else self._surrounded(grammar, source)
+
+    def _surrounded(self, grammar: Grammar, source: str) -> str:
+        """With what stands before, between and behind its texts."""
+        between, behind = (json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind))
+        texts = "@text" + (f" ({between} @text)*" if grammar.between else "") + (f" {behind}" if grammar.behind else "")
+        parts = [{"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"}, _part("text", source)]
+        if grammar.before:
+            parts.append(_part("before", self._library.LLMatcher.grammar_from_regex(grammar.before)))
+        return json.dumps({"grammars": parts})
+
+    def _without_surroundings(self, grammar: Grammar) -> str:
         matcher = self._library.LLMatcher
         if grammar.kind == "regex":
             return str(matcher.grammar_from_regex(grammar.text))
@@ -95,14 +110,19 @@ class Grammars:
         """Compiles a grammar: its matcher, and for JSON that of the numbers."""
         starts = [self._started(grammar, self.written(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
-            starts.append(self._numbers.deep_copy())
+            starts.append(self._numbers(grammar.before).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
         self._alive[grammar] = constraint
         return constraint
 
-    @cached_property
-    def _numbers(self) -> Any:
-        return self._started(Grammar("regex", numbers()), self._library.LLMatcher.grammar_from_regex(numbers()))
+    def _numbers(self, before: str) -> Any:
+        """The matcher of the numbers, behind what stands before; used on the one thread that compiles."""
+        if before not in self._bounds:
+            if len(self._bounds) == KEPT:
+                self._bounds.clear()
+            text = f"(?:{before}){numbers()}" if before else numbers()
+            self._bounds[before] = self._started(Grammar("regex", text), self._library.LLMatcher.grammar_from_regex(text))
+        return self._bounds[before]
 
     def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
         """A matcher, tried on the first token."""
@@ -113,6 +133,12 @@ class Grammars:
         if made.is_error():
             raise RequestError(f"the {grammar.kind} grammar cannot be used: {short(made.get_error())}")
         return made
+
+
+def _part(name: str, source: str) -> dict[str, Any]:
+    """A grammar of llguidance as a part of another one, which refers to it by the name."""
+    own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    return {**own, "name": name}
 
 
 @cache

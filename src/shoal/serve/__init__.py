@@ -5,6 +5,8 @@ A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedReques
 
 handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
 request_models.py    fields of requests; request_fields.py: their types; bodies.py: reading them; response_models.py: answers
+vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of a request, by whichever field
+tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
 request_parser.py    requests -> engine requests; prompts.py and sampling_params.py: their parts; settings.py: limits
 item_models.py       requests of /v1/responses as chat requests; item_response.py: answers; item_format.py: items and typed events
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
+from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
@@ -47,6 +48,8 @@ class ApiFormat(ABC):
         self._tokenizer, self._index, self._parsed = tokenizer, index, parsed
         self._top_logprobs = parsed.top_logprobs
         self._calls = None if parsed.rules is None else CallReader(parsed.rules)
+        self._reasoning = None if parsed.reasoning is None else ReasoningReader(parsed.reasoning)
+        self._starts, self._characters = list[int](), 0
         self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
@@ -67,6 +70,7 @@ class ApiFormat(ABC):
         return self._choice(update, self._text_fields(echo + update.text), [*prompt, *update.tokens])
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
+        self._note_starts(update.tokens)
         reason = FINISH_REASONS[update.sample.finish_reason] if update.sample else None
         if reason == "stop" and self._calls is not None and self._calls.found:
             reason = "tool_calls"
@@ -79,6 +83,21 @@ class ApiFormat(ABC):
         if self._parsed.details:
             choice["shoal"] = self._details_of(update)
         return choice
+
+    def _without_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
+        """Reasoning that a piece of the sample's text adds, and its other text."""
+        return ("", text) if self._reasoning is None else self._reasoning.feed(text, ended)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that begin within the reasoning, once it is known where that ends."""
+        return 0 if self._reasoning is None else sum(start < self._reasoning.characters for start in self._starts)
+
+    def _note_starts(self, tokens: Sequence[TokenUpdate]) -> None:
+        """Notes where in the sample's text its tokens begin."""
+        for token in tokens if self._reasoning is not None else ():
+            self._starts.append(self._characters)
+            self._characters += len(token.text)
 
     def _details_of(self, update: RowUpdate) -> Json:
         self._logprob_sum += sum(token.logprob or 0.0 for token in update.tokens)
@@ -169,16 +188,22 @@ class ChatFormat(ApiFormat):
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _chunk_fields(self, text: str, ended: bool) -> Json:
+        reasoning, text = self._without_reasoning(text, ended)
         before = self._calls.found if self._calls else 0
         shown, calls = self._calls.feed(text, ended) if self._calls else (text, [])
         delta: Json = {"content": shown} if shown else {}
+        if reasoning:
+            delta |= _named(reasoning)
         if calls:
             delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls, before)]
         return {"delta": delta}
 
     def _text_fields(self, text: str) -> Json:
+        reasoning, text = self._without_reasoning(text, True)
         shown, calls = self._calls.feed(text, True) if self._calls else (text, [])
         message: Json = {"role": "assistant", "content": shown}
+        if reasoning:
+            message |= {"content": shown or None, **_named(reasoning)}
         if calls:
             message |= {"content": shown or None, "tool_calls": [_call(call) for call in calls]}
         return {"message": message}
@@ -194,6 +219,11 @@ class ChatFormat(ApiFormat):
                 for token in tokens
             ]
         }
+
+
+def _named(reasoning: str) -> Json:
+    """Reasoning by the name that DeepSeek's API has given it, and by vLLM's."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def _call(call: Call) -> Json:

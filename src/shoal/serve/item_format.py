@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.serve.api_formats import ChatFormat, Json
 from shoal.serve.submissions import RowUpdate
@@ -20,20 +20,30 @@ class ItemFormat(ChatFormat):
         super().__init__(*arguments, **options)
         self.details: Json | None = None
 
-    def pieces(self, update: RowUpdate) -> list[str | Call]:
-        """Texts and calls in their order; the details so far are noted."""
+    def pieces(self, update: RowUpdate) -> list[str | Call | Reasoning]:
+        """Reasoning, texts and calls in their order; the details so far are noted."""
         if self._parsed.details:
             new, before = self._details_of(update), self.details or {}
             joined = {name: [*before.get(name, ()), *new[name]] for name in ("tokens", "by_round") if name in new}
             self.details = new | joined
+        ended = update.sample is not None
+        reasoning, text = self._without_reasoning(update.text, ended)
+        self._note_starts(update.tokens)
+        thoughts = [Reasoning(reasoning)] if reasoning else []
         if self._calls is not None:
-            return self._calls.pieces(update.text, update.sample is not None)
-        return [update.text] if update.text or update.tokens else []
+            return [*thoughts, *self._calls.pieces(text, ended)]
+        return [*thoughts, *([text] if text or (update.tokens and self._reasoning is None) else [])]
 
     def logprobs(self, update: RowUpdate) -> list[Json]:
         """Of the tokens that an update brings; none if they were not asked for."""
         entries = (self._logprobs(update.tokens) or {"content": []})["content"]
         return [_with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]} for one in entries]
+
+
+class Reasoning(NamedTuple):
+    """A piece of reasoning."""
+
+    text: str
 
 
 def _with_bytes(entry: Json) -> Json:
@@ -53,28 +63,49 @@ class ItemWriter:
     def __init__(self, key: str) -> None:
         self._key, self._sent = key, 0
         self.items: list[Json] = []
-        self._is_open = False
+        self._is_open = self._reasons = False
 
     def event(self, kind: str, **fields: Any) -> Json:
         """The next event."""
         number, self._sent = self._sent, self._sent + 1
         return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
-    def add(self, pieces: Sequence[str | Call], logprobs: Sequence[Json]) -> list[Json]:
+    def add(self, pieces: Sequence[str | Call | Reasoning], logprobs: Sequence[Json]) -> list[Json]:
         """The events of what a sample goes on with; log-probabilities are those of the first text."""
         events = []
         for piece in pieces:
             if isinstance(piece, Call):
                 events += [*self._close("completed"), *self._call(piece)]
+            elif isinstance(piece, Reasoning):
+                events += self._reason(piece.text)
             else:
-                events += [*self._open(), self._delta(piece, logprobs)]
+                events += [*self._end_reasoning(), *self._open(), self._delta(piece, logprobs)]
                 logprobs = ()
         return events
 
     def end(self, status: str) -> list[Json]:
         """The last events. An answer without a call has a message, if only an empty one."""
+        reasoned = self._close(status) if self._reasons else []
         begun = [] if self.items else self._open()
-        return begun + self._close(status)
+        return reasoned + begun + self._close(status)
+
+    # ── reasoning ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reason(self, text: str) -> list[Json]:
+        events = []
+        if not self._is_open:
+            self._is_open = self._reasons = True
+            self.items.append(
+                {"id": self._id("rs"), "type": "reasoning", "summary": [], "status": "in_progress", "content": []}
+            )
+            events.append(self._about("output_item.added", item=dict(self.items[-1])))
+            self.items[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+            events.append(self._about_part("content_part.added", part=dict(self.items[-1]["content"][0])))
+        self.items[-1]["content"][0]["text"] += text
+        return [*events, self._about_part("reasoning_text.delta", delta=text)]
+
+    def _end_reasoning(self) -> list[Json]:
+        return self._close("completed") if self._reasons else []
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,6 +131,13 @@ class ItemWriter:
             return []
         self._is_open = False
         self.items[-1]["status"] = status
+        if self._reasons:
+            self._reasons, part = False, dict(self.items[-1]["content"][0])
+            return [
+                self._about_part("reasoning_text.done", text=part["text"]),
+                self._about_part("content_part.done", part=part),
+                self._about("output_item.done", item=self.items[-1]),
+            ]
         part = self._part()
         return [
             self._about_part("output_text.done", text=part["text"], logprobs=part["logprobs"]),

@@ -134,6 +134,27 @@ class CallOutputItem(StrictModel):
         return Message(role="tool", tool_call_id=self.call_id, content=_joined(self.output))
 
 
+class ReasoningPart(StrictModel):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(StrictModel):
+    """Reasoning of the assistant, as an answer has it."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)]
+    summary: EmptyList | None = None
+    id: Text | None = None
+    status: Status | None = None
+
+    def message(self) -> Message:
+        """The same in a chat, where it belongs to the message that follows."""
+        return Message(role="assistant", reasoning_content="".join(part.text for part in self.content))
+
+
 def _kind(value: Any) -> str:
     kind = value.get("type") or "message" if isinstance(value, dict) else ""
     return kind if isinstance(kind, str) else ""
@@ -142,11 +163,12 @@ def _kind(value: Any) -> str:
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="This server takes items of the types message, function_call and function_call_output",
+        custom_error_message="This server takes items of the types message, function_call, function_call_output and reasoning",
     ),
 ]
 
@@ -247,9 +269,14 @@ class ResponsesRequest(SampledRequest):
             return [*said, Message(role="user", content=self.input)]
         for item in self.input:
             message = item.message()
-            if isinstance(item, CallItem) and said and said[-1].role == "assistant":
-                calls = [*(said[-1].tool_calls or ()), *(message.tool_calls or ())]
-                said[-1] = Message(role="assistant", content=said[-1].content, tool_calls=calls)
+            last = said[-1] if said and said[-1].role == message.role == "assistant" else None
+            reasoned = last is not None and last.content is None and not last.tool_calls
+            if last is not None and (isinstance(item, CallItem) or (isinstance(item, MessageItem) and reasoned)):
+                calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
+                content = message.content if isinstance(item, MessageItem) else last.content
+                said[-1] = Message(
+                    role="assistant", content=content, reasoning_content=last.reasoned, tool_calls=calls or None
+                )
             else:
                 said.append(message)
         return said

@@ -27,6 +27,9 @@ def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequ
     """The request, parsed as the chat request that means the same. Raises ApiError, RequestError: it cannot be served."""
     with renamed():
         parsed = parser.parse(request.chat())
+        if parsed.reasoning is not None and parsed.top_logprobs is not None:
+            message = "log-probabilities of a text behind reasoning: /v1/chat/completions has them"
+            raise ApiError(400, message, param="include")
     headers = {name: _renamed(value) for name, value in parsed.headers.items()}
     if ignored := request.ignored:
         headers["x-shoal-ignored"] = ", ".join(ignored)
@@ -116,7 +119,7 @@ class ItemResponse(ApiResponse):
         return self._answer(writer, status) | {
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": _usage(self._usage([sample], [sample])),
+            "usage": _usage(self._usage([sample], [sample], [form])),
             **({} if form.details is None else {"shoal": form.details}),
         }
 
@@ -154,11 +157,12 @@ def _dumped(value: object) -> Any:
 
 
 def _usage(usage: Json) -> Json:
-    """A chat's `usage` as /v1/responses has it. No token is one of reasoning, and keeping a prompt is not counted."""
+    """A chat's `usage` as /v1/responses has it. Keeping a prompt is not counted."""
     named = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
     cached = usage.pop("prompt_tokens_details")
+    reasoning = usage.pop("completion_tokens_details", {"reasoning_tokens": 0})
     return {named.get(name, name): value for name, value in usage.items()} | {
-        "input_tokens_details": {**cached, "cache_write_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+        "input_tokens_details": {**cached, "cache_write_tokens": 0}, "output_tokens_details": reasoning,
     }  # fmt: skip
 
 

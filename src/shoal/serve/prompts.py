@@ -68,6 +68,10 @@ class PromptEncoder:
                 raise ApiError(400, message, param="spaces_between_special_tokens", code="invalid_value")
         return frozenset(special)
 
+    def tokens_of(self, *names: str) -> frozenset[int]:
+        """Special tokens of these names."""
+        return frozenset(token for token, name in special_tokens(self._tokenizer).items() if name in names)
+
     def names(self, ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them."""
         return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
@@ -121,8 +125,12 @@ class PromptEncoder:
         """The chat template."""
         return self._template
 
-    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any], begun: str = "") -> tuple[int, ...]:
-        """Ids of a conversation as the chat template writes it, and of an answer that has begun.
+    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> tuple[int, ...]:
+        """Ids of a conversation as the chat template writes it. Raises RequestError, ApiError: see `write`."""
+        return self.encode_text(self.write(messages, variables), special=False)
+
+    def write(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        """A conversation as the chat template writes it.
 
         Raises:
             RequestError: there is no template. ApiError: the template raised an error.
@@ -136,6 +144,7 @@ class PromptEncoder:
             text = self._tokenizer.apply_chat_template(
                 plain, chat_template=self._template, tokenize=False, **{"add_generation_prompt": True, **variables}
             )
-            return tuple(self._tokenizer.encode(text + begun, add_special_tokens=False))
+            self.encode_text(str(text), special=False)  # it may have written what is no text
+            return str(text)
         except Exception as error:  # a template is a program that may raise anything
             raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error

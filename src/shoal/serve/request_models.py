@@ -266,20 +266,27 @@ class Message(StrictModel):
     name: Text | None = None
     tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional("Calls that the assistant made.")
     tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
+    reasoning_content: Text | None = optional("Reasoning of the assistant; templates show it where their models want it.")
+    reasoning: Text | None = optional("Another name of reasoning_content.")
     annotations: EmptyList | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.reasoned is None:
             raise error_at("content", "missing", "Field required")
         if self.tool_calls and self.role != "assistant":
             raise error_at("tool_calls", "not_allowed", "Only messages of the assistant have calls")
         return self
 
+    @property
+    def reasoned(self) -> str | None:
+        """The reasoning, by whichever name."""
+        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it: the arguments of calls are objects."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        fields = {"name": self.name, "tool_call_id": self.tool_call_id}
+        fields = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoned}
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.parsed}}
             for call in self.tool_calls or ()

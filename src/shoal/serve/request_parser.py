@@ -14,6 +14,8 @@ from shoal.serve.bodies import validated
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.prompts import Prompt, PromptEncoder
+from shoal.serve.reasoning import CLOSING, OPENING, ReasoningRules
+from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.sampling_params import limits_of, sampling_of
 from shoal.serve.settings import Settings
@@ -37,7 +39,7 @@ class ParsedRequest:
         rules: what counts as a call of a tool; None = nothing does.
         token_ids: whether ids of prompts and samples are returned. prompt_logprobs: alternatives per token of the prompts, if these
             are scored for the answer.
-        grammar_field: of the request, which its grammar came from.
+        grammar_field: of the request, which its grammar came from. reasoning: where samples reason; None = they do not.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -56,6 +58,7 @@ class ParsedRequest:
     token_ids: bool = False
     prompt_logprobs: int | None = None
     grammar_field: str = "grammar"
+    reasoning: ReasoningRules | None = None
 
     @property
     def rows(self) -> int:
@@ -162,9 +165,7 @@ class RequestParser:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         n, top_logprobs = request.n or 1, (request.top_logprobs or 0) if request.logprobs else None
         self._require_capacity(n, 1)
-        rules = call_rules(request, self._encoder.template)
-        variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
-        ids = self._encoder.encode_messages(request.messages, variables, rules.begun if rules else "")
+        rules, reasoning, ids = self._conversation(request)
         wanted = next(iter(given), None)
         (ids,) = self._truncated(request, [ids], self._context // 2 if wanted is None else wanted)
         if wanted is None:
@@ -175,7 +176,39 @@ class RequestParser:
         grammar = forced_grammar(request, rules, self._settings.max_grammar) if rules and rules.forced else None
         field = "tools" if grammar is not None else parsed.grammar_field
         requests = [_under(one, grammar) for one in parsed.requests]
-        return replace(parsed, rules=rules, requests=requests, grammar_field=field)
+        parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
+        return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
+
+    def _conversation(self, request: ChatRequest) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:
+        """What counts as a call, where samples reason, and the ids of the prompt."""
+        template, encoder = self._encoder.template, self._encoder
+        rules = call_rules(request, template)
+        variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
+        written = encoder.write(request.messages, variables)
+        reasoning = reasoning_of(template, written)
+        if rules is not None:
+            rules = replace(rules, reasons=reasoning is not None)
+        return rules, reasoning, encoder.encode_text(written + (rules.begun if rules else ""), special=False)
+
+    def _reasoned(self, parsed: ParsedRequest, reasoning: ReasoningRules, rules: CallRules | None) -> ParsedRequest:
+        """With reasoning in the text, also where its ends are special tokens, and before what a grammar is about.
+
+        Raises:
+            ApiError: a grammar would have to write special tokens.
+        """
+        ends = self._encoder.tokens_of(OPENING, CLOSING)
+        requests = []
+        for one in parsed.requests:
+            grammar = one.sampling.grammar
+            if grammar is not None and ends:
+                message = (
+                    "this model reasons between special tokens, which no grammar can follow: let the template close them"
+                )
+                raise ApiError(400, message, param=parsed.grammar_field, code="invalid_value")
+            if grammar is not None:
+                one = _under(one, reasoning.allowed_before(grammar, rules.begins if rules else ""))
+            requests.append(replace(one, shown_tokens=one.shown_tokens | ends))
+        return replace(parsed, requests=requests, reasoning=reasoning)
 
     def _parsed(
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, returned: int,

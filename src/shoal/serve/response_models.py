@@ -59,6 +59,12 @@ class PromptUsage(BaseModel):
     cached_tokens: int = Field(description="Copied from earlier requests that begin with the same tokens.")
 
 
+class CompletionUsage(BaseModel):
+    """Of the new tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """What a request took; tokens are those of all samples drawn, `choices` are those returned."""
 
@@ -66,6 +72,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptUsage
+    completion_tokens_details: CompletionUsage | None = Field(None, description="Of chats with models that reason.")
     by_drafter: dict[str, DraftUsage] = Field(description="Of all samples drawn.")
     lossy: str | None = Field(None, description="Only under a lossy --rule: what it changes.")
     choices: list[ChoiceUsage]
@@ -193,6 +200,8 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = Field(None, description="What stands before the content, between <think> and </think>.")
+    reasoning: str | None = Field(None, description="The same.")
     tool_calls: list[ToolCall] | None = None
 
 
@@ -265,7 +274,7 @@ class InputUsage(PromptUsage):
 class OutputUsage(BaseModel):
     """Of the tokens of the output."""
 
-    reasoning_tokens: int = Field(description="Always 0.")
+    reasoning_tokens: int = Field(description="Of the output tokens.")
 
 
 class ItemUsage(BaseModel):
@@ -294,6 +303,23 @@ class IncompleteAnswer(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
+class ReasoningPart(BaseModel):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(BaseModel):
+    """What stands before a message, between <think> and </think>."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[str] = Field(description="Always empty.")
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[ReasoningPart]
+
+
 class ItemAnswer(BaseModel):
     """Answer of /v1/responses; of a stream the last event has it. Beside these it has the fields of the request."""
 
@@ -305,7 +331,7 @@ class ItemAnswer(BaseModel):
     error: FailedAnswer | None
     incomplete_details: IncompleteAnswer | None
     model: str
-    output: list[MessageOutput | CallOutput]
+    output: list[ReasoningOutput | MessageOutput | CallOutput]
     usage: ItemUsage | None
     shoal: Details | None = None
 

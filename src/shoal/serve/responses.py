@@ -62,11 +62,12 @@ class ApiResponse:
             raise failure(ends[0].error)
         returned = [ends[index] for index in _returned(samples, parsed)]
         choices, echoed = [], self._echoed(scorings)
-        for index, update in enumerate(returned):
+        forms = [self._choice(index) for index in range(len(returned))]
+        for form, update in zip(forms, returned, strict=True):
             prompt = update.index // parsed.drawn
-            choice = self._choice(index).whole(update, parsed.echo[prompt] if parsed.echo else "", echoed[prompt])
+            choice = form.whole(update, parsed.echo[prompt] if parsed.echo else "", echoed[prompt])
             choices.append(choice | (self._of_prompt(prompt, scorings) if self.api.prompt_in_choice else {}))
-        usage = self._usage(samples, [update.sample for update in returned if update.sample is not None])
+        usage = self._usage(samples, [update.sample for update in returned if update.sample is not None], forms)
         of_prompt = {} if self.api.prompt_in_choice else self._of_prompt(0, scorings)
         return self._body(self.api.object_name, choices) | {"usage": usage} | of_prompt
 
@@ -95,7 +96,7 @@ class ApiResponse:
                 return
         if parsed.include_usage:
             ended = [samples[index] for index in sorted(samples)]
-            yield event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended)})
+            yield event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended, choices)})
         yield b"data: [DONE]\n\n"
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,7 +105,7 @@ class ApiResponse:
         parsed = self.parsed
         return Submission(
             parsed.requests, parsed.rows, stream=parsed.stream, rounds=parsed.rounds, grammar_field=parsed.grammar_field,
-            detailed=parsed.details or parsed.token_ids or parsed.top_logprobs is not None,
+            detailed=parsed.details or parsed.token_ids or parsed.top_logprobs is not None or parsed.reasoning is not None,
         )  # fmt: skip
 
     @asynccontextmanager
@@ -186,15 +187,17 @@ class ApiResponse:
         key = self.api.id_prefix + self.key
         return {"id": key, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
 
-    def _usage(self, drawn: Sequence[Sample], returned: Sequence[Sample]) -> Json:
+    def _usage(self, drawn: Sequence[Sample], returned: Sequence[Sample], forms: Sequence[ApiFormat]) -> Json:
         """Tokens of all samples drawn, and the counters of each sample returned."""
         prompt = sum(map(len, self.parsed.prompts))
         completion = sum(len(sample.token_ids) for sample in drawn)
+        reasoning = sum(form.reasoning_tokens for form in forms)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": min(prompt, sum(sample.restored for sample in drawn))},
+            **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if self.parsed.reasoning else {}),
             "by_drafter": as_dicts(total_by_drafter(sample.by_drafter for sample in drawn)),
             **({"lossy": lossy} if (lossy := self.worker.thread.engine.stats.lossy) else {}),
             "choices": [

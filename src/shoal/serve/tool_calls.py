@@ -21,6 +21,7 @@ class CallFormat(NamedTuple):
         arguments: the name of the field of the arguments. listed: the calls are one list.
         bare: a text may also begin with the JSON itself: the opening is a special token, which texts do not show.
         begun: what stands in the prompt before a forced call.
+        between, behind: what stands between two forced calls and behind the last one; both empty where there is only one.
     """
 
     opening: str
@@ -29,9 +30,14 @@ class CallFormat(NamedTuple):
     listed: bool
     bare: bool
     begun: str
+    between: str = ""
+    behind: str = ""
 
 
-HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments", listed=False, bare=False, begun="<tool_call>\n")
+HERMES = CallFormat(
+    "<tool_call>", "</tool_call>", "arguments", listed=False, bare=False, begun="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n", behind="\n</tool_call>",
+)  # fmt: skip
 LLAMA = CallFormat("<|python_tag|>", ";", "parameters", listed=False, bare=True, begun="")
 MISTRAL = CallFormat("[TOOL_CALLS]", "", "arguments", listed=True, bare=True, begun="[TOOL_CALLS] ")
 MARKS = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|python_tag|>": LLAMA, '"parameters":': LLAMA}
@@ -57,17 +63,24 @@ class CallRules:
     Attributes:
         names: of the tools; JSON that names another one is text. forced: the sample is a call from its first character on, behind
             an opening that stands in the prompt. parallel: a sample may have several calls; otherwise the first one counts.
+        reasons: a forced sample may reason first, so that nothing of the call stands in the prompt.
     """
 
     format: CallFormat
     names: Collection[str]
     forced: bool
     parallel: bool
+    reasons: bool = False
 
     @property
     def begun(self) -> str:
         """What stands in the prompt before a forced call."""
-        return self.format.begun if self.forced else ""
+        return self.format.begun if self.forced and not self.reasons else ""
+
+    @property
+    def begins(self) -> str:
+        """What a sample writes itself before a forced call. A special token is left out: the call is known without it."""
+        return self.format.begun if self.forced and self.reasons and not self.format.bare else ""
 
 
 class CallReader:
@@ -81,7 +94,7 @@ class CallReader:
 
     def __init__(self, rules: CallRules) -> None:
         self._rules, self._format = rules, rules.format
-        self._waiting, self._inside, self._at_start = "", rules.forced, True
+        self._waiting, self._inside, self._at_start = "", rules.forced and not rules.begins, True
         self._raw, self._blank = "", ""
         self.found = 0
 

@@ -45,11 +45,17 @@ def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
-    """The grammar of a sample that is a call. Raises ApiError: it is too long, or there is another grammar."""
+    """The grammar of a sample that is a call, or several where any tool may be called and the format has more than one.
+
+    Raises:
+        ApiError: it is too long, or there is another grammar.
+    """
     if given_grammar(request) is not None:
         raise ApiError(400, "a forced call of a tool does not go with another grammar", param="tool_choice")
     functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
     schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
     text = json.dumps(schema)
     require_size(text, max_characters, "tools")
+    if rules.parallel and request.tool_choice == "required":
+        return Grammar("json_schema", text, between=rules.format.between, behind=rules.format.behind)
     return Grammar("json_schema", text)

@@ -1,0 +1,107 @@
+"""Reasoning in the texts of chat models: what stands between `<think>` and `</think>` before the answer, as templates write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal.config import Grammar
+
+OPENING, CLOSING = "<think>", "</think>"
+LINE_FEEDS = "\\n{0,2}"
+"""What may stand between the reasoning and a text under a grammar, as a regular expression."""
+
+
+@dataclass(frozen=True)
+class ReasoningRules:
+    """Where the samples of one request may reason.
+
+    Attributes:
+        opened: the opening stands in the prompt, so samples begin inside of it. Otherwise they reason if they begin with it.
+    """
+
+    opened: bool
+
+    def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
+        """The grammar of a sample whose answer, and only that, is of a grammar; `opening`: stands before the answer, literally."""
+        inside = _up_to(CLOSING) + LINE_FEEDS
+        before = (inside if self.opened else f"(?:{_escaped(OPENING)}{inside})?") + _escaped(opening)
+        if grammar.kind == "regex":
+            return replace(grammar, text=f"{before}(?:{grammar.text})")
+        return replace(grammar, before=before)
+
+
+def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
+    """Where samples may reason behind a prompt that a chat template wrote; None if its models do not, or have done so."""
+    written = prompt.rstrip()
+    if template is None or CLOSING not in template or written.endswith(CLOSING):
+        return None
+    return ReasoningRules(written.endswith(OPENING))
+
+
+class ReasoningReader:
+    """Takes the text of one sample piece by piece, and separates reasoning from what follows it.
+
+    Blanks around the reasoning, and before what follows, belong to neither.
+
+    Attributes:
+        characters: of the text that belong to the reasoning, the words around it included; those so far while it goes on.
+    """
+
+    def __init__(self, rules: ReasoningRules) -> None:
+        self._inside, self._over, self._begun = rules.opened, False, False
+        self._waiting, self._read = "", 0
+        self.characters = 0
+
+    def feed(self, text: str, ended: bool) -> tuple[str, str]:
+        """What a piece adds: reasoning, and other text. `ended`: it is the last piece."""
+        self._waiting += text
+        self._read += len(text)
+        if not self._inside and not self._over:
+            self._open(ended)
+        reasoning = self._reasoned(ended) if self._inside else ""
+        if self._over and self._begun:  # blanks behind the reasoning
+            self._waiting = self._waiting.lstrip()
+            self._begun = not self._waiting
+        rest, self._waiting = (self._waiting, "") if self._over else ("", self._waiting)
+        return reasoning, rest
+
+    def _open(self, ended: bool) -> None:
+        """Decides whether the text begins with reasoning."""
+        start = self._waiting.lstrip()
+        if start.startswith(OPENING):
+            self._inside, self._waiting = True, start[len(OPENING) :]
+        elif ended or not OPENING.startswith(start):
+            self._over = True
+
+    def _reasoned(self, ended: bool) -> str:
+        """Reasoning, without an end that may become the closing, or stand before it."""
+        found = self._waiting.find(CLOSING)
+        self.characters = self._read
+        if found >= 0:
+            shown, self._waiting = self._waiting[:found].rstrip(), self._waiting[found + len(CLOSING) :]
+            self.characters -= len(self._waiting)
+            self._inside, self._over = False, True
+        else:
+            partial = 0 if ended else max(k for k in range(len(CLOSING)) if self._waiting.endswith(CLOSING[:k]))
+            shown = self._waiting[: len(self._waiting) - partial].rstrip()
+            self._waiting = "" if ended else self._waiting[len(shown) :]
+        shown = shown if self._begun else shown.lstrip()
+        self._begun = self._begun or bool(shown) or self._over
+        return shown
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _up_to(word: str) -> str:
+    """A regular expression of texts that end with a word and hold it nowhere else; its first character is nowhere else in it.
+
+    Behind the first character, `again` leads to it once more, and `away` leads to where nothing of the word has been read.
+    """
+    first, *rest = map(_escaped, word)
+    again, away = first, f"[^{first}{rest[-1]}]"
+    for character in reversed(rest[:-1]):
+        again, away = f"(?:{first}|{character}{again})", f"(?:[^{first}{character}]|{character}{away})"
+    begin = f"{first}{again}*"
+    return f"(?:[^{first}]|{begin}{away})*{begin}{''.join(rest)}"

@@ -1,0 +1,209 @@
+"""Reasoning of chat models apart from their answers: by the template's `<think>`, with grammars and calls behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
+from shoal.api import Shoal
+from shoal.config import Grammar
+from shoal.serve.reasoning import CLOSING, ReasoningReader, ReasoningRules, _up_to, rules_of
+from shoal.testing import tiny_tokenizer
+from shoal.testing.scripted import one_hot, scripted
+from test_serve_tools import BODY, TIME, WEATHER, speaks
+
+TOKENIZER = tiny_tokenizer()
+HYBRID = "{# <tool_call> </think> #}" + BODY + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+OPENED = "{# <tool_call> </think> #}" + BODY + "<think>\n"
+ASKED: list[Any] = [{"role": "user", "content": "hi"}]
+TEXTS = [
+    (False, "<think>\nso a < b </th ok\n</think>\n\nYes.\n", "so a < b </th ok", "Yes.\n"),
+    (False, "\n<think>x</think>", "x", ""),
+    (False, "<think>cut off </thin", "cut off </thin", ""),
+    (False, "No <think>x</think>", "", "No <think>x</think>"),
+    (False, " <thi", "", " <thi"),
+    (False, "", "", ""),
+    (True, "\nso\n\nit is\n</think>Yes </think> no", "so\n\nit is", "Yes </think> no"),
+    (True, "</think>\n\n Yes", "", "Yes"),
+    (True, "on and on\n", "on and on", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opened", "text", "reasoning", "rest"), TEXTS)
+def test_reasoning_is_told_from_the_rest_however_it_is_cut(opened: bool, text: str, reasoning: str, rest: str) -> None:
+    for size in (1, 2, 3, 7, 1000):
+        reader, found = ReasoningReader(ReasoningRules(opened)), ["", ""]
+        for start in range(0, max(len(text), 1), size):
+            pieces = reader.feed(text[start : start + size], start + size >= len(text))
+            found = [one + more for one, more in zip(found, pieces, strict=True)]
+        assert found == [reasoning, rest]
+        if reasoning:
+            assert reader.characters == (text.index(CLOSING) + len(CLOSING) if CLOSING in text else len(text))
+
+
+def test_templates_say_where_samples_reason() -> None:
+    assert rules_of("{# </think> #}", "a<think>\n") == ReasoningRules(opened=True)
+    assert rules_of("{# </think> #}", "a") == ReasoningRules(opened=False)
+    assert rules_of("{# </think> #}", "<think>\n\n</think>\n\n") is None
+    assert rules_of("{# #}", "a<think>") is rules_of(None, "a") is None
+
+
+def test_an_expression_ends_at_the_first_closing() -> None:
+    expression = re.compile(re.sub(r"\\x\{(\w+)\}", r"\\x\1", _up_to(CLOSING)), re.DOTALL)
+    parts = ["<", "/", "t", "think", ">", "</think", "</think>", "\n"]
+    texts = ["".join((a, b, c, d)) for a in parts for b in parts for c in parts for d in parts]
+    for text in texts:
+        assert bool(expression.fullmatch(text)) == (text.count(CLOSING) == 1 and text.endswith(CLOSING)), text
+
+
+def asked(server: Served, **fields: Any) -> Any:
+    body = {"messages": ASKED, **fields}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_SECONDS)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'
+SAID = f"<think>\nHm, a zone.\n</think>\n\nSo:\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def says() -> Iterator[Served]:
+    with served(pair(speaks(SAID), TOKENIZER), chat_template=HYBRID) as running:
+        yield running
+
+
+def test_reasoning_and_calls_behind_it(says: Served) -> None:
+    answer = asked(says, tools=[TIME], n=2)
+    for choice in answer["choices"]:
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:")
+        assert message["reasoning"] == message["reasoning_content"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"zone": 1}
+        assert choice["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * (SAID.index("</think>") + 8)
+    with says.client.chat.completions.stream(
+        model="tiny", messages=ASKED, tools=[TIME], stream_options={"include_usage": True}
+    ) as stream:
+        thoughts = [
+            event.chunk.choices[0].delta.model_extra["reasoning_content"]  # type: ignore[index]
+            for event in stream
+            if event.type == "chunk"
+            and event.chunk.choices
+            and "reasoning_content" in event.chunk.choices[0].delta.model_extra  # type: ignore[operator]
+        ]
+        final = stream.get_final_completion()
+    assert len(thoughts) > 1
+    assert "".join(thoughts) == "Hm, a zone."
+    assert final.choices[0].message.content == "So:"
+    assert final.usage is not None
+    assert final.usage.completion_tokens_details is not None
+    assert final.usage.completion_tokens_details.reasoning_tokens == SAID.index("</think>") + 8
+
+
+def test_a_message_comes_back_with_its_reasoning(says: Served) -> None:
+    message = asked(says, tools=[TIME])["choices"][0]["message"]
+    assert asked(says, messages=[*ASKED, message, *ASKED], max_tokens=1)["usage"]["prompt_tokens"]
+    item = says.post("/v1/responses", prompt=None, input="hi", tools=[{"type": "function", **TIME["function"]}]).json()
+    assert [part["type"] for part in item["output"]] == ["reasoning", "message", "function_call"]
+    assert item["output"][0]["content"][0]["text"] == "Hm, a zone."
+    assert item["usage"]["output_tokens_details"]["reasoning_tokens"] == SAID.index("</think>") + 8
+    back = says.post("/v1/responses", prompt=None, input=[*ASKED, *item["output"]], max_output_tokens=1)
+    assert back.status_code == 200, back.text
+
+
+def test_closed_thinking_is_none(says: Served) -> None:
+    choice = asked(says, chat_template_kwargs={"enable_thinking": False}, max_tokens=4)["choices"][0]
+    assert "reasoning_content" not in choice["message"]
+
+
+# ── grammars behind reasoning ───────────────────────────────────────────────────────────────────────────────────────
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module", params=[HYBRID, OPENED], ids=["hybrid", "opened"])
+def forced(request: Any) -> Iterator[tuple[Served, bool]]:
+    """A server of a model that says anything, but ends its reasoning soon."""
+    pytest.importorskip("llguidance")
+    script = legible(3)
+    closing, prompt = [*TOKENIZER.encode(CLOSING)], len(TOKENIZER.encode("<user>hi"))
+
+    def soon(ids: tuple[int, ...]) -> Any:
+        logits = script(ids).clone()
+        read = next((k for k in range(len(closing) - 1, 0, -1) if list(ids[-k:]) == closing[:k]), 0)
+        logits[closing[read]] += 40.0 if read else 5.0 * (len(ids) > prompt + 40)
+        logits[TOKENIZER.encode("<")[0]] += 8.0 * (len(ids) < prompt + 20)
+        return logits
+
+    with served(pair(soon, TOKENIZER), chat_template=request.param) as running:
+        yield running, request.param is OPENED
+
+
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    {"structured_outputs": {"regex": '\\{ ?"a": ?(1|22)\\}'}},
+    {"guided_grammar": 'start: "{\\"a\\": " ("1" | "22") "}"'},
+], ids=["schema", "regex", "lark"])  # fmt: skip
+def test_a_grammar_holds_behind_reasoning(forced: tuple[Served, bool], fields: dict[str, Any]) -> None:
+    server, opened = forced
+    body = {"n": 4, "seed": 5, "max_tokens": 400, **fields}
+    drafted, plain = asked(server, **body), asked(server, **body, speculation="off")
+    assert [c["message"] for c in drafted["choices"]] == [c["message"] for c in plain["choices"]]
+    whole = [choice for choice in drafted["choices"] if choice["finish_reason"] == "stop"]
+    assert whole
+    assert all(json.loads(choice["message"]["content"])["a"] in (1, 22) for choice in whole)
+    assert any("reasoning" in choice["message"] for choice in whole) or not opened
+    assert sum(each["accepted"] for each in drafted["usage"]["choices"]) > 20
+    assert {each["drafted"] for each in plain["usage"]["choices"]} == {0}
+
+
+def test_forced_calls_stand_behind_reasoning(forced: tuple[Served, bool]) -> None:
+    server, opened = forced
+    body = {"n": 4, "seed": 5, "max_tokens": 300, "tools": [WEATHER, TIME], "tool_choice": "required"}
+    drafted, plain = asked(server, **body), asked(server, **body, speculation="off")
+
+    def calls(answer: Any) -> list[list[tuple[str, str]]]:
+        return [
+            [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"].get("tool_calls") or ()]
+            for choice in answer["choices"]
+        ]
+
+    assert calls(drafted) == calls(plain)
+    assert any(calls(drafted))
+    assert any("reasoning" in choice["message"] for choice in drafted["choices"]) or not opened
+    assert sum(each["accepted"] for each in drafted["usage"]["choices"]) > 20
+
+
+def test_what_stands_around_a_grammar_is_checked() -> None:
+    with pytest.raises(ValueError, match="before of a regex grammar must be empty"):
+        Grammar("regex", "a", before="b")
+    with pytest.raises(ValueError, match="between of a lark grammar must be a string"):
+        Grammar("lark", 'start: "a"', between=1)  # type: ignore[arg-type]
+
+
+def test_ends_that_are_special_tokens_are_read_and_refused_before_a_grammar() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    begin, said = tuple(tokenizer.encode("<assistant>")), [*tokenizer.encode(SAID), tokenizer.eos_token_id]
+
+    def script(ids: tuple[int, ...]) -> torch.Tensor:
+        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
+        return one_hot(said[min(len(ids) - at, len(said) - 1)], len(tokenizer))
+
+    model = scripted(script, len(tokenizer), CONTEXT)
+    with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=HYBRID) as server:
+        message = asked(server, tools=[TIME])["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:")
+        body = {"messages": ASKED, "guided_regex": "a"}
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_SECONDS)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+        closed = asked(server, **body, chat_template_kwargs={"enable_thinking": False}, max_tokens=2)
+        assert closed["usage"]["completion_tokens"]

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from serving import pair, served
-from shoal.cli.files import read_template, template_names
+from shoal.cli.files import read_template, template_names, turn_ends
 from shoal.errors import RequestError
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, format_of
-from shoal.testing import tiny_tokenizer
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import one_hot
 
 CHAT: list[Any] = [
     {"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"},
@@ -124,6 +126,43 @@ def test_a_name_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
         RequestError, match=r"cannot read the chat template 'llama4': .*; without a file there are alpaca, chatml, gemma"
     ):
         read_template(Path("llama4"))
+
+
+def test_what_ends_a_turn_ends_an_answer(tokenizer: Any) -> None:
+    ended, begin = "Hi.<|im_end|>\n<|im_start|>user\nAnd", tuple(tokenizer.encode("<|im_start|>assistant\n"))
+    said = tokenizer.encode(ended)
+
+    def script(ids: tuple[int, ...]) -> torch.Tensor:
+        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
+        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
+
+    options = {"chat_template": read_template(Path("chatml")), "turn_ends": turn_ends(Path("chatml"))}
+    with served(pair(script), **options) as server:
+        for speculation, drafted in (("auto", True), ("off", False)):
+            for stop in (None, "\n", ["\n"]):
+                body = {"messages": CHAT, "stop": stop, "speculation": speculation}
+                answer = server.post("/v1/chat/completions", prompt=None, **body).json()
+                assert (answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) == ("Hi.", "stop")
+                took = answer["usage"]["choices"][0]
+                assert (took["ended_by"], took["drafted"] > 0) == ("stop", drafted)
+                assert took["completion_tokens"] <= len("Hi.<|im_end|>")
+        assert server.client.responses.create(model="tiny", input="x").output_text == "Hi."
+        body = {"messages": CHAT, "ignore_eos": True, "max_tokens": len(ended)}
+        answer = server.post("/v1/chat/completions", prompt=None, **body).json()
+        assert answer["choices"][0]["message"]["content"] == ended
+        whole = server.post(prompt=rendered(tokenizer, "chatml", CHAT), max_tokens=len(ended)).json()  # no chat
+        assert whole["choices"][0]["text"] == ended
+
+
+def test_ends_of_turns_are_those_of_the_formats(tokenizer: Any) -> None:
+    """Behind an answer there is the end of a turn, the token that ends texts, or what begins the user's turn."""
+    assert turn_ends(None) == turn_ends(Path("mine.jinja")) == ()
+    for name in RENDERED:
+        behind = rendered(tokenizer, name, [*CHAT[:2], {"role": "assistant", "content": "ANSWER"}, CHAT[3]]).split("ANSWER")[
+            1
+        ]
+        for end in turn_ends(Path(name)) or ("</s>",):
+            assert end in behind.split("V")[0]
 
 
 def test_a_server_writes_chats_by_a_named_template() -> None:

@@ -188,6 +188,15 @@ def test_generate_answers_messages(shoal: Command, tiny: Models, tmp_path: Path)
     refused = shoal(*ask, "-p", "bc", "--system", "de")
     assert refused.code == 2
     assert "this model has no chat template" in refused.json["error"]["message"]
+    prompt, named = (
+        "<|im_start|>user\nbc<|im_end|>\n<|im_start|>assistant\n",
+        [*ask, "-p", "bc", "--chat-template", "chatml"],
+    )
+    answer, plain = shoal(*named), shoal(*ask, "-p", prompt, "--stop", "<|im_end|>")
+    assert answer.json["prompts"][0]["samples"][0]["token_ids"] == plain.json["prompts"][0]["samples"][0]["token_ids"]
+    refused = shoal(*ask, "-p", "bc", "--chat-template", "llama4")
+    assert refused.code == 2
+    assert "without a file there are alpaca, chatml" in refused.json["error"]["message"]
     (tmp_path / "wrong.jinja").write_text("{{ raise_exception('no users here') }}")
     refused = shoal(*ask, "-p", "bc", "--chat-template", tmp_path / "wrong.jinja")
     assert refused.code == 2

@@ -13,7 +13,7 @@ import typer
 
 from shoal.cli.batch_progress import BatchProgress, displayed
 from shoal.cli.console import stderr, stdout
-from shoal.cli.files import read_template
+from shoal.cli.files import read_template, turn_ends
 from shoal.cli.option_groups import (
     limits_option,
     machines_option,
@@ -135,6 +135,7 @@ def batch(
     allowed = settings.Settings(
         model=naming.name or source.model or "bundled", max_n=limits.max_n, max_tokens=limits.max_tokens,
         timeout=limits.timeout, seeds=rule == "coupled", chat_template=read_template(naming.chat_template),
+        turn_ends=turn_ends(naming.chat_template),
     )  # fmt: skip
     config = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
     with output_file.OutputFile(files.answers, lines, _settings(source, allowed, rule)) as output:

@@ -15,6 +15,11 @@ from shoal.errors import RequestError
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
 """Chat templates of well-known formats, for models whose tokenizer has none."""
+TURN_ENDS = {
+    "chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>",
+    "phi3": "<|end|>", "alpaca": "### Instruction:", "vicuna": "USER:",
+}  # fmt: skip
+"""What ends an answer in these formats beside the model's end-of-text token, which may be another one in a base model."""
 TEMPLATE_HELP = "A chat template, for a tokenizer without: a file, or a name such as chatml, llama3, qwen."
 
 
@@ -41,6 +46,12 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
 def template_names() -> list[str]:
     """Names of the chat templates that come with shoal."""
     return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+
+
+def turn_ends(template: Path | None) -> tuple[str, ...]:
+    """Stop strings of a chat template that is given by its name; none of a file."""
+    end = TURN_ENDS.get(str(template))
+    return () if end is None else (end,)
 
 
 def read_template(template: Path | None) -> str | None:

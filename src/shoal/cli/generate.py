@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress, stderr, stdout
-from shoal.cli.files import read_prompts, require_writable, write_whole
+from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
 from shoal.cli.option_groups import option_groups, output_option, sampling_option
 from shoal.cli.options import (
     JsonOption,
@@ -152,6 +152,8 @@ def generate(
     """
     texts = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    if ends := turn_ends(chats.chat_template):
+        options["stop"] = [*options.get("stop", ()), *ends]
     split_options(options)  # a wrong value is reported before a model is loaded
     result, interrupted = _run(source, texts, chats, sampling, output.top_logprobs, options)
     deliver(result, texts, output, interrupted)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from shoal.cli.files import TEMPLATE_HELP, read_template
+from shoal.cli.files import TEMPLATE_HELP, read_template, turn_ends
 from shoal.cli.option_groups import (
     address_option,
     limits_option,
@@ -225,7 +225,7 @@ def _settings(
         max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
         keys=tuple(given), weights=keys.weights_of(given), origins=tuple(address.cors_origin or ()),
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
-        members=limits.members,
+        turn_ends=turn_ends(chat_template), members=limits.members,
     )  # fmt: skip
 
 

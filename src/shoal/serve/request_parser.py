@@ -165,6 +165,9 @@ class RequestParser:
             raise ApiError(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         n, top_logprobs = request.n or 1, (request.top_logprobs or 0) if request.logprobs else None
         self._require_capacity(n, 1)
+        if self._settings.turn_ends and not request.ignore_eos:
+            own = [request.stop] if isinstance(request.stop, str) else request.stop or ()
+            request = request.model_copy(update={"stop": [*own, *self._settings.turn_ends]})
         rules, reasoning, ids = self._conversation(request)
         wanted = next(iter(given), None)
         (ids,) = self._truncated(request, [ids], self._context // 2 if wanted is None else wanted)

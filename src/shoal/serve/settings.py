@@ -23,8 +23,9 @@ class Settings:
         keys: valid API keys of /v1; none = no key is needed. weights: of their owners (`shoal.serve.keys`), where other than 1.
         origins: of pages that may send requests from a browser (CORS).
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
-        chat_template: replaces the tokenizer's. members: whether requests may ask for `shoal.constraints.members`; it analyses what
-            they send beside the packages of this environment, and the other rows wait meanwhile.
+        chat_template: replaces the tokenizer's. turn_ends: stop strings of all chats, beside their own.
+        members: whether requests may ask for `shoal.constraints.members`; it analyses what they send beside the packages of this
+            environment, and the other rows wait meanwhile.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None
+    turn_ends: tuple[str, ...] = ()
     members: bool = False
     aliases: tuple[str, ...] = ()
 

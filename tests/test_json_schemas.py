@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -52,6 +53,13 @@ def masks(grammar: Grammar, text: str) -> Tensor:
 def fits(grammar: Grammar, text: str) -> bool:
     """Whether a text is of the grammar, token by token."""
     return all(bool(mask[token]) for mask, token in zip(masks(grammar, text), [*encode(text), END], strict=True))
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """The same of the grammar's matcher alone, for many texts."""
+    matcher = compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar).starts[0].deep_copy()
+    ids = encode(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 def of(schema: Any, **options: Any) -> Grammar:
@@ -248,6 +256,15 @@ FORMATS = {
     "email": (["a.b+c@example.org", "x" * 64 + "@" + ".".join(["y" * 46] * 4)], ["x" * 65 + "@y", "x@" + "y." * 127 + "y"]),
     "hostname": ([".".join(["y" * 50] * 4)], ["y." * 127 + "y"]),
     "uri": (["https://example.org/a?b=c#d"], ["https://" + "y" * 2048]),
+    "byte": (["", "YQ==", "YWI=", "YWJj+/09"], ["Y", "YQ=", "YR==", "YWJ=", "YQ==YQ==", "YW J", "-_-_"]),
+    "semver": (
+        ["0.0.0", "1.20.3", "1.0.0-alpha.1", "1.0.0-0a.-b", "1.0.0--", "2.0.0-rc.1+build.05"],
+        ["1", "1.2", "01.2.3", "1.2.3-", "1.2.3-01", "1.2.3+", "v1.2.3", "1.2.3-a..b", "1.0.0-" + "a" * 251],
+    ),
+    "json-pointer": (["", "/", "/a~1b/0/~0", "/a b"], ["a", "/~", "/~2", "#/a"]),
+    "relative-json-pointer": (["0", "12#", "1/a~0"], ["", "01", "/a", "1#/a", "1~"]),
+    "binary": (["", "any text!"], []),
+    "password": (["", "any text!"], []),
 }
 
 
@@ -317,6 +334,63 @@ def test_names_and_values_that_look_like_keywords_are_left_alone() -> None:
     text = '{"format":"date","oneOf":{"oneOf":[{"const":1},{"const":2}],"format":"date"},"default":"%s"}'
     assert fits(of(schema), text % "2024-01-31")
     assert not fits(of(schema), text % "0000-01-31")
+
+
+@pytest.mark.parametrize("name", ["jsonpath", "regex", "iri", "uri-template", "idn-email", "no such format"])
+def test_other_formats_are_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"Unknown format: {name}"):
+        row_of(of({"type": "string", "format": name}))
+
+
+# ── uniqueItems ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+COLOURS = {"enum": ["red", "blue", "red", 1, 1.0], "title": "Colour"}
+UNIQUE: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"items": {"enum": ["a", "b", None]}}, ["a", "b", None]),
+    ({"items": {"enum": ["a", "b", "c", 4, [5]]}}, ["a", "b", "c", 4, [5]]),
+    ({"items": {"enum": ["a", "b", "c"]}, "minItems": 1, "maxItems": 2, "description": "x"}, ["a", "b", "c"]),
+    ({"items": {"enum": ["a", "b", "c"]}, "minItems": 3}, ["a", "b", "c"]),
+    ({"items": {"type": "boolean"}}, [False, True]),
+    ({"items": {"const": "a"}}, ["a"]),
+    ({"items": {"enum": []}}, []),
+    ({"items": {"enum": ["a", 1], "type": "string"}}, ["a"]),
+    ({"items": {"$ref": "#/$defs/Colour"}, "$defs": {"Colour": COLOURS}}, ["red", "blue", 1]),
+]
+
+
+@pytest.mark.parametrize(("fields", "values"), UNIQUE, ids=lambda value: str(value)[:40])
+def test_arrays_of_a_few_values_are_unique(fields: dict[str, Any], values: list[Any]) -> None:
+    """Every array of the values and of a foreign one, up to one more item than there may be."""
+    grammar = of({"type": "array", "uniqueItems": True, **fields})
+    least, most = fields.get("minItems", 0), min(fields.get("maxItems", len(values)), len(values))
+    for size in range(min(most, 3) + 2):
+        for items in itertools.product([*values, "z"], repeat=size):
+            right = least <= size <= most and "z" not in items and len({json.dumps(one) for one in items}) == size
+            assert takes(grammar, json.dumps(items)) == right, items
+    whole = values[:most]
+    assert all(takes(grammar, json.dumps(items)) for items in itertools.permutations(whole))
+    assert not values or not takes(grammar, json.dumps([*whole, whole[0]]))
+
+
+def test_unique_items_hold_within_a_schema_and_where_nothing_can_be_twice() -> None:
+    inner = {"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True}
+    grammar = of({"type": "object", "properties": {"a": inner}, "required": ["a"], "additionalProperties": False})
+    assert fits(grammar, '{"a": ["y", "x"]}')
+    assert not fits(grammar, '{"a": ["y", "y"]}')
+    for free in ({"uniqueItems": False}, {"uniqueItems": True, "maxItems": 1}):
+        assert fits(of({"type": "array", "items": {"type": "integer"}, **free}), "[7]")
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"items": {"type": "string"}}, {"items": {"enum": [*"abcdef"]}}, {"items": {"enum": [*range(99)]}, "maxItems": 3},
+    {"items": {"enum": ["a"], "minLength": 2}}, {"items": {"enum": ["a", "b"]}, "minItems": 3},
+    {"items": {"enum": ["a", "b"]}, "prefixItems": [{"const": "a"}]},
+    {"items": {"enum": ["a", "b"]}, "maxItems": "2"}, {"items": {"enum": ["a", "b"]}, "type": ["array", "null"]},
+], ids=str)  # fmt: skip
+def test_other_unique_items_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="uniqueItems"):
+        row_of(of({"type": "array", "uniqueItems": True, **fields}))
 
 
 # ── oneOf ───────────────────────────────────────────────────────────────────────────────────────────────────────────

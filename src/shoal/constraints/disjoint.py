@@ -55,19 +55,10 @@ class Proofs:
             reference = schema.get("$ref")
             if isinstance(reference, str) and reference not in seen:
                 seen.add(reference)
-                yield from self._parts([self._resolved(reference)], seen)
+                yield from self._parts([resolved(self._root, reference)], seen)
             if self._siblings or not isinstance(reference, str):
                 yield schema
                 yield from self._parts(_list(schema.get("allOf")), seen)
-
-    def _resolved(self, reference: str) -> Schema:
-        """What a pointer into the document points at; True, which every value fits, for any other reference."""
-        found = self._root
-        steps = unquote(reference).split("/")
-        for step in steps[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name, True) if isinstance(found, dict) else True
-        return found if steps[0] == "#" else True
 
     def _impossible_object(self, parts: Sequence[Part]) -> bool:
         required = {name for part in parts for name in _list(part.get("required")) if isinstance(name, str)}
@@ -91,6 +82,16 @@ class Proofs:
         return False
 
 
+def resolved(root: Schema, reference: str) -> Schema:
+    """What a pointer into a document points at; True, which every value fits, for any other reference."""
+    found = root
+    steps = unquote(reference).split("/")
+    for step in steps[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name, True) if isinstance(found, dict) else True
+    return found if steps[0] == "#" else True
+
+
 def _types(parts: Sequence[Part]) -> set[str]:
     """The types that are possible, by `type`, `const` and `enum`; none if no value is."""
     types = set(TYPES)
@@ -102,20 +103,20 @@ def _types(parts: Sequence[Part]) -> set[str]:
     listed = [[part["const"]] for part in parts if "const" in part]
     listed += [part["enum"] for part in parts if isinstance(part.get("enum"), list)]
     if listed:
-        values = set.intersection(*({_comparable(value) for value in values} for values in listed))
+        values = set.intersection(*({comparable(value) for value in values} for values in listed))
         types &= {kind for kind, _ in values}
     return types
 
 
-def _comparable(value: Any) -> tuple[str, Any]:
+def comparable(value: Any) -> tuple[str, Any]:
     """A value's type, and what is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
     if value is None or isinstance(value, bool | str):
         return {type(None): "null", bool: "boolean", str: "string"}[type(value)], value
     if isinstance(value, int | float):
         return "number", _double(value)
     if isinstance(value, list):
-        return "array", tuple(map(_comparable, value))
-    return "object", frozenset((name, _comparable(member)) for name, member in value.items())
+        return "array", tuple(map(comparable, value))
+    return "object", frozenset((name, comparable(member)) for name, member in value.items())
 
 
 def _double(value: float) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shoal.constraints.disjoint import Proofs
+from shoal.constraints.disjoint import Proofs, resolved
+from shoal.constraints.unique_items import with_orders
 
 WHITESPACE: dict[str, dict[str, Any]] = {
     "bounded": {"whitespace_pattern": r"[ ]|\n[ \t]{0,20}"},
@@ -27,6 +28,10 @@ _DATE = (
 )  # fmt: skip
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](?:[.][0-9]{{1,{FRACTION}}})?(?:Z|[+-]{_HOUR})"
+_SIXTY_FOUR = "[A-Za-z0-9+/]"
+_INTEGER, _BUILD = "(?:0|[1-9][0-9]*)", "[0-9A-Za-z-]+"
+_LABEL = f"(?:{_INTEGER}|[0-9]*[A-Za-z-][0-9A-Za-z-]*)"
+_POINTER = "(?:/(?:[^~/]|~[01])*)*"
 FORMATS: dict[str, dict[str, Any]] = {
     "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
     "date": {"pattern": f"^{_DATE}$"},
@@ -35,9 +40,20 @@ FORMATS: dict[str, dict[str, Any]] = {
     "email": {"format": "email", "pattern": "^[^@]{1,64}@", "maxLength": 254},
     "hostname": {"format": "hostname", "maxLength": 253},
     "uri": {"format": "uri", "maxLength": 2048},
+    "byte": {"pattern": f"^(?:{_SIXTY_FOUR}{{4}})*(?:{_SIXTY_FOUR}[AQgw]==|{_SIXTY_FOUR}{{2}}[AEIMQUYcgkosw048]=)?$"},
+    "semver": {
+        "pattern": f"^{_INTEGER}(?:[.]{_INTEGER}){{2}}(?:-{_LABEL}(?:[.]{_LABEL})*)?(?:[+]{_BUILD}(?:[.]{_BUILD})*)?$",
+        "maxLength": 256,
+    },
+    "json-pointer": {"pattern": f"^{_POINTER}$", "maxLength": 2048},
+    "relative-json-pointer": {"pattern": f"^{_INTEGER}(?:#|{_POINTER})$", "maxLength": 2048},
 }
 """Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th of February, a 60th second, T and
-Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC 5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI."""
+Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC 5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI.
+llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions (semver.org 2.0.0; as long as npm takes
+them), JSON pointers (RFC 6901) and relative ones without `+` and `-`."""
+ANY_TEXT = ("binary", "password")
+"""Formats of OpenAPI that any text has."""
 _VALUES = ("const", "enum", "default", "examples")
 _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -71,6 +87,7 @@ class _Reading:
     """Goes through one document."""
 
     def __init__(self, root: Any) -> None:
+        self._root = root
         dialect = root.get("$schema", "2020-12") if isinstance(root, dict) else ""
         known = isinstance(dialect, str) and any(name in dialect for name in ("draft-06", "draft-07", "2019-09", "2020-12"))
         self._proofs = Proofs(root, siblings="draft-0" not in str(dialect)) if known and not _embeds(root) else None
@@ -84,7 +101,17 @@ class _Reading:
         if names:
             return {name: self.bounded(one) for name, one in schema.items()}
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
-        return self._any_of(schema, _bounded_format(made))
+        made = _bounded_format(made)
+        if "uniqueItems" in schema:
+            made = with_orders(made, self._items(schema))
+        return self._any_of(schema, made)
+
+    def _items(self, schema: dict[str, Any]) -> Any:
+        """The schema of an array's items; True, which lists no values, where references lead nowhere or further."""
+        items = schema.get("items")
+        if isinstance(items, dict) and isinstance(items.get("$ref"), str):
+            return resolved(self._root, items["$ref"]) if len(items) == 1 and not _embeds(self._root) else True
+        return items
 
     def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         """`oneOf` as `anyOf`, in its place, where its alternatives exclude each other."""
@@ -108,6 +135,8 @@ def _embeds(schema: Any, top: bool = True) -> bool:
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
     """With the format's bounds; what else says which texts there are goes first."""
     name = schema.get("format")
+    if isinstance(name, str) and name in ANY_TEXT:
+        return {keyword: value for keyword, value in schema.items() if keyword != "format"}
     bounds = FORMATS.get(name) if isinstance(name, str) else None
     if bounds is None or any(keyword in schema for keyword in ("const", "enum", "pattern", "allOf")):
         return schema

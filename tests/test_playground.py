@@ -597,7 +597,8 @@ def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
         assert response.headers["content-security-policy"] == policy
     missing = httpx.get(f"{server.url}/playground/secrets")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
-    assert httpx.get(f"{server.url}/openapi.json").json()["paths"].keys().isdisjoint({"/", "/playground/{name}"})
+    described = httpx.get(f"{server.url}/openapi.json").json()["paths"].keys()
+    assert described.isdisjoint({"/", "/playground/{name}", "/playground/{name:path}"})
 
 
 # ── the editor ──────────────────────────────────────────────────────────────────────────────────────────────────────

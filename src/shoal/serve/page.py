@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
 
 from shoal.serve.api_errors import ApiError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -22,7 +27,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 def page() -> APIRouter:
     """The routes of the page and its files, which are kept in memory. They need no key."""
     folder = files("shoal.serve") / "playground"
-    parts = {part.name: part.read_bytes() for part in folder.iterdir() if _suffix(part.name) in TYPES}
+    parts = {name: part.read_bytes() for name, part in _files(folder)}
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -33,7 +38,7 @@ def page() -> APIRouter:
     async def editor() -> Response:
         return _answer("editor.html")
 
-    @router.get("/playground/{name}")
+    @router.get("/playground/{name:path}")
     async def part(name: str) -> Response:
         return _answer(name)
 
@@ -43,6 +48,15 @@ def page() -> APIRouter:
         return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
 
     return router
+
+
+def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
+    """What the page has: relative paths and files, those of others (`vendor/`) included."""
+    for part in folder.iterdir():
+        if part.is_dir():
+            yield from _files(part, f"{above}{part.name}/")
+        elif _suffix(part.name) in TYPES:
+            yield above + part.name, part
 
 
 def _suffix(name: str) -> str:

@@ -1,7 +1,7 @@
 // The form: its fields, the link that brings them back, and the request they make.
 
 const OWN = ["chat", "compare", "kind", "grammar"]; // fields of this page, not of the API
-const PLACES = { response_format: "grammar", messages: "prompt", max_completion_tokens: "max_tokens" }; // where a field is asked for
+const PLACES = { response_format: "grammar", messages: "prompt", max_completion_tokens: "max_tokens", top_logprobs: "logprobs" }; // where a field is asked for
 const EXAMPLES = {
   json_schema: '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
   regex: "[a-z]+(, [a-z]+)*",
@@ -115,6 +115,7 @@ function stops(text) {
   return lines.map((line) => line.replace(/\\([nt\\])/g, (_, escaped) => escapes[escaped]));
 }
 
-function conversation({ prompt, suffix: _, ...body }) {
+function conversation({ prompt, suffix: _, logprobs, ...body }) {
+  if (logprobs !== undefined) Object.assign(body, { logprobs: true, top_logprobs: logprobs });
   return ["v1/chat/completions", { ...body, messages: [{ role: "user", content: prompt }] }];
 }

@@ -3,9 +3,11 @@
 import { Drafters } from "./drafters.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
 import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
+import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
 import { ApiError, ask, servedModel } from "./stream.js";
+import { paintSamples } from "./syntax.js";
 
 const at = (id) => document.getElementById(id);
 const form = at("form");
@@ -15,6 +17,7 @@ const NARROW = matchMedia("(width < 56rem)");
 let current = null; // the AbortController of what is running
 let shown = null; // the one whose samples are on the page
 let drawn; // the seed of these samples
+let context = ""; // the text that these samples go on from
 let known = false; // whether the limits of the server are known
 
 // ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,6 +68,7 @@ async function sample(controller) {
 function clear(body, drafts) {
   at("empty").hidden = true;
   reset(body.seed, drafts);
+  context = body.prompt ?? "";
   const columns = new Samples(at("samples"), body.n, new Drafters(at("drafters")));
   say(`Drawing ${count(body.n, "sample")}…`);
   if (NARROW.matches) at("results").scrollIntoView();
@@ -132,6 +136,12 @@ function reason(failure) {
   return failure instanceof ApiError ? failure.message : `The server cannot be reached (${failure.message}).`;
 }
 
+/** What the samples are coloured as: what a grammar makes JSON is JSON. */
+function language() {
+  const json = ["json_object", "json_schema"].includes(form.elements.kind.value);
+  return at("colours").value && json ? "json" : at("colours").value;
+}
+
 // ── what the server is, what the link says ──────────────────────────────────────────────────────────────────────────
 
 async function learn() {
@@ -188,6 +198,10 @@ theme.addEventListener("change", () => {
 dress(localStorage.getItem("shoal-theme") ?? "");
 at("link").hidden = !navigator.clipboard; // only where the connection is secure, or local
 at("link").addEventListener("click", copyLink);
+
+inspect(at("samples"));
+const repaint = paintSamples(at("samples"), () => [language(), context]);
+at("colours").addEventListener("change", repaint);
 
 offerLengths(form.elements.speculation, 16);
 fromHash(form, location.hash);

@@ -35,6 +35,7 @@ export class Rounds {
       if (this.tokens.length <= place && !ended) return;
       this.waiting.shift();
       const struck = rejected.map((draft) => rejectedNode(draft, this.drafters));
+      for (const node of this.tokens.slice(start, place + 1)) node.dataset.round = this.count + 1;
       mark((accepted ? null : struck[0]) ?? this.tokens[start], ++this.count);
       if (place < this.tokens.length) this.tokens[place].before(...struck);
       else this.text.append(...struck);

@@ -1,6 +1,8 @@
 // The columns: one per sample, filled token by token, ranked as they go.
 
+import { remember } from "./inspect.js";
 import { Rounds } from "./rounds.js";
+import { withAlternatives } from "./alternatives.js";
 
 const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
 
@@ -59,9 +61,11 @@ class Sample {
   }
 }
 
-function tokenNode({ text, logprob, drafter }, drafters) {
+function tokenNode(token, drafters) {
+  const { text, logprob, drafter } = token;
   const node = element("span", drafter === null ? "token" : `token draft ${drafters.style(drafter)}`, text);
   node.title = `${drafter === null ? "the target's own" : `accepted draft of ${drafter}`}, log-prob ${number(logprob, 3)}`;
+  remember(node, token);
   return node;
 }
 
@@ -76,7 +80,7 @@ export class Samples {
   /** Takes a choice of a chunk. */
   add(choice) {
     if (!choice.shoal) return; // the opening of a conversation has nothing yet
-    this.all[choice.index].add(choice.shoal);
+    this.all[choice.index].add({ ...choice.shoal, tokens: withAlternatives(choice) });
     this.rank();
   }
 

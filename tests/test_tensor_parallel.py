@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 import sharded_pair
 import shoal
+from shoal.cli import run
 from shoal.errors import RequestError
 from shoal.models import loading
 from shoal.models.tensor_parallel import capture_obstacle, require_ranks
@@ -27,6 +32,8 @@ needs_two = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")),
     reason="needs torch.distributed with gloo, and accelerate",
 )
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 
 
 def torchrun(*arguments: str | Path) -> str:
@@ -212,6 +219,123 @@ def test_the_command_line_prints_once(tmp_path: Path) -> None:
         s.token_ids for s in alone[0].samples
     ]
     assert printed["stats"]["drafted"] == alone.stats.drafted > 0
+
+
+# ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """torchrun with a server of two processes, and a client of it; whoever is left at the end is killed."""
+    options = (
+        f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32 --max-batch 4 -k 3 --port 0 --json"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={SIZE}",
+        "-m",
+        "shoal",
+        "serve",
+    ]
+    with (directory / "stderr").open("w") as said:
+        running = subprocess.Popen(
+            [*command, *options.split(), "--tensor-parallel"], env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=said,
+        )  # fmt: skip
+    try:
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        assert line, (directory / "stderr").read_text()[-3000:]
+        with httpx.Client(base_url=json.loads(line)["url"].removesuffix("/v1"), timeout=SECONDS) as client:
+            yield running, client
+    finally:
+        for process in ranks_of(running):
+            os.kill(process, signal.SIGKILL)
+        running.kill()
+        running.wait()
+
+
+def ranks_of(running: subprocess.Popen[str], rank: int | None = None) -> list[int]:
+    """The processes that torchrun started and that are still there."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            wanted = b"RANK=" if rank is None else b"RANK=%d" % rank
+            if parent == running.pid and any(
+                entry.startswith(wanted) for entry in (place / "environ").read_bytes().split(b"\0")
+            ):
+                found.append(int(place.name))
+    return found
+
+
+LONG = {"prompt": "def shoal", "n": 32, "max_tokens": 100, "temperature": 0.8, "speculation": "off", "stream": True}
+TOOK = ("completion_tokens", "drafted", "accepted", "rounds")
+
+
+@needs_two
+@needs_proc
+@pytest.mark.limit(SECONDS)
+def test_a_server_of_two_processes_answers_as_one_does_and_drains(directory: Path, alone: shoal.Shoal) -> None:
+    """Greedy and seeded, drafted and plain; scored prompts go through both processes, too."""
+    cases = [(temperature, speculation) for temperature in (0.0, 0.8) for speculation in (None, "off")]
+    with served(directory) as (running, client):
+        for temperature, speculation in cases:
+            body = {"prompt": "def shoal", "n": 2, "seed": 7, "max_tokens": 24, "temperature": temperature}
+            answer = client.post("/v1/completions", json=body | ({"speculation": speculation} if speculation else {})).json()
+            lookahead = "off" if speculation else 3
+            result = alone.generate("def shoal", 2, max_new_tokens=24, temperature=temperature, seed=7, lookahead=lookahead)
+            samples = result[0].samples
+            assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+            took = [[choice[name] for name in TOOK] for choice in answer["usage"]["choices"]]
+            assert took == [[len(s.token_ids), s.drafted, s.accepted, s.rounds] for s in samples]
+            assert all((drafted > 0) == (speculation is None) for _, drafted, _, _ in took)
+        scored = client.post(
+            "/v1/completions", json={"prompt": "def shoal", "echo": True, "logprobs": 0, "max_tokens": 0}
+        ).json()
+        ids = alone.tokenizer.encode("def shoal")
+        logits = alone.target.plain_logits(torch.tensor([ids]))[0].detach().log_softmax(-1)
+        expected = [float(logits[i, token]) for i, token in enumerate(ids[1:])]
+        assert scored["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+        assert "shoal_" in client.get("/metrics").text
+        assert len(processes := ranks_of(running)) == SIZE
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            assert "choices" in next(lines)
+            running.terminate()
+            rest = list(filter(None, lines))
+        ends = [choice["finish_reason"] for line in rest[:-1] for choice in json.loads(line[6:])["choices"]]
+        assert (rest[-1], sum(end in ("stop", "length") for end in ends)) == ("data: [DONE]", LONG["n"])
+        running.wait(SECONDS)
+        assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@needs_two
+@needs_proc
+@pytest.mark.limit(SECONDS)
+def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Path) -> None:
+    with served(directory) as (running, client):
+        (follower,) = ranks_of(running, 1)
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            assert "choices" in next(lines)
+            os.kill(follower, signal.SIGKILL)
+            rest = "".join(lines)
+        assert "engine_stopped" in rest
+        assert running.wait(SECONDS) != 0
+        assert not ranks_of(running)
+    assert "OutOfStep" in (directory / "stderr").read_text()
+
+
+@pytest.mark.parametrize(("options", "said"), [(["--ray"], "--ray"), (["--prefix-memory", "1"], "--prefix-memory")])
+def test_what_a_shared_target_cannot_serve_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--tensor-parallel", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class ModelSource(PlacedPair):
     tensor_parallel: Annotated[
         bool,
         models_option(
-            "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal generate ..."
+            "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal ..."
         ),
     ] = False
     attention: Annotated[

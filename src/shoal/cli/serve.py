@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +168,7 @@ class LogOptions:
     json: Annotated[bool, output_option("--json", help="One JSON object on stdout once requests are answered.")] = False
 
 
-@option_groups(without={"tensor_parallel"})
+@option_groups()
 def serve(
     speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, tls: TlsOptions,
     limits: LimitOptions, machines: ReplicaOptions, output: LogOptions,
@@ -179,6 +180,8 @@ def serve(
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     controller = parse_lookahead(speculation.lookahead)
+    if source.tensor_parallel:
+        _check_with_tensor_parallel(machines, limits)
     source.quieten_transformers()
     try:
         from shoal.serve import run, serve_config
@@ -190,7 +193,7 @@ def serve(
         from shoal.cli.console import stderr
 
         stderr().print(LOSSY_RULES[rule], style="yellow", markup=False, soft_wrap=True)
-    memory = in_bytes(limits.kv_memory), in_bytes(limits.prefix_memory)
+    memory = in_bytes(limits.kv_memory), in_bytes(0 if source.tensor_parallel else limits.prefix_memory)
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
     encryption = tls.read()
     ready = partial(_print_address, address.host, allowed, output.json, encryption)
@@ -206,10 +209,20 @@ def serve(
         )  # fmt: skip
         cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
         return
+    if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
+        source.load()  # computes what rank 0 says, and ends this process with rank 0's
     with run.bind(address.host, address.port) as listening:  # raises for a port in use before a model is loaded
         run.run(
             served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]), encryption
         )
+
+
+def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) -> None:
+    """Raises RequestError for options that do not go with it."""
+    if machines.ray:
+        raise RequestError("--tensor-parallel does not go with --ray: a replica is one process")
+    if limits.prefix_memory:
+        raise RequestError("--tensor-parallel keeps no prompts for later requests: leave --prefix-memory out, or give 0")
 
 
 def _settings(

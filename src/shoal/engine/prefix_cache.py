@@ -56,8 +56,7 @@ class PrefixMemory:
         It takes a pass over `PROBED` tokens; whatever is changed in a model, such a pass tells it. That weights of the draft model
         are others is not looked for, as it changes no distribution.
         """
-        runner = target.fork()
-        runner.use_static_passes(None)
+        runner = target.fork_for_ordinary_passes()
         runner.reserve(1, PROBED)
         runner.cache.rollback(0, 0)
         ids = torch.arange(PROBED, device=runner.device)[None] % min(runner.known_ids, runner.vocab_size)

@@ -48,8 +48,7 @@ def loglikelihoods(
     """
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     contexts = _contexts(target, pairs)
-    runner = target.fork()
-    runner.use_static_passes(None)  # shapes that occur once are not worth static passes
+    runner = target.fork_for_ordinary_passes()
     for start in range(0, len(contexts), ROWS):
         batch = contexts[start : start + ROWS]
         runner.reserve(len(batch), max(context.cells for context in batch))

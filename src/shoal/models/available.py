@@ -15,9 +15,10 @@ copy of a layer while its cache grows."""
 
 def kv_budget(device: torch.device) -> int | None:
     """Bytes for the keys and values of all models on a device, to be asked once the weights are there; None where the system does
-    not tell what is free."""
+    not tell what is free. Processes that torchrun started on one machine share its main memory."""
     free = free_bytes(device)
-    return None if free is None else int(KV_SHARE * free)
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    return None if free is None else int(KV_SHARE * free / sharing)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -41,7 +41,12 @@ class Ranks:
     # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def number(self) -> int:
-        """For something that all ranks have."""
+        """For something that all ranks have.
+
+        Raises:
+            OutOfStep: an earlier block failed.
+        """
+        self._require_in_step()
         return next(self._numbers)
 
     def drop_with(self, owner: Any, number: int) -> None:
@@ -56,8 +61,7 @@ class Ranks:
             OutOfStep: one of them has ended, or an earlier block failed: nobody knows how far the others came.
         """
         with self._lock:
-            if self._out_of_step:
-                raise OutOfStep(f"an earlier pass failed, and the other processes of the model may wait in it: {AGAIN}")
+            self._require_in_step()
             self._out_of_step = True
             try:
                 self._say(what, number, *arguments)
@@ -73,8 +77,17 @@ class Ranks:
     def stop(self) -> None:
         """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
         if not self._out_of_step:
-            self._say(STOP, -1)
+            try:
+                self._say(STOP, -1)
+            except RuntimeError as error:
+                if not is_loss(error):
+                    raise
+                return  # one has ended already; the others end with this process
             self.leave()
+
+    def _require_in_step(self) -> None:
+        if self._out_of_step:
+            raise OutOfStep(f"an earlier pass failed, and the other processes of the model may wait in it: {AGAIN}")
 
     def _say(self, what: str, number: int, *arguments: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]

@@ -223,6 +223,12 @@ class Runner:
         other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
+    def fork_for_ordinary_passes(self) -> Runner:
+        """The same, whose passes are not static: shapes that occur once are not worth building. Others keep their static passes."""
+        other = self.fork()
+        other.static = None
+        return other
+
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
         """Another model over this one's cache, whose layers are this one's first; with counters of its own, and ordinary passes.
         No two passes over a cache may run at a time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -44,11 +46,14 @@ class Served:
 
     @torch.inference_mode()
     def serve(self) -> NoReturn:
-        """Does what rank 0 says.
+        """Does what rank 0 says. SIGTERM and Ctrl-C, which torchrun sends to all, are rank 0's to obey: it may have rows to finish.
 
         Raises:
             SystemExit: when it says stop, or something fails.
         """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         try:
             while self._do(*self._ranks.hear()):
                 pass

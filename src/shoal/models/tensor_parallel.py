@@ -142,6 +142,10 @@ class _LedCache(SlotCache):
         with self._ranks.broadcast("zero_tail", self.number, slot, length):
             super().zero_tail(slot, length)
 
+    def zero_non_finite(self, slot: int) -> None:
+        with self._ranks.broadcast("zero_non_finite", self.number, slot):
+            super().zero_non_finite(slot)
+
 
 class _LedPasses(SharedPasses):
     """On rank 0: what is built here is built on all ranks, and runs on all of them."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.engine.engine import Engine
-from shoal.errors import InternalError, ModelError, ShoalError
+from shoal.errors import InternalError, ModelError, OutOfStep, ShoalError
 from shoal.models.out_of_memory import explained
 from shoal.serve.api_errors import ApiError
 from shoal.types.rounds import Commit
@@ -167,7 +167,7 @@ class EngineThread:
         rounds = self.stats.rounds
         try:
             commits = self.engine.step()
-        except InternalError:
+        except (InternalError, OutOfStep):  # no new engine helps against a lost process of the model
             raise
         except ShoalError as error:
             reason = str(error)  # the error itself is not kept: its traceback refers to the engine

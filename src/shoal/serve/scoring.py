@@ -74,8 +74,7 @@ class Scoring:
         if not all(0 <= token < target.vocab_size for token in ids):
             raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
         self._ids, self._top = list(ids), top
-        self._runner: Runner | None = target.fork()
-        self._runner.use_static_passes(None)  # a shape that occurs once is not worth a static pass
+        self._runner: Runner | None = target.fork_for_ordinary_passes()
         self._runner.reserve(1, len(ids))
         self._logprobs: list[float | None] = [None]  # the first token has no probability
         self._tops: list[TopLogprobs | None] = [None]

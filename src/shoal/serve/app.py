@@ -30,6 +30,7 @@ from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
 from shoal.serve.metrics import RequestMetrics
+from shoal.serve.model_identity import people_call
 from shoal.serve.openapi import REFUSALS
 from shoal.serve.ops import ops_routes
 from shoal.serve.page import page
@@ -146,12 +147,18 @@ def _model(handler: ApiHandler, name: str) -> response_models.Model:
         "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "members": settings.members,
-        "loaded": shoal.loaded,
+        "loaded": shoal.loaded, "names": _names(shoal),
         "lossy": engine.stats.lossy or None,
     }  # fmt: skip
     return response_models.Model(
         id=name, object="model", created=int(time.time()), owned_by="shoal", max_model_len=engine.context, shoal=about
     )  # fmt: skip
+
+
+def _names(shoal: Shoal) -> dict[str, str | None]:
+    """What people call the two models, see `people_call`."""
+    drafter = shoal.drafter_name
+    return {"target": people_call(shoal.target.name), "drafter": None if drafter is None else people_call(drafter)}
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Json], headers: Mapping[str, str]) -> Response:

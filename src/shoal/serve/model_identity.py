@@ -1,4 +1,4 @@
-"""A short identifier of a model that depends on its files, not on where they are stored."""
+"""What a model is called where its path must not be shown: a name, and a short identifier that depends on its files."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def identity(model: str | Path, revision: str | None = None) -> str:
         found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         found.update(_ends(file))
     return f"sha256:{found.hexdigest()[:16]}"
+
+
+def people_call(model: str) -> str:
+    """A model or drafter without any path: a directory's last part, "bundled target" and "bundled drafter" for the bundled pair, a
+    drafter without its options, which may name files; a Hub id as it is."""
+    from shoal.models.loading import bundled
+
+    for part in ("target", "drafter"):
+        if Path(model) == bundled(part):
+            return f"bundled {part}"
+    if Path(model).is_dir():
+        return Path(model).resolve().name
+    return "+".join(part.partition(":")[0] for part in model.split("+"))
 
 
 def _ends(file: Path) -> bytes:

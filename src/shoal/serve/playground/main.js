@@ -6,8 +6,10 @@ import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
+import { about } from "./served.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 import { paintSamples } from "./syntax.js";
+import { offer } from "./watch.js";
 
 const at = (id) => document.getElementById(id);
 const form = at("form");
@@ -58,15 +60,27 @@ async function sample(controller) {
   shown = controller;
   drawn = body.seed;
   const columns = clear(body, drafts);
-  await mine.follow(answer, (choice) => { columns.add(choice); showFigures(mine); }, (usage) => columns.end(usage));
+  const result = { path, body, run: mine, columns };
+  try {
+    await mine.follow(answer, (choice) => { columns.add(choice); showFigures(mine); }, (usage) => columns.end(usage));
+  } finally {
+    if (shown === controller) present(result); // also what was stopped, or broke off
+  }
   const done = summary(mine);
   say(done);
-  if (drafts && form.elements.compare.checked) await compare(mine, done, path, body, signal);
+  if (drafts && form.elements.compare.checked) await compare(result, done, signal);
+}
+
+/** Offers what can be done with the samples that are shown; null: there are none. */
+function present(result) {
+  at("tools").hidden = !result;
+  offer(result);
 }
 
 /** Makes room for the samples of a request that the server has taken. */
 function clear(body, drafts) {
   at("empty").hidden = true;
+  present(null);
   reset(body.seed, drafts);
   context = body.prompt ?? "";
   const columns = new Samples(at("samples"), body.n, new Drafters(at("drafters")));
@@ -78,13 +92,15 @@ function clear(body, drafts) {
 /** The page as it was before the first run. */
 function wipe() {
   drawn = undefined;
+  present(null);
   at("samples").replaceChildren();
   at("figures").hidden = true;
   at("empty").hidden = false;
 }
 
 /** Asks for the same once more without drafts, out of sight. */
-async function compare(mine, done, path, body, signal) {
+async function compare(result, done, signal) {
+  const { run: mine, path, body } = result;
   say(`${done} Now decoding plainly, to compare…`);
   showPlain("is being");
   const plain = new Run();
@@ -95,6 +111,7 @@ async function compare(mine, done, path, body, signal) {
     throw failure;
   }
   showComparison(mine, plain, body.seed !== undefined);
+  if (shown?.signal === signal) present({ ...result, plain });
   say(`${done} ${at("times").textContent} the speed of plain decoding.`);
 }
 
@@ -148,6 +165,7 @@ async function learn() {
   const model = await servedModel(key.value);
   allow(form, model);
   at("model").textContent = model.id;
+  at("pair").textContent = at("pair").title = about(model.shoal);
   at("editor").hidden = !model.shoal.fill_in_middle;
   document.title = `${model.id} · shoal playground`;
   known = true;

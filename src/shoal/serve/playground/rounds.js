@@ -7,7 +7,7 @@ export class Rounds {
     this.drafters = drafters;
     this.tokens = [];
     this.waiting = [];
-    this.count = 0;
+    this.done = [];
   }
 
   /** Takes token nodes, in order, and puts them at the end. */
@@ -28,15 +28,23 @@ export class Rounds {
     this.settle(true);
   }
 
+  /** The nodes of each round: accepted drafts, rejected ones, the target's own token. */
+  get parts() {
+    return this.done.map(({ start, accepted, committed, struck }) => (
+      { accepted: this.tokens.slice(start, start + accepted), struck, own: this.tokens.slice(start + accepted, start + committed) }
+    ));
+  }
+
   settle(ended) {
     while (this.waiting.length) {
-      const [{ start, accepted, rejected }] = this.waiting;
+      const [{ start, accepted, committed, rejected }] = this.waiting;
       const place = start + accepted; // of the target's own token, before which the rejected drafts stood
       if (this.tokens.length <= place && !ended) return;
       this.waiting.shift();
       const struck = rejected.map((draft) => rejectedNode(draft, this.drafters));
-      for (const node of this.tokens.slice(start, place + 1)) node.dataset.round = this.count + 1;
-      mark((accepted ? null : struck[0]) ?? this.tokens[start], ++this.count);
+      this.done.push({ start, accepted, committed, struck });
+      mark((accepted ? null : struck[0]) ?? this.tokens[start], this.done.length);
+      for (const node of this.tokens.slice(start, place + 1)) node.dataset.round = this.done.length;
       if (place < this.tokens.length) this.tokens[place].before(...struck);
       else this.text.append(...struck);
     }

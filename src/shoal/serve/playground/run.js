@@ -4,6 +4,7 @@
 export class Run {
   constructor() {
     this.choices = new Map();
+    this.trace = []; // what came when: { seconds, index, text, committed, rounds }
     this.started = performance.now();
     this.seconds = 0; // until the last event
   }
@@ -22,7 +23,10 @@ export class Run {
 
   count({ index, text, delta, shoal }) {
     const before = this.choices.get(index)?.text ?? "";
-    this.choices.set(index, { ...shoal, text: before + (text ?? delta?.content ?? "") });
+    const piece = text ?? delta?.content ?? "";
+    this.choices.set(index, { ...shoal, text: before + piece });
+    const { committed = 0, by_round: rounds = [] } = shoal ?? {};
+    this.trace.push({ seconds: this.seconds, index, text: piece, committed, rounds });
   }
 
   /** The sum of one figure over all choices. */

@@ -72,6 +72,7 @@ function tokenNode(token, drafters) {
 /** All columns of a run. */
 export class Samples {
   constructor(container, n, drafters) {
+    this.container = container;
     this.drafters = drafters;
     this.all = Array.from({ length: n }, (_, index) => new Sample(index, drafters));
     container.replaceChildren(...this.all.map((sample) => sample.node));

@@ -501,7 +501,7 @@ def test_board_colours_accepted_tokens_and_shows_all_text(tiny: Models) -> None:
 
     pair = load(tiny.target, tiny.target)  # a drafter equal to its target: nearly everything is accepted
     stream = pair.stream("def", 3, max_new_tokens=12, temperature=0.0, lookahead=3)
-    board = Board(stdout(), 3, lambda ids: str(pair.tokenizer.decode(ids, skip_special_tokens=True)))
+    board = Board(stdout(), [3], lambda ids: str(pair.tokenizer.decode(ids, skip_special_tokens=True)))
     result, interrupted = follow(stream, board.add)
     assert not interrupted
     for row, sample in zip(board.rows, result[0].samples, strict=True):
@@ -517,7 +517,7 @@ def test_a_narrow_terminal_loses_words_before_figures() -> None:
     console.print(table)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(word in shown for word in ("plain", "speculative", "123.45", "67.89"))
-    board = Board(Console(width=40, height=10, file=io.StringIO()), 8, str)
+    board = Board(Console(width=40, height=10, file=io.StringIO()), [8], str)
     board.console.print(board.render())
     lines = board.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line[:5] for line in lines[:8]] == [f"row {row}" for row in range(1, 9)]

@@ -178,7 +178,7 @@ def test_the_command_serves_https(
 
     monkeypatch.setattr(serve, "_print_address", ready)
     monkeypatch.setenv(PASSWORD_VARIABLE, "another")  # the file goes before it
-    options = ["--ssl-certfile", "server.pem", "--ssl-keyfile", "encrypted.key", "--ssl-keyfile-password-file", "password"]
+    options = ["--ssl-certfile", "server.pem", "--ssl-keyfile", "encrypted.key", "--ssl-password-file", "password"]
     monkeypatch.chdir(files)
     code = cli.run(["serve", "--port", "0", "--json", *options])
     assert (code, statuses) == (130, [200, 200])
@@ -193,11 +193,11 @@ WRONG = {
     "another's key": ([*CERTIFICATE, "--ssl-keyfile", "client.key"], "'client.key' does not belong to the certificate in"),
     "encrypted": ([*CERTIFICATE, "--ssl-keyfile", "encrypted.key"], "'encrypted.key' is encrypted: its password belongs"),
     "wrong password": (
-        [*CERTIFICATE, "--ssl-keyfile", "encrypted.key", "--ssl-keyfile-password-file", "text"],
+        [*CERTIFICATE, "--ssl-keyfile", "encrypted.key", "--ssl-password-file", "text"],
         "the password does not open the key in 'encrypted.key'",
     ),
     "no password": (
-        [*CERTIFICATE, "--ssl-keyfile", "encrypted.key", "--ssl-keyfile-password-file", "gone"],
+        [*CERTIFICATE, "--ssl-keyfile", "encrypted.key", "--ssl-password-file", "gone"],
         "cannot read the key's password in 'gone'",
     ),
     "no authority": (

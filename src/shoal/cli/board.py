@@ -1,10 +1,11 @@
-"""The rows of `shoal demo` while they fill in."""
+"""The rows of `shoal demo` and `shoal generate` while they fill in."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
 ACCEPTED, DRAWN = "green", "yellow"
 
 
+def tinted(increment: Increment, ids: list[int], decode: Callable[[list[int]], str], drawn: str = DRAWN) -> Text:
+    """What a round added to a row, coloured by which model chose the tokens; the accepted draft tokens come first in it.
+
+    Args:
+        ids: of the row before the round. drawn: the style of what the target drew.
+    """
+    accepted = (
+        len(decode([*ids, *increment.token_ids[: increment.accepted]])) - len(decode(ids)) if increment.accepted else 0
+    )
+    text = Text()
+    text.append(printable(increment.text[:accepted]), ACCEPTED)
+    text.append(printable(increment.text[accepted:]), drawn)
+    return text
+
+
 @dataclass
 class BoardRow:
     """One row of the board: its text so far, coloured by which model chose the tokens."""
@@ -32,11 +48,8 @@ class BoardRow:
     finish_reason: str | None = None
 
     def add(self, increment: Increment, decode: Callable[[list[int]], str]) -> None:
-        """Appends a round's text; the accepted draft tokens come first in it."""
-        before = len(decode(self.ids))
-        accepted = len(decode([*self.ids, *increment.token_ids[: increment.accepted]])) - before
-        self.text.append(printable(increment.text[:accepted]), ACCEPTED)
-        self.text.append(printable(increment.text[accepted:]), DRAWN)
+        """Appends a round's text."""
+        self.text.append(tinted(increment, self.ids, decode))
         self.ids += increment.token_ids
         self.rounds += 1
         self.finish_reason = increment.finish_reason
@@ -49,15 +62,22 @@ class BoardRow:
 
 
 class Board:
-    """All rows of one prompt while they fill in, with running counters."""
+    """All rows while they fill in, with running counters.
 
-    def __init__(self, console: Console, n: int, decode: Callable[[list[int]], str]) -> None:
-        self.rows = [BoardRow() for _ in range(n)]
+    Args:
+        counts: rows of each prompt. transient: the picture is removed in the end.
+    """
+
+    def __init__(
+        self, console: Console, counts: Sequence[int], decode: Callable[[list[int]], str], *, transient: bool = False
+    ) -> None:
+        self.rows = [BoardRow() for _ in range(sum(counts))]
+        self.first = [0, *accumulate(counts)]
         self.console = console
         self.decode = decode
         self.started_at = time.perf_counter()
         self.shown_at = 0.0
-        self.live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self.live = Live(console=console, auto_refresh=False, vertical_overflow="crop", transient=transient)
 
     def __enter__(self) -> Board:
         self.live.start()
@@ -69,7 +89,7 @@ class Board:
 
     def add(self, increment: Increment) -> None:
         """Takes in what a round added to a row and redraws, at most every `REFRESH` seconds."""
-        self.rows[increment.sample].add(increment, self.decode)
+        self.rows[self.first[increment.prompt] + increment.sample].add(increment, self.decode)
         if time.perf_counter() - self.shown_at > REFRESH:
             self.live.update(self.render(), refresh=True)
             self.shown_at = time.perf_counter()

@@ -148,7 +148,7 @@ def show_live(job: Job, console: Console) -> Result | None:
 
     console.print(Text(printable(job.prompt.rstrip()), style="dim"))
     stream = job.model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
-    with Board(console, job.n, decode) as board:
+    with Board(console, [job.n], decode) as board:
         result, interrupted = follow(stream, board.add)
     return None if interrupted else result
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from shoal.cli.board import Board
 from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
@@ -26,16 +28,24 @@ from shoal.cli.options import (
     TopPOption,
     parse_lookahead,
 )
+from shoal.cli.prompt_lines import PromptLine, lines_of, merged
 from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
+from shoal.cli.views import Events, RunningText, View, show_end
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.types.counts import as_dicts
-from shoal.types.options import split_options
 from shoal.types.samples import Output, Result, Sample
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.cli.views import Decode
+    from shoal.engine.stream import Stream
 
 EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
+BESIDE_ROWS = 4
+"""Lines of a board that are no rows."""
 NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
 """Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
@@ -53,9 +63,22 @@ class PromptOptions:
         typer.Option("--prompt-file", "-f", metavar="FILE", help="A file that is one prompt, whole; repeatable."),
     ] = None
 
-    def read(self) -> list[str]:
-        """The prompts as texts. Raises RequestError, see `read_prompts`."""
-        return read_prompts(self.prompt or [], self.prompt_file or [])
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts", metavar="FILE",
+            help='Several prompts; repeatable. JSON Lines (.jsonl): texts, or objects with "prompt" and parameters of their own '
+            '("n", "seed", "temperature", "max_new_tokens", ...). .txt: a prompt per paragraph.',
+        ),
+    ] = None  # fmt: skip
+
+    def read(self) -> list[PromptLine]:
+        """The prompts, those of --prompts last. Raises RequestError, see `read_prompts` and `lines_of`."""
+        texts, files = self.prompt or [], self.prompt_file or []
+        found = lines_of(self.prompts or [])
+        if texts or files or not found:
+            found = [PromptLine(text) for text in read_prompts(texts, files)] + found
+        return found
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,14 @@ class OutputOptions:
     ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = False
     logprobs: Annotated[bool, output_option("--logprobs", help="Log-probabilities of the tokens (with --json).")] = False
     top_logprobs: Annotated[int, output_option(min=0, help="So many most probable tokens per position (with --json).")] = 0
+    stream: Annotated[
+        bool | None,
+        output_option(
+            "--stream/--no-stream",
+            show_default="in a terminal",
+            help="Show text as it is committed; with --json as events, one per line, into a pipe of one sample as bare text.",
+        ),
+    ] = None
     output: Annotated[
         Path | None, output_option("--output", "-o", help="Write the results to a file, whole or not at all.")
     ] = None
@@ -133,8 +164,29 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if (self.logprobs or self.top_logprobs) and not self.json:
             raise RequestError("--logprobs and --top-logprobs are part of the JSON output: add --json")
+        if self.stream and (self.output is not None or self.ranked):
+            raise RequestError("--stream shows samples while they grow: leave out --output and --ranked")
         if self.output is not None:
             require_writable(self.output)
+
+    def view(self, counts: Sequence[int]) -> Callable[[Console, Decode], View] | None:
+        """What makes the picture of rows that grow, of so many per prompt; None = there is a line of progress instead.
+
+        Raises:
+            RequestError: several rows as bare text.
+        """
+        console, rows = stdout(), sum(counts)
+        if self.json:
+            return (lambda _console, _decode: Events(partial(sample_document, shown=self))) if self.stream else None
+        if self.output is not None or not (console.is_terminal if self.stream is None else self.stream):
+            return None
+        if rows == 1:
+            return RunningText
+        if not console.is_terminal:
+            raise RequestError(f"--stream writes the text of one sample, and {rows} are asked for: add --json for events")
+        if rows > console.height - BESIDE_ROWS:
+            return None
+        return lambda console, decode: Board(console, counts, decode, transient=True)
 
     def samples(self, output: Output) -> Sequence[Sample]:
         """A prompt's samples in the order in which they are shown."""
@@ -148,46 +200,92 @@ def generate(
 ) -> int:  # fmt: skip
     """Generate n samples of every prompt.
 
-    Results go to stdout, progress to stderr. Ctrl-C stops and prints what has finished.
+    Results go to stdout, progress to stderr. In a terminal samples are shown while they grow, accepted drafts in green.
+    Ctrl-C stops and prints what has finished, in a terminal all that has come.
     """
-    texts = prompts.read()
+    asked = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     if ends := turn_ends(chats.chat_template):
         options["stop"] = [*options.get("stop", ()), *ends]
-    split_options(options)  # a wrong value is reported before a model is loaded
-    result, interrupted = _run(source, texts, chats, sampling, output.top_logprobs, options)
-    deliver(result, texts, output, interrupted)
+    merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
+    run = Run(asked, chats, sampling, output, options)
+    result, interrupted = run.follow(source)
+    run.deliver(result, interrupted)
     if result.stats.lossy:
         stderr().print(result.stats.lossy, style="yellow", markup=False, soft_wrap=True)
     failed = report_failures(result)
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
-def _run(
-    source: ModelSource, prompts: list[str], chats: ChatOptions, sampling: SamplingOptions, top_logprobs: int,
-    options: dict[str, Any],
-) -> tuple[Result, bool]:  # fmt: skip
-    """Loads the models and generates, with a progress line on stderr."""
-    with Progress() as progress:
-        model = source.load()
-        progress.expect(rows=len(prompts) * sampling.n)
-        found = chats.read(model.tokenizer, prompts)
-        asked: dict[str, Any] = {"align": sampling.align, "exact": sampling.exact or False}
-        return follow(model.stream(found, sampling.n, top_logprobs=top_logprobs, **asked, **options), progress.add)
+@dataclass(frozen=True)
+class Run:
+    """What is generated, and how it is shown."""
+
+    asked: Sequence[PromptLine]
+    chats: ChatOptions
+    sampling: SamplingOptions
+    shown: OutputOptions
+    options: Mapping[str, Any]
+
+    @property
+    def counts(self) -> list[int]:
+        """Samples of each prompt."""
+        return [self.sampling.n if one.n is None else one.n for one in self.asked]
+
+    def follow(self, source: ModelSource) -> tuple[Result, bool]:
+        """Loads the models and generates, with a view of the samples on stdout or a progress line on stderr; and whether Ctrl-C
+        ended it."""
+        make_view = self.shown.view(self.counts)
+        with Progress() as progress:
+            model = source.load()
+            stream = self._stream(model)
+            if make_view is None:
+                progress.expect(rows=sum(self.counts))
+                return follow(stream, progress.add)
+        with make_view(stdout(), decoder(model.tokenizer)) as view:
+            result, interrupted = follow(stream, view.add)
+        if isinstance(view, Events):
+            view.end(result, interrupted)
+        elif isinstance(view, RunningText):
+            show_end(result[0].samples[0])
+        return result, interrupted
+
+    def _stream(self, model: Shoal) -> Stream:
+        found = self.chats.read(model.tokenizer, [one.text for one in self.asked])
+        asked: dict[str, Any] = {"align": self.sampling.align, "exact": self.sampling.exact or False}
+        options = merged(self.asked, self.sampling.n, self.options, model.tokenizer)
+        return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
+
+    def deliver(self, result: Result, interrupted: bool) -> None:
+        """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds whole results only. What was
+        printed as it came is not printed again."""
+        if interrupted:
+            samples = [sample for output in result for sample in output.samples]
+            finished = sum(sample.finish_reason != "cancelled" for sample in samples)
+            stderr().print(f"interrupted: {finished} of {len(samples)} samples finished")
+        make_view = self.shown.view(self.counts)
+        if make_view is RunningText or (make_view is not None and self.shown.json):
+            return
+        if self.shown.output is None or interrupted:
+            self._print(result, stdout(), cut=make_view is not None)
+            return
+        text = io.StringIO()
+        self._print(result, Console(file=text, width=FILE_WIDTH))
+        write_whole(self.shown.output, text.getvalue())
+
+    def _print(self, result: Result, console: Console, *, cut: bool = False) -> None:
+        if self.shown.json:
+            console.file.write(json.dumps(document(result, self.asked, self.shown), allow_nan=False) + "\n")
+            return
+        for index, (output, one) in enumerate(zip(result, self.asked, strict=True), 1):
+            first_line = next((line for line in one.text.splitlines() if line.strip()), "")
+            title = f"prompt {index} of {len(self.asked)}: {first_line}" if len(self.asked) > 1 else None
+            show_output(console, output, title, self.shown.ranked, cut=cut)
 
 
-def deliver(result: Result, prompts: Sequence[str], shown: OutputOptions, interrupted: bool) -> None:
-    """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds whole results only."""
-    if interrupted:
-        samples = [sample for output in result for sample in output.samples]
-        finished = sum(sample.finish_reason != "cancelled" for sample in samples)
-        stderr().print(f"interrupted: {finished} of {len(samples)} samples finished")
-    if shown.output is None or interrupted:
-        _print(result, prompts, shown, stdout())
-        return
-    text = io.StringIO()
-    _print(result, prompts, shown, Console(file=text, width=FILE_WIDTH))
-    write_whole(shown.output, text.getvalue())
+def decoder(tokenizer: Any) -> Decode:
+    """Ids as the text that is shown."""
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def report_failures(result: Result) -> bool:
@@ -200,23 +298,14 @@ def report_failures(result: Result) -> bool:
     return bool(failed)
 
 
-def _print(result: Result, prompts: Sequence[str], shown: OutputOptions, console: Console) -> None:
-    if shown.json:
-        console.file.write(json.dumps(document(result, prompts, shown), allow_nan=False) + "\n")
-        return
-    for index, (output, prompt) in enumerate(zip(result, prompts, strict=True), 1):
-        first_line = next((line for line in prompt.splitlines() if line.strip()), "")
-        title = f"prompt {index} of {len(prompts)}: {first_line}" if len(prompts) > 1 else None
-        show_output(console, output, title, shown.ranked)
-
-
-def document(result: Result, prompts: Sequence[str], shown: OutputOptions) -> dict[str, Any]:
+def document(result: Result, asked: Sequence[PromptLine], shown: OutputOptions) -> dict[str, Any]:
     """The JSON object of a result."""
     return {
         "prompts": [
-            {"prompt": prompt, "samples": [sample_document(sample, shown) for sample in shown.samples(output)]}
+            {"prompt": one.text, "samples": [sample_document(sample, shown) for sample in shown.samples(output)]}
+            | ({} if one.id is None else {"id": one.id})
             | _worth(output)
-            for output, prompt in zip(result, prompts, strict=True)
+            for output, one in zip(result, asked, strict=True)
         ],
         "stats": result.stats.to_dict(),
     }

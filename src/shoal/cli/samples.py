@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from shoal.types.samples import Output, Sample
 
 
-def show_output(console: Console, output: Output, title: str | None, by_rank: bool) -> None:
-    """The samples of one prompt, each under a header line; rows that Ctrl-C cut are left out."""
+def show_output(console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False) -> None:
+    """The samples of one prompt, each under a header line.
+
+    Args:
+        cut: with those that Ctrl-C cut.
+    """
     if title:
         console.print(Rule(Text(title, overflow="ellipsis", no_wrap=True), align="left"))
     rank = {id(sample): number for number, sample in enumerate(output.ranked, 1)}
-    samples = [(number, sample) for number, sample in enumerate(output.samples, 1) if sample.finish_reason != "cancelled"]
+    samples = [
+        (number, sample) for number, sample in enumerate(output.samples, 1) if cut or sample.finish_reason != "cancelled"
+    ]
     for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
         header = f"# sample {number}, rank {rank[id(sample)]} of {len(rank)}: {describe(sample)}"
         console.print(Text(header, style="bold"), soft_wrap=True)

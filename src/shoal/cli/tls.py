@@ -26,7 +26,7 @@ class TlsOptions:
     ssl_keyfile: Annotated[
         Path | None, tls_option(help="Its private key, PEM.", show_default="in the certificate's file")
     ] = None
-    ssl_keyfile_password_file: Annotated[
+    ssl_password_file: Annotated[
         Path | None,
         tls_option(
             help="A file with the password of an encrypted key.", show_default="the password in SHOAL_SSL_KEYFILE_PASSWORD"
@@ -48,7 +48,7 @@ class TlsOptions:
 
         if self.ssl_certfile is None:
             others = {
-                "--ssl-keyfile": self.ssl_keyfile, "--ssl-keyfile-password-file": self.ssl_keyfile_password_file,
+                "--ssl-keyfile": self.ssl_keyfile, "--ssl-password-file": self.ssl_password_file,
                 "--ssl-ca-certs": self.ssl_ca_certs, "--ssl-cert-reqs": self.ssl_cert_reqs,
             }  # fmt: skip
             given = [name for name, value in others.items() if value is not None]
@@ -57,6 +57,6 @@ class TlsOptions:
             return None
         if self.ssl_cert_reqs is not None and self.ssl_ca_certs is None:
             raise RequestError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates are accepted")
-        password = read_password(self.ssl_keyfile_password_file)
+        password = read_password(self.ssl_password_file)
         clients = "none" if self.ssl_ca_certs is None else self.ssl_cert_reqs or "required"
         return Tls(self.ssl_certfile, self.ssl_keyfile, password, self.ssl_ca_certs, clients)

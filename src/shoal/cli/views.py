@@ -1,0 +1,106 @@
+"""Samples while they grow: one as running text, several side by side, or all as events for a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.board import tinted
+from shoal.cli.console import stderr
+from shoal.cli.samples import describe
+
+if TYPE_CHECKING:
+    from shoal.types.samples import Increment, Result, Sample
+
+    Decode = Callable[[list[int]], str]
+
+
+class View(Protocol):
+    """What is shown of a run while it goes on; a context manager."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any: ...
+
+    def add(self, increment: Increment) -> None:
+        """What a round added to a row."""
+
+
+class RunningText:
+    """The text of one sample, as it is committed; accepted draft tokens are green in a terminal."""
+
+    def __init__(self, console: Console, decode: Decode) -> None:
+        self._console, self._decode = console, decode
+        self._ids: list[int] = []
+        self._line_begins = True
+
+    def __enter__(self) -> RunningText:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if not self._line_begins:
+            self._console.file.write("\n")
+            self._console.file.flush()
+
+    def add(self, increment: Increment) -> None:
+        """Prints what a round added."""
+        if increment.text:
+            self._line_begins = increment.text.endswith("\n")
+            if self._console.is_terminal:
+                text = tinted(increment, self._ids, self._decode, drawn="")
+                self._console.print(text, end="", soft_wrap=True)
+            else:
+                self._console.file.write(increment.text)
+            self._console.file.flush()
+        self._ids += increment.token_ids
+
+
+def show_end(sample: Sample) -> None:
+    """How a sample that was shown as running text ended, in a line on stderr."""
+    stderr().print(Text(f"# {describe(sample)}", style="dim"), soft_wrap=True)
+
+
+class Events:
+    """A JSON object per line: "increment" for what a round added to a row, "sample" for a row that has ended, "end" at last.
+
+    Args:
+        document: the JSON object of a sample.
+    """
+
+    def __init__(self, document: Callable[[Sample], dict[str, Any]]) -> None:
+        self._document = document
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def add(self, increment: Increment) -> None:
+        """One or two events."""
+        place = {"prompt": increment.prompt, "sample": increment.sample}
+        added = {"text": increment.text, "token_ids": list(increment.token_ids), "accepted": increment.accepted}
+        self._write({"event": "increment", **place, **added})
+        if increment.result is not None:
+            self._write({"event": "sample", **place, **self._document(increment.result)})
+
+    def end(self, result: Result, interrupted: bool) -> None:
+        """The last event."""
+        self._write({"event": "end", "interrupted": interrupted, "stats": result.stats.to_dict()})
+
+    @staticmethod
+    def _write(event: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(event, allow_nan=False) + "\n")
+        sys.stdout.flush()

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
+from shoal import __version__
 from shoal.config import Grammar
 from shoal.engine import samples
 from shoal.serve.token_names import name_and_bytes
@@ -613,6 +614,11 @@ def test_metrics_tell_what_requests_took() -> None:
     assert text.headers["content-type"].startswith("text/plain; version=")
     families = {family.name: family for family in text_string_to_metric_families(text.text)}
     found = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert families["process_resident_memory_bytes"].samples[0].value > 0
+    (build,), (model,) = families.pop("shoal_build_info").samples, families.pop("shoal_model_info").samples
+    assert build.labels["version"] == __version__
+    assert model.labels == {"model": "tiny", "drafter": "model", "device": "cpu", "dtype": "float64"}
+    families = {name: family for name, family in families.items() if not name.startswith("process_")}
     for name, family in families.items():  # Prometheus' conventions: a prefix, base units, _total where it counts
         assert name.startswith("shoal_")
         assert family.documentation

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+LogFormat = Literal["text", "json"]
 CpusOption = Annotated[float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")]
 GpusOption = Annotated[float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")]
 ChatTemplateOption = Annotated[Path | None, models_option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)]
@@ -165,6 +166,7 @@ class LogOptions:
     """What the server prints."""
 
     log_level: Annotated[LogLevel, output_option(help="What is logged on stderr.")] = "info"
+    log_format: Annotated[LogFormat, output_option(help="Lines of text, or of JSON objects.")] = "text"
     json: Annotated[bool, output_option("--json", help="One JSON object on stdout once requests are answered.")] = False
 
 
@@ -184,7 +186,7 @@ def serve(
         _check_with_tensor_parallel(machines, limits)
     source.quieten_transformers()
     try:
-        from shoal.serve import run, serve_config
+        from shoal.serve import loading, run, serve_config
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
@@ -212,9 +214,12 @@ def serve(
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
         source.load()  # computes what rank 0 says, and ends this process with rank 0's
     with run.bind(address.host, address.port) as listening:  # raises for a port in use before a model is loaded
+        with loading.answered(listening, encryption):
+            app = served.app()
         run.run(
-            served.app(), listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]), encryption
-        )
+            app, listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]), encryption,
+            output.log_format,
+        )  # fmt: skip
 
 
 def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) -> None:

@@ -29,6 +29,7 @@ from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
+from shoal.serve.logs import RequestLog
 from shoal.serve.metrics import RequestMetrics
 from shoal.serve.model_identity import people_call
 from shoal.serve.openapi import REFUSALS
@@ -52,7 +53,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     """
     handler = ApiHandler(shoal, make_engine, settings)
     worker, metrics = handler.worker, handler.metrics
-    metrics.collect_from(worker)
+    metrics.collect_from(worker, settings.model)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -77,6 +78,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     app.add_middleware(RequestIds)
+    app.add_middleware(RequestLog)
     openapi.install(app, REQUESTS)
     return app
 
@@ -99,7 +101,7 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     async def answer(request: Request, path: str) -> Response:
         fields, owner = await bodies.read(request, settings.max_body), getattr(request.state, "owner", "")
         response = await (handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner))
-        headers = response.parsed.headers
+        headers, request.state.computed = response.parsed.headers, response.computed
         if response.parsed.stream:
             events = response.events()
             return EventStream(await anext(events), events, headers)

@@ -68,6 +68,11 @@ class InfillResponse:
     _tokens: list[TokenUpdate] = field(default_factory=list)
     _last: RowUpdate | None = None
 
+    def computed(self) -> Json:
+        """What was computed so far, for the log."""
+        new = 0 if self._last is None else self._last.committed
+        return {"prompt_tokens": sum(map(len, self.parsed.prompts)), "completion_tokens": new, "samples": 1}
+
     async def whole(self) -> Json:
         """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`, or that of the row."""
         text = "".join([piece async for piece in self._pieces()])

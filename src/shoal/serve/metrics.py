@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal import __version__
+from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.types.counts import DraftCounts
@@ -48,6 +52,12 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry, "namespace": "shoal"}
+        ProcessCollector(registry=self._registry)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        Info("build", "Versions that run", **own).info(
+            {"version": __version__, "python": platform.python_version(), **versions}
+        )
+        self._model = Info("model", "What is served", **own)
         self._first = Histogram(
             "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
         )
@@ -60,8 +70,12 @@ class Metrics:
             "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS, **own
         )
 
-    def collect_from(self, worker: Worker) -> None:
-        """Adds the figures of the worker's engine."""
+    def collect_from(self, worker: Worker, model: str) -> None:
+        """Adds the figures of the worker's engine; `model`: the name that is served."""
+        engine = worker.thread.engine
+        drafter = "" if engine.drafter is None else name_of(engine.drafter)
+        about = {"model": model, "drafter": drafter, "device": str(engine.target.device), "dtype": str(engine.target.dtype)}
+        self._model.info({name: value.removeprefix("torch.") for name, value in about.items()})
         self._registry.register(_Engine(worker))
 
     def first_tokens(self, seconds: float) -> None:

@@ -45,6 +45,7 @@ class ApiResponse:
     parsed: ParsedRequest
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
+    _submitted: Submission | None = None
 
     async def whole(self) -> Json:
         """The answer, once all rows have ended.
@@ -103,10 +104,19 @@ class ApiResponse:
 
     def _submission(self) -> Submission:
         parsed = self.parsed
-        return Submission(
+        self._submitted = Submission(
             parsed.requests, parsed.rows, stream=parsed.stream, rounds=parsed.rounds, grammar_field=parsed.grammar_field,
             detailed=parsed.details or parsed.token_ids or parsed.top_logprobs is not None or parsed.reasoning is not None,
         )  # fmt: skip
+        return self._submitted
+
+    def computed(self) -> Json:
+        """What was computed so far, for the log."""
+        rows = [] if self._submitted is None else self._submitted.members
+        return {
+            "prompt_tokens": sum(map(len, self.parsed.prompts)), "completion_tokens": sum(row.new_tokens for row in rows),
+            "samples": len(rows),
+        }  # fmt: skip
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:

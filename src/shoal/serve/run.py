@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import signal
 import socket
@@ -17,6 +16,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from shoal.errors import InternalError, RequestError
+from shoal.serve import logs
 from shoal.serve.protocol import LimitedProtocol
 from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
@@ -53,7 +53,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(
-    app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None], tls: Tls | None = None
+    app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None], tls: Tls | None = None,
+    log_format: logs.LogFormat = "text",
 ) -> None:  # fmt: skip
     """Serves until SIGTERM or Ctrl-C, then drains.
 
@@ -62,7 +63,7 @@ def run(
 
     Args:
         ready: called as soon as requests are answered.
-        tls: encrypts all connections; None = HTTP.
+        tls: encrypts all connections; None = HTTP. log_format: see `shoal.serve.logs`.
 
     Raises:
         KeyboardInterrupt: at the end, if it was Ctrl-C.
@@ -71,8 +72,8 @@ def run(
     worker: Worker = app.state.worker
     timeout = math.ceil(drain + GRACE_SECONDS)
     config = uvicorn.Config(
-        app, log_level=log_level, log_config=_logging(log_level), timeout_graceful_shutdown=timeout,
-        **{**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)},
+        app, log_level=log_level, log_config=logs.config(log_level, log_format), access_log=False,
+        timeout_graceful_shutdown=timeout, **{**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)},
         **(tls.uvicorn_options() if tls else {}),
     )  # fmt: skip
     # uvicorn raises the signals that it caught again at its end; SIGTERM has been handled by then.
@@ -82,6 +83,7 @@ def run(
     finally:
         signal.signal(signal.SIGTERM, previous)
         worker.stop()
+        logs.restore()
     if worker.thread.failure is not None:
         raise InternalError(f"the engine's thread has ended: {worker.thread.failure!r}")
 
@@ -121,11 +123,3 @@ class _Server(uvicorn.Server):
             self._state.worker.cut()
         else:
             super().handle_exit(sig, frame)
-
-
-def _logging(level: str) -> dict[str, Any]:
-    """uvicorn's configuration with our logger; all on stderr, where uvicorn would log requests to stdout."""
-    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    config["loggers"]["shoal"] = {"handlers": ["default"], "level": level.upper()}
-    return config

@@ -1,0 +1,124 @@
+"""What a server logs of its requests, as text and as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import eventually, pair, served
+from shoal.serve import logs
+from shoal.serve.handler import ApiHandler
+from shoal.serve.logs import JsonFormatter, TextFormatter
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
+
+
+class Kept(logging.Handler):
+    """Keeps records."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        return [json.loads(JsonFormatter().format(record)) for record in self.records]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler, level = Kept(), logs.LOG.level
+    logs.LOG.addHandler(handler)
+    logs.LOG.setLevel(logging.DEBUG)
+    yield handler
+    logs.LOG.removeHandler(handler)
+    logs.LOG.setLevel(level)
+
+
+def test_each_request_has_a_line_when_its_answer_has_ended(kept: Kept) -> None:
+    with served(pair(), keys=("secret-key",)) as server:
+        key = {"authorization": "Bearer secret-key"}
+        ask = {"prompt": "hello", "n": 3, "max_tokens": 5, "seed": 1}
+
+        def post(headers: dict[str, str], **body: Any) -> None:
+            httpx.post(f"{server.url}/v1/completions?token=hidden", json=ask | body, headers=headers)
+
+        post(key | {"x-request-id": "mine"})
+        post(key, stream=True)
+        post(key, n=0)
+        post({})
+        httpx.get(f"{server.url}/health")
+        eventually(lambda: len(kept.records) == 5)
+    whole, stream, wrong, closed, probe = kept.told
+    assert (whole["method"], whole["path"], whole["status"], whole["request_id"]) == ("POST", "/v1/completions", 200, "mine")
+    for line in (whole, stream):
+        assert (line["prompt_tokens"], line["completion_tokens"], line["samples"]) == (5, 15, 3)
+        assert line["seconds"] > 0
+        assert re.fullmatch(TIME, line["time"])
+    assert stream["request_id"] not in ("", "mine")
+    assert wrong["status"] == 400
+    assert "n" in wrong["reason"]
+    assert "completion_tokens" not in wrong
+    assert (closed["status"], "API key" in closed["reason"]) == (401, True)
+    assert (probe["path"], probe["level"], whole["level"]) == ("/health", "debug", "info")
+    every = json.dumps(kept.told) + "".join(TextFormatter().format(record) for record in kept.records)
+    assert "secret-key" not in every
+    assert "hidden" not in every
+
+
+def test_a_client_that_leaves_is_told(kept: Kept) -> None:
+    with served(pair()) as server:
+        body = {"prompt": "hello", "n": 2, "max_tokens": 900, "stream": True, "seed": 1}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        eventually(lambda: bool(kept.records))
+    (line,) = kept.told
+    assert line["samples"] == 2
+    assert 0 < line["completion_tokens"] < 1800
+    assert line["status"] == 499
+
+
+def test_a_fault_that_nobody_foresaw_is_500(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, name: str) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(ApiHandler, "require_model", fails)
+    with served(pair()) as server:
+        assert httpx.get(f"{server.url}/v1/models/x").status_code == 500
+        eventually(lambda: bool(kept.records))
+    (line,) = kept.told
+    assert (line["status"], line["level"]) == (500, "warning")
+
+
+def test_paths_cannot_write_lines_of_their_own(kept: Kept) -> None:
+    with served(pair()) as server:
+        httpx.get(f"{server.url}/a%0aINFO%20all%20is%20well")
+        eventually(lambda: bool(kept.records))
+    text = TextFormatter().format(kept.records[0])
+    assert "\n" not in text
+    assert re.match(TIME + r" INFO +GET '/a\\nINFO all is well' 404 ", text)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_faults_of_our_own_have_tracebacks(form: logs.LogFormat) -> None:
+    made = logs.config("info", form)["formatters"]["shoal"]["()"]()
+    try:
+        raise ValueError("no")
+    except ValueError:
+        record = logging.LogRecord("shoal.x", logging.ERROR, "", 1, "it %s", ("failed",), sys.exc_info())
+    text = made.format(record)
+    if form == "json":
+        told = json.loads(text)
+        assert (told["message"], told["level"], told["logger"]) == ("it failed", "error", "shoal.x")
+        text = told["traceback"]
+    assert "ValueError: no" in text

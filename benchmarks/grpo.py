@@ -197,7 +197,7 @@ def main() -> None:
         differs = max((row["difference_of_logprobs"] for row in rows if "difference_of_logprobs" in row), default=None)
         print(f"| {name} | {speed(rows):.0f} | {first:.3f} | {last:.3f} | {'-' if differs is None else f'{differs:.1e}'} |")
     if given.json:
-        asked = {key: str(value) for key, value in vars(given).items()}
+        asked = {key: str(value) for key, value in vars(given).items() if key not in ("json", "plot")}
         write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "runs": found})
     if given.plot:
         plot(found, given.plot)

@@ -32,7 +32,7 @@ NEEDED = (
     "shoal/data/pair/*/model.safetensors", "shoal/data/pair/*/tokenizer.json", "shoal/data/pair/LICENSE.md",
     "shoal/data/repository/custom_generate/generate.py", "shoal/serve/playground/index.html", "shoal/serve/playground/*.js",
     "shoal/serve/playground/*.css", "*.dist-info/entry_points.txt", "*.dist-info/licenses/LICENSE",
-    "*.dist-info/licenses/src/shoal/data/pair/LICENSE.md",
+    "*.dist-info/licenses/src/shoal/data/pair/LICENSE.md", "shoal/serve/playground/vendor/LICENSE-*",
 )  # fmt: skip
 """Beside modules, what a wheel has, whatever the repository has."""
 NEEDED_SOURCES = (
@@ -173,7 +173,8 @@ def check_demo(shown: dict[str, Any]) -> None:
 def check_server(url: str) -> None:
     """Asks a server for its pages and for samples. Raises SystemExit for wrong answers."""
     folder = ROOT / "src" / "shoal" / "serve" / "playground"
-    parts = [part.name for part in folder.iterdir() if part.suffix in (".html", ".css", ".js", ".svg")]
+    types = (".html", ".css", ".js", ".svg")
+    parts = [part.relative_to(folder).as_posix() for part in folder.rglob("*") if part.suffix in types]
     pages = {"": "index.html", "editor": "editor.html", **{f"playground/{name}": name for name in parts}}
     for path, name in pages.items():
         if _get(f"{url}/{path}") != (folder / name).read_bytes():

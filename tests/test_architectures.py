@@ -16,7 +16,7 @@ from torch import Tensor
 import shoal
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
-from shoal.engine import engine
+from shoal.engine import batch
 from shoal.engine.scheduler import Round
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
@@ -112,13 +112,13 @@ def wavering(hf: Any, amount: float = 0.15) -> Any:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
     """The rounds in which rows joined or moved."""
     seen: list[Round] = []
-    real = engine.prefill
+    real = batch.prefill
 
     def spy(runner: Runner, round_: Round, *rest: Any) -> int:
         seen.append(round_)
         return real(runner, round_, *rest)
 
-    monkeypatch.setattr(engine, "prefill", spy)
+    monkeypatch.setattr(batch, "prefill", spy)
     return seen
 
 

@@ -67,8 +67,8 @@ def fuzzed(description: Any, path: str, method: str, examples: int, mode: Genera
             case.body = {name: value for name, value in case.body.items() if name in kept | NEEDED}
             if path == "/tokenize":
                 case.body = {"prompt": "x"}  # one of two fields that need not be there
-            elif isinstance(said := case.body.get("messages"), list):  # calls hold JSON as texts
-                case.body["messages"] = [{"role": one["role"], "content": one.get("content") or ""} for one in said]
+            elif isinstance(said := case.body.get("messages"), list):  # calls hold JSON as texts, and a prompt is not empty
+                case.body["messages"] = [{"role": one["role"], "content": one.get("content") or "x"} for one in said]
         headers = {"authorization": f"Bearer {KEY}"}
         response = case.call(headers=headers)
         statuses.add(response.status_code)

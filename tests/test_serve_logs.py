@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from logging.config import dictConfig
 from typing import Any
 
 import httpx
@@ -107,6 +108,25 @@ def test_paths_cannot_write_lines_of_their_own(kept: Kept) -> None:
     text = TextFormatter().format(kept.records[0])
     assert "\n" not in text
     assert re.match(TIME + r" INFO +GET '/a\\nINFO all is well' 404 ", text)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_log_is_on_stderr_and_leaves_nothing_behind(form: logs.LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    dictConfig(logs.config("info", form))
+    try:
+        logs.LOG.info("asked", extra={"fields": {"status": 200}})
+        logs.LOG.debug("a probe")
+        logging.getLogger("uvicorn.access").info("no second line of a request")
+    finally:
+        logs.restore()
+    logs.LOG.info("later")
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    if form == "json":
+        assert (json.loads(line)["status"], json.loads(line)["message"]) == (200, "asked")
+    else:
+        assert re.fullmatch(TIME + " INFO +asked", line)
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

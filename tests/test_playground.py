@@ -451,8 +451,7 @@ def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], serve
     assert f"seed={seed}" in link
     assert "seed" not in page.evaluate("location.hash")
     assert page.get_by_label("Seed").input_value() == ""
-    other = opened(link)
-    other.get_by_role("button", name="Run").click()
+    other = opened(link)  # it draws at once
     expect(other.get_by_role("status")).to_contain_text("2 samples, 24 tokens")
     assert other.locator("pre").all_text_contents() == page.locator("pre").all_text_contents()
     page.route("**/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no", "param": None}}))

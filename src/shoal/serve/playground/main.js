@@ -1,6 +1,7 @@
 // The page: what happens when something is pressed.
 
 import { Drafters } from "./drafters.js";
+import { offerExamples } from "./examples.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
 import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { inspect } from "./inspect.js";
@@ -15,10 +16,11 @@ const at = (id) => document.getElementById(id);
 const form = at("form");
 const [run, stop, key, error, theme] = ["run", "stop-button", "key", "error", "theme"].map(at);
 const NARROW = matchMedia("(width < 56rem)");
+const RERUN = "run"; // in a link: draw at once
 
 let current = null; // the AbortController of what is running
 let shown = null; // the one whose samples are on the page
-let drawn; // the seed of these samples
+let link = null; // the hash that brings these samples back, with the seed that was drawn
 let context = ""; // the text that these samples go on from
 let known = false; // whether the limits of the server are known
 
@@ -55,10 +57,11 @@ async function sample(controller) {
   const [path, body] = request(form);
   const drafts = body.speculation !== "off" && !form.elements.speculation.disabled;
   say(`Asking for ${count(body.n, "sample")}…`);
+  const hash = toHash(form, body.seed);
   const mine = new Run();
   const answer = await ask(path, body, key.value, signal);
   shown = controller;
-  drawn = body.seed;
+  link = hash;
   const columns = clear(body, drafts);
   const result = { path, body, run: mine, columns };
   try {
@@ -91,7 +94,7 @@ function clear(body, drafts) {
 
 /** The page as it was before the first run. */
 function wipe() {
-  drawn = undefined;
+  link = null;
   present(null);
   at("samples").replaceChildren();
   at("figures").hidden = true;
@@ -181,13 +184,19 @@ function dress(choice) {
   document.documentElement.dataset.theme = choice;
 }
 
-/** Copies a link to the samples that are shown: with their seed, also if it was drawn. */
+/** Copies a link to the samples that are shown, which draws them again when it is opened; without samples, to the form. */
 async function copyLink() {
-  remember();
-  const link = new URL(location.href);
-  link.hash = toHash(form, drawn);
-  await navigator.clipboard.writeText(link.href);
+  const copied = new URL(location.href);
+  copied.hash = link === null ? toHash(form) : [link, RERUN].filter(Boolean).join("&");
+  await navigator.clipboard.writeText(copied.href);
   say("The link is copied.");
+}
+
+/** Draws what a copied link asks for, once: `remember` takes the word out of the address before anything runs. */
+function rerun() {
+  if (!new URLSearchParams(location.hash.slice(1)).has(RERUN)) return;
+  remember();
+  form.requestSubmit();
 }
 
 // ── wiring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +209,10 @@ form.addEventListener("input", () => adapt(form));
 form.addEventListener("change", remember);
 form.addEventListener("invalid", (event) => reveal(event.target), true);
 stop.addEventListener("click", () => current?.abort());
-addEventListener("hashchange", () => fromHash(form, location.hash));
+addEventListener("hashchange", () => {
+  fromHash(form, location.hash);
+  rerun();
+});
 addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   if (event.key === "Escape") current?.abort();
@@ -222,5 +234,6 @@ const repaint = paintSamples(at("samples"), () => [language(), context]);
 at("colours").addEventListener("change", repaint);
 
 offerLengths(form.elements.speculation, 16);
+offerExamples(at("examples"), form);
 fromHash(form, location.hash);
-learn().catch(complain);
+learn().then(rerun, complain);

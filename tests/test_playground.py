@@ -579,7 +579,7 @@ def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Se
     assert page.get_by_role("button", name="Stop").is_visible()
 
 
-@pytest.mark.parametrize("path", ["/", "/editor"])
+@pytest.mark.parametrize("path", ["/", "/chat", "/editor"])
 def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
     page = httpx.get(server.url + path)
     policy = page.headers["content-security-policy"]
@@ -587,8 +587,8 @@ def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
     assert "unsafe" not in policy
     assert not re.search(r"<script(?! type=\"module\" src=)|\sstyle=|\son\w+=|https?://", page.text)
     parts = [
-        part for part in re.findall(r'(?:src|href)="([^"]+)"', page.text) if part not in ("editor", ".")
-    ]  # the other page
+        part for part in re.findall(r'(?:src|href)="([^"]+)"', page.text) if part not in ("chat", "editor", ".")
+    ]  # the other pages
     assert {Path(part).suffix for part in parts} == {".js", ".css", ".svg"}
     for part in parts:
         response = httpx.get(f"{server.url}/{part}")

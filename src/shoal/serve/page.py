@@ -1,4 +1,4 @@
-"""The playground: a page at / that draws samples and their accepted drafts, a chat at /chat, an editor at /editor: clients of the API."""
+"""The playground, a client of the API: a page at / that draws samples and accepted drafts, a chat at /chat, an editor at /editor."""
 
 from __future__ import annotations
 

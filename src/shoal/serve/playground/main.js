@@ -1,5 +1,6 @@
 // The page: what happens when something is pressed.
 
+import { copies } from "./clipboard.js";
 import { Drafters } from "./drafters.js";
 import { offerExamples } from "./examples.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
@@ -8,6 +9,7 @@ import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
 import { about } from "./served.js";
+import { offerToShare, share } from "./share.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 import { paintSamples } from "./syntax.js";
 import { offer } from "./watch.js";
@@ -78,6 +80,7 @@ async function sample(controller) {
 function present(result) {
   at("tools").hidden = !result;
   offer(result);
+  offerToShare(result);
 }
 
 /** Makes room for the samples of a request that the server has taken. */
@@ -184,12 +187,11 @@ function dress(choice) {
   document.documentElement.dataset.theme = choice;
 }
 
-/** Copies a link to the samples that are shown, which draws them again when it is opened; without samples, to the form. */
-async function copyLink() {
-  const copied = new URL(location.href);
-  copied.hash = link === null ? toHash(form) : [link, RERUN].filter(Boolean).join("&");
-  await navigator.clipboard.writeText(copied.href);
-  say("The link is copied.");
+/** A link to the samples that are shown, which draws them again when it is opened; without samples, to the form. */
+function linkToThis() {
+  const made = new URL(location.href);
+  made.hash = link === null ? toHash(form) : [link, RERUN].filter(Boolean).join("&");
+  return made.href;
 }
 
 /** Draws what a copied link asks for, once: `remember` takes the word out of the address before anything runs. */
@@ -226,8 +228,9 @@ theme.addEventListener("change", () => {
   dress(theme.value);
 });
 dress(localStorage.getItem("shoal-theme") ?? "");
-at("link").hidden = !navigator.clipboard; // only where the connection is secure, or local
-at("link").addEventListener("click", copyLink);
+copies(at("link"), linkToThis, "The link");
+share(() => ({ model: at("model").textContent, keyed: key.value !== "" }));
+addEventListener("told", ({ detail }) => say(detail));
 
 inspect(at("samples"));
 const repaint = paintSamples(at("samples"), () => [language(), context]);

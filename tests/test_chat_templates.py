@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from serving import pair, served
+from shoal.cli import run
 from shoal.cli.files import read_template, template_names, turn_ends
 from shoal.errors import RequestError
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, format_of
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.scripted import one_hot
+from shoal.testing.scripted import History, one_hot
 
 CHAT: list[Any] = [
     {"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"},
@@ -128,14 +129,22 @@ def test_a_name_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
         read_template(Path("llama4"))
 
 
-def test_what_ends_a_turn_ends_an_answer(tokenizer: Any) -> None:
-    ended, begin = "Hi.<|im_end|>\n<|im_start|>user\nAnd", tuple(tokenizer.encode("<|im_start|>assistant\n"))
-    said = tokenizer.encode(ended)
+ENDED = "Hi.<|im_end|>\n<|im_start|>user\nAnd"
+
+
+def goes_on_behind_its_turn(tokenizer: Any) -> History:
+    """Says `ENDED` whenever it is the assistant's turn."""
+    begin, said = tuple(tokenizer.encode("<|im_start|>assistant\n")), tokenizer.encode(ENDED)
 
     def script(ids: tuple[int, ...]) -> torch.Tensor:
         at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
         return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
 
+    return script
+
+
+def test_what_ends_a_turn_ends_an_answer(tokenizer: Any) -> None:
+    ended, script = ENDED, goes_on_behind_its_turn(tokenizer)
     options = {"chat_template": read_template(Path("chatml")), "turn_ends": turn_ends(Path("chatml"))}
     with served(pair(script), **options) as server:
         for speculation, drafted in (("auto", True), ("off", False)):
@@ -152,6 +161,38 @@ def test_what_ends_a_turn_ends_an_answer(tokenizer: Any) -> None:
         assert answer["choices"][0]["message"]["content"] == ended
         whole = server.post(prompt=rendered(tokenizer, "chatml", CHAT), max_tokens=len(ended)).json()  # no chat
         assert whole["choices"][0]["text"] == ended
+
+
+def test_what_ends_a_turn_ends_a_line_of_a_file_with_stop_strings_of_its_own(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a server adds it to those of a request, unless nothing ends a sample by itself."""
+    shoal, file = pair(goes_on_behind_its_turn(tokenizer)), tmp_path / "asked.jsonl"
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda self: shoal)
+    lines = [{}, {"stop": ["q"]}, {"stop": "q"}, {"stop": ["."]}, {"n": 2}, {"eos": []}, {"eos": [], "stop": "A"}]
+    file.write_text("".join(json.dumps({"prompt": "x"} | line) + "\n" for line in lines))
+    ask = [
+        "generate",
+        "--chat-template",
+        "chatml",
+        "--max-new-tokens",
+        str(len(ENDED)),
+        "--stop",
+        "r\nA",
+        "--greedy",
+        "--json",
+    ]
+    for length, drafted in (("3", True), ("off", False)):
+        assert run([*ask, "--prompts", str(file), "--lookahead", length]) == 0
+        found = json.loads(capsys.readouterr().out)
+        texts = [sample["text"] for prompt in found["prompts"] for sample in prompt["samples"]]
+        assert texts == [
+            "Hi.", "Hi.", "Hi.", "Hi", "Hi.", "Hi.", ENDED.removesuffix("r\nAnd"), ENDED.removesuffix("And"),
+        ]  # fmt: skip
+        assert (found["stats"]["accepted"] > 0) is drafted
+    file.write_text('{"prompt": "x", "stop": 5}\n')
+    assert run([*ask, "--prompts", str(file)]) == 2
+    assert "asked.jsonl:1: stop must be non-empty strings, got 5" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_ends_of_turns_are_those_of_the_formats(tokenizer: Any) -> None:

@@ -124,9 +124,10 @@ def test_a_wheel_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_metadata_are_those_of_the_package(metadata: Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("shoal", shoal.__version__)
-    assert metadata["License-Expression"] == "Apache-2.0 AND BSD-3-Clause"
+    assert metadata["License-Expression"] == "Apache-2.0 AND BSD-3-Clause AND MIT"
     assert metadata.get_all("License-File") == [
         "LICENSE", "src/shoal/data/pair/LICENSE.md", "src/shoal/serve/playground/vendor/LICENSE-highlightjs",
+        "src/shoal/serve/playground/vendor/LICENSE-marked",
     ]  # fmt: skip
     assert metadata.get_all("Project-URL") is None  # there is no public address yet, and none is invented
     assert set(metadata.get_all("Classifier", [])) <= trove_classifiers.classifiers

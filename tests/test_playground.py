@@ -451,8 +451,7 @@ def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], serve
     assert f"seed={seed}" in link
     assert "seed" not in page.evaluate("location.hash")
     assert page.get_by_label("Seed").input_value() == ""
-    other = opened(link)
-    other.get_by_role("button", name="Run").click()
+    other = opened(link)  # it draws at once
     expect(other.get_by_role("status")).to_contain_text("2 samples, 24 tokens")
     assert other.locator("pre").all_text_contents() == page.locator("pre").all_text_contents()
     page.route("**/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no", "param": None}}))
@@ -580,7 +579,7 @@ def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Se
     assert page.get_by_role("button", name="Stop").is_visible()
 
 
-@pytest.mark.parametrize("path", ["/", "/editor"])
+@pytest.mark.parametrize("path", ["/", "/chat", "/editor"])
 def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
     page = httpx.get(server.url + path)
     policy = page.headers["content-security-policy"]
@@ -588,8 +587,8 @@ def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
     assert "unsafe" not in policy
     assert not re.search(r"<script(?! type=\"module\" src=)|\sstyle=|\son\w+=|https?://", page.text)
     parts = [
-        part for part in re.findall(r'(?:src|href)="([^"]+)"', page.text) if part not in ("editor", ".")
-    ]  # the other page
+        part for part in re.findall(r'(?:src|href)="([^"]+)"', page.text) if part not in ("chat", "editor", ".")
+    ]  # the other pages
     assert {Path(part).suffix for part in parts} == {".js", ".css", ".svg"}
     for part in parts:
         response = httpx.get(f"{server.url}/{part}")

@@ -122,6 +122,18 @@ def test_the_replay_is_used_by_keys_and_plays(opened: Callable[..., Any], server
     expect(page.locator("#replay")).to_be_hidden()
 
 
+def test_the_player_covers_no_sample_on_a_phone(opened: Callable[..., Any], server: Served) -> None:
+    """It grows when it is opened, and the browser would scroll by as much."""
+    page = opened(f"{server.url}/#n=2&max_tokens=40&seed=5&compare=false", viewport={"width": 390, "height": 844})
+    run(page)
+    page.get_by_role("button", name="Step through rounds").click()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    player, first = page.locator("#replay").bounding_box(), page.locator("#samples header").first.bounding_box()
+    assert player["y"] >= -1
+    assert player["y"] + player["height"] <= first["y"]
+
+
 def test_a_next_run_ends_the_replay(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=2&max_tokens=8&compare=false")
     run(page)

@@ -179,8 +179,9 @@ def test_alternatives_of_the_server_are_in_the_card(opened: Callable[..., Any], 
 # ── libraries of others ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_vendored_file_is_served_under_the_policy(server: Served) -> None:
-    answer = httpx.get(f"{server.url}/playground/vendor/highlight.min.js")
+@pytest.mark.parametrize("name", ["highlight.min.js", "marked.esm.js"])
+def test_vendored_files_are_served_under_the_policy(server: Served, name: str) -> None:
+    answer = httpx.get(f"{server.url}/playground/vendor/{name}")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/javascript")
     assert "unsafe" not in answer.headers["content-security-policy"]

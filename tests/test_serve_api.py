@@ -635,8 +635,19 @@ def test_metrics_tell_what_requests_took() -> None:
     assert found["shoal_rows_total", "length"] == 3
     assert found["shoal_requests_total", "/v1/completions", "200"] == 1
     assert found["shoal_requests_total", "/v1/completions", "400"] == 1
-    assert found["shoal_request_seconds_count", "/v1/completions"] == 2
-    for name in ("time_to_first_token_seconds", "row_seconds", "row_tokens", "row_acceptance_length"):
+    assert found["shoal_request_seconds_count", "/v1/completions", "200"] == 1
+    assert found["shoal_request_seconds_count", "/v1/completions", "400"] == 1
+    assert found["shoal_request_queue_seconds_count",] == 1
+    assert found["shoal_inter_token_seconds_count",] == rounds - 3
+    assert found["shoal_request_queue_seconds_sum",] <= found["shoal_time_to_first_token_seconds_sum",]
+    per_row = (
+        "time_to_first_token_seconds",
+        "time_per_output_token_seconds",
+        "row_seconds",
+        "row_tokens",
+        "row_acceptance_length",
+    )
+    for name in per_row:
         assert found[f"shoal_{name}_count",] == 3
     assert found["shoal_row_tokens_sum",] == 90
     stages = {labels[0]: value for (name, *labels), value in found.items() if name == "shoal_stage_seconds_total"}

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from serving import PROTOCOL, TIMEOUT_SECONDS, application, pair, served
+from shoal.api import Shoal
+from shoal.cli import run
+from shoal.cli.options import ModelSource
+from shoal.errors import ModelError
+from shoal.serve import loading
 from shoal.serve.loading import answered
 from shoal.serve.run import bind
+from shoal.serve.tls import Tls
 
 
 def test_what_is_answered_until_there_is_a_model() -> None:
@@ -40,6 +51,54 @@ def test_what_is_answered_until_there_is_a_model() -> None:
         finally:
             server.should_exit = True
             thread.join(TIMEOUT_SECONDS)
+
+
+def health_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command answers /health before its model is loaded: loading itself asks."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    asked: list[int] = []
+
+    def load(self: ModelSource) -> Shoal:
+        asked.append(httpx.get(f"http://127.0.0.1:{port}/health").status_code)
+        raise ModelError("there is no model")
+
+    monkeypatch.setattr(ModelSource, "load", load)
+    run(["serve", "--port", str(port)])
+    assert asked == [200]
+
+
+def test_health_is_answered_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    health_while_loading(monkeypatch)
+
+
+@contextmanager
+def opened_after(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
+    """The socket answers once there is a model."""
+    yield
+    with answered(listening, tls):
+        pass
+
+
+@contextmanager
+def not_yet_alive(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
+    """It answers before, but /health as all else."""
+    answer = loading.answer
+
+    async def unready(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer({**scope, "path": "/ready"}, receive, send)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "answer", unready)
+        with answered(listening, tls):
+            yield
+
+
+@pytest.mark.parametrize(("sabotage", "told"), [(opened_after, []), (not_yet_alive, [503])])
+def test_a_socket_that_opens_after_loading_is_found(sabotage: Any, told: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "answered", sabotage)
+    with pytest.raises(AssertionError, match=re.escape(f"assert {told} == [200]")):
+        health_while_loading(monkeypatch)
 
 
 def test_a_failure_to_load_passes_through() -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from logging.config import dictConfig
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from serving import eventually, pair, served
 from shoal.serve import logs
+from shoal.serve.exchanges import Exchange
 from shoal.serve.handler import ApiHandler
 from shoal.serve.logs import JsonFormatter, TextFormatter
 
@@ -46,7 +47,8 @@ def kept() -> Iterator[Kept]:
     logs.LOG.setLevel(level)
 
 
-def test_each_request_has_a_line_when_its_answer_has_ended(kept: Kept) -> None:
+def lines_of_requests(kept: Kept) -> None:
+    """A line for each of five requests, with what it took or why it was refused, and nothing secret."""
     with served(pair(), keys=("secret-key",)) as server:
         key = {"authorization": "Bearer secret-key"}
         ask = {"prompt": "hello", "n": 3, "max_tokens": 5, "seed": 1}
@@ -59,8 +61,14 @@ def test_each_request_has_a_line_when_its_answer_has_ended(kept: Kept) -> None:
         post(key, n=0)
         post({})
         httpx.get(f"{server.url}/health")
-        eventually(lambda: len(kept.records) == 5)
-    whole, stream, wrong, closed, probe = kept.told
+        ended = [("/v1/completions", 200, 2), ("/v1/completions", 400, 1), ("/v1/completions", 401, 1), ("/health", 200, 1)]
+        counts = {f'shoal_requests_total{{path="{path}",status="{status}"}}': count for path, status, count in ended}
+        eventually(
+            lambda: all(server.metric(name) == count for name, count in counts.items())
+        )  # counted before it is logged
+    told = [line for line in kept.told if line["path"] != "/metrics"]
+    assert len(told) == 5
+    whole, stream, wrong, closed, probe = told
     assert (whole["method"], whole["path"], whole["status"], whole["request_id"]) == ("POST", "/v1/completions", 200, "mine")
     for line in (whole, stream):
         assert (line["prompt_tokens"], line["completion_tokens"], line["samples"]) == (5, 15, 3)
@@ -68,13 +76,47 @@ def test_each_request_has_a_line_when_its_answer_has_ended(kept: Kept) -> None:
         assert re.fullmatch(TIME, line["time"])
     assert stream["request_id"] not in ("", "mine")
     assert wrong["status"] == 400
-    assert "n" in wrong["reason"]
+    assert wrong["reason"] == "n: Input should be greater than or equal to 1"
     assert "completion_tokens" not in wrong
     assert (closed["status"], "API key" in closed["reason"]) == (401, True)
     assert (probe["path"], probe["level"], whole["level"]) == ("/health", "debug", "info")
     every = json.dumps(kept.told) + "".join(TextFormatter().format(record) for record in kept.records)
     assert "secret-key" not in every
     assert "hidden" not in every
+
+
+def test_each_request_has_a_line_when_its_answer_has_ended(kept: Kept) -> None:
+    lines_of_requests(kept)
+
+
+def loses_refusals(exchange: Exchange) -> None:
+    """A refused request has no line."""
+    if exchange.status != 401:
+        _log(exchange)
+
+
+def loses_reasons(exchange: Exchange) -> None:
+    """A line does not say why a request was refused."""
+    exchange.reason = None
+    _log(exchange)
+
+
+def tells_queries(exchange: Exchange) -> None:
+    """A line has the query."""
+    exchange.scope["path"] += f"?{exchange.scope['query_string'].decode()}"
+    _log(exchange)
+
+
+_log = logs.log
+
+
+@pytest.mark.parametrize("sabotage", [loses_refusals, loses_reasons, tells_queries])
+def test_a_log_that_does_otherwise_is_found(
+    sabotage: Callable[[Exchange], None], kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "log", sabotage)
+    with pytest.raises((AssertionError, KeyError)):
+        lines_of_requests(kept)
 
 
 def test_a_client_that_leaves_is_told(kept: Kept) -> None:
@@ -95,10 +137,12 @@ def test_a_fault_that_nobody_foresaw_is_500(kept: Kept, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ApiHandler, "require_model", fails)
     with served(pair()) as server:
-        assert httpx.get(f"{server.url}/v1/models/x").status_code == 500
+        told = httpx.get(f"{server.url}/v1/models/x")
+        assert told.status_code == 500
         eventually(lambda: bool(kept.records))
     (line,) = kept.told
-    assert (line["status"], line["level"]) == (500, "warning")
+    assert (line["status"], line["level"], line["request_id"]) == (500, "warning", told.headers["x-request-id"])
+    assert line["reason"] == told.json()["error"]["message"] == "an internal error (RuntimeError); the server's log has more"
 
 
 def test_paths_cannot_write_lines_of_their_own(kept: Kept) -> None:

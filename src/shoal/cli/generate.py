@@ -205,8 +205,6 @@ def generate(
     """
     asked = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
-    if ends := turn_ends(chats.chat_template):
-        options["stop"] = [*options.get("stop", ()), *ends]
     merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
     run = Run(asked, chats, sampling, output, options)
     result, interrupted = run.follow(source)
@@ -253,7 +251,8 @@ class Run:
     def _stream(self, model: Shoal) -> Stream:
         found = self.chats.read(model.tokenizer, [one.text for one in self.asked])
         asked: dict[str, Any] = {"align": self.sampling.align, "exact": self.sampling.exact or False}
-        options = merged(self.asked, self.sampling.n, self.options, model.tokenizer)
+        ends = turn_ends(self.chats.chat_template)
+        options = merged(self.asked, self.sampling.n, self.options, ends, model.tokenizer)
         return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
 
     def deliver(self, result: Result, interrupted: bool) -> None:

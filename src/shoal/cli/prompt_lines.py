@@ -85,10 +85,13 @@ def _by_ids(biases: Mapping[str, Any], where: str) -> dict[int, Any]:
         raise RequestError(f"{where}: the keys of logit_bias must be token ids: {error}") from error
 
 
-def merged(asked: Sequence[PromptLine], n: int, options: Mapping[str, Any], tokenizer: Any = None) -> dict[str, Any]:
+def merged(
+    asked: Sequence[PromptLine], n: int, options: Mapping[str, Any], ends: Sequence[str] = (), tokenizer: Any = None
+) -> dict[str, Any]:
     """`n` and the other options of `Shoal.generate`: those of the command line, and of each prompt what its line says instead.
 
     Args:
+        ends: stop strings beside those of the options and of lines, see `with_ends`.
         tokenizer: for `bad_words` that are texts; without it they are left out, for a check before a model is loaded.
 
     Raises:
@@ -96,9 +99,9 @@ def merged(asked: Sequence[PromptLine], n: int, options: Mapping[str, Any], toke
     """
     if not any(one.options or one.n is not None for one in asked):
         split_options(options)
-        return {"n": n, **options}
+        return {"n": n, **with_ends(options, ends)}
     _, _, speculation = split_options(options)
-    each = [_settings(one, options, tokenizer) for one in asked]
+    each = [_settings(one, options, ends, tokenizer) for one in asked]
     return {
         "n": [n if one.n is None else one.n for one in asked],
         "sampling": [sampling for sampling, _ in each],
@@ -107,7 +110,17 @@ def merged(asked: Sequence[PromptLine], n: int, options: Mapping[str, Any], toke
     }
 
 
-def _settings(one: PromptLine, options: Mapping[str, Any], tokenizer: Any) -> tuple[Sampling, Limits]:
+def with_ends(options: Mapping[str, Any], ends: Sequence[str]) -> dict[str, Any]:
+    """Options of `Shoal.generate` whose samples stop at these texts too, unless nothing ends them by itself (`eos=()`)."""
+    given = options.get("stop") or ()
+    own = (given,) if isinstance(given, str) else given
+    ignored = options.get("eos") is not None and not options["eos"]
+    if not ends or ignored or not isinstance(own, Sequence):  # what is no text is refused where the options are checked
+        return dict(options)
+    return {**options, "stop": [*own, *ends]}
+
+
+def _settings(one: PromptLine, options: Mapping[str, Any], ends: Sequence[str], tokenizer: Any) -> tuple[Sampling, Limits]:
     values = {**options, **one.options}
     try:
         if tokenizer is None:
@@ -116,7 +129,7 @@ def _settings(one: PromptLine, options: Mapping[str, Any], tokenizer: Any) -> tu
             from shoal.types.inputs import with_bad_words
 
             values = with_bad_words(values, tokenizer)
-        sampling, limits, _ = split_options(values)
+        sampling, limits, _ = split_options(with_ends(values, ends))
     except RequestError as error:
         raise RequestError(f"{one.where}: {error}" if one.where else str(error)) from error
     return sampling, limits

@@ -85,6 +85,9 @@ class Batch:
 
     def _prefill(self, round_: Round, drafting: bool) -> None:
         started = self._clock()
+        for admission in round_.admissions:
+            if admission.row.started_at is None:
+                admission.row.started_at = started
         self.memory.allocate(round_)
         hidden: list[Tensor] = []
         computed = prefill(self.target, round_, hidden, self.kept)

@@ -12,8 +12,9 @@ item_models.py       requests of /v1/responses as chat requests; item_response.p
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
 api_errors.py        errors as OpenAI writes them; absent_routes.py: what is said of paths that there are not
-app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py, metrics.py: its parts
-loading.py           what is answered until a model is loaded; logs.py: a line per request
+app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py: its parts
+loading.py           what is answered until a model is loaded
+exchanges.py         requests and their answers, for logs.py: a line for each, and metrics.py; timeline.py: when rows got tokens
 run.py               uvicorn, signals, draining; protocol.py: limits of connections; tls.py: certificates
 offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py
 serve_config.py      what a process needs to serve; cluster.py: replicas on Ray; relay.py: what they log

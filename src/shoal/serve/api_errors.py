@@ -114,7 +114,7 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Answers every exception of an application as an error of the API."""
+    """Answers the exceptions of requests as errors of the API; `shoal.serve.exchanges` does so with all others."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code in (404, 405):
@@ -123,5 +123,5 @@ def install(app: FastAPI) -> None:
             error = ApiError(error.status_code, message, code="unknown_route", headers=error.headers)
         return api_error_of(error).response()
 
-    for kind in (HTTPException, RequestError, RequestValidationError, Exception):
+    for kind in (HTTPException, RequestError, RequestValidationError):
         app.add_exception_handler(kind, answer)

@@ -20,22 +20,20 @@ from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
 from shoal.constraints.syntax.requests import LANGUAGES
 from shoal.engine.engine import Engine
-from shoal.serve import api_errors, bodies, openapi, response_models
+from shoal.serve import api_errors, bodies, logs, openapi, response_models
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_formats import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
 from shoal.serve.bodies import CLIENT_GONE
+from shoal.serve.exchanges import Exchanges
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
-from shoal.serve.logs import RequestLog
-from shoal.serve.metrics import RequestMetrics
 from shoal.serve.model_identity import people_call
 from shoal.serve.openapi import REFUSALS
 from shoal.serve.ops import ops_routes
 from shoal.serve.page import page
-from shoal.serve.request_ids import RequestIds
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings
 from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_routes
@@ -73,12 +71,10 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     app.include_router(ops_routes(worker, metrics))
     app.include_router(page())
     app.add_middleware(HostCheck, hosts=settings.hosts)
-    app.add_middleware(RequestMetrics, metrics=metrics)
     if settings.origins:
         anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
-    app.add_middleware(RequestIds)
-    app.add_middleware(RequestLog)
+    app.add_middleware(Exchanges, ended=(metrics.request_ended, logs.log))
     openapi.install(app, REQUESTS)
     return app
 

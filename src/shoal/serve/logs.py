@@ -4,88 +4,38 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from datetime import datetime, timezone
 from typing import Any, Final, Literal
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from shoal.serve.bodies import CLIENT_GONE
-from shoal.serve.request_ids import HEADER
+from shoal.serve.exchanges import Exchange
 
 LOG = logging.getLogger("shoal.requests")
 LogFormat = Literal["text", "json"]
 PROBES = ("/health", "/ready", "/metrics")
 """Requests of supervisors; they are logged at the level debug."""
-MOST_REASON = 300
-"""Characters of an error's message that are logged."""
 STDERR: Final[dict[str, Any]] = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}
 FIELDS = ("request_id", "method", "path", "status", "seconds", "prompt_tokens", "completion_tokens", "samples", "reason")
 """What a line of a request tells. The path is without its query, which may hold secrets."""
 
 
-class RequestLog:
-    """ASGI middleware that logs each request once its answer has ended, or its client has gone (status 499).
-
-    A route says what it computed by `request.state.computed`, a function that returns fields.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything to the application."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started, fields, complete = time.perf_counter(), dict[str, Any](status=CLIENT_GONE), False
-        scope.setdefault("state", {})
-
-        async def note(message: Message) -> None:
-            nonlocal complete
-            if message["type"] == "http.response.start":
-                fields.update(status=message["status"], request_id=Headers(raw=message["headers"]).get(HEADER, ""))
-            elif fields["status"] >= 400 and "reason" not in fields:
-                fields["reason"] = _reason(message.get("body", b""))
-            await send(message)
-            complete = complete or (message["type"] == "http.response.body" and not message.get("more_body"))
-
-        try:
-            await self.app(scope, receive, note)
-        except Exception:
-            fields["status"], complete = 500, True  # answered so by the application's outermost layer
-            raise
-        finally:
-            if not complete:
-                fields["status"] = CLIENT_GONE
-            fields.update(method=scope["method"], path=scope["path"], seconds=round(time.perf_counter() - started, 4))
-            computed = scope["state"].get("computed")
-            fields.update(computed() if computed is not None else {})
-            level = (
-                logging.DEBUG if scope["path"] in PROBES else logging.WARNING if fields["status"] >= 500 else logging.INFO
-            )
-            LOG.log(
-                level,
-                _sentence(fields),
-                extra={"fields": {name: fields[name] for name in FIELDS if fields.get(name) is not None}},
-            )
-
-
-def _reason(body: bytes) -> str | None:
-    """The message of an error's body."""
-    try:
-        return str(json.loads(body)["error"]["message"])[:MOST_REASON]
-    except (ValueError, KeyError, TypeError):
-        return None
+def log(exchange: Exchange) -> None:
+    """Logs a request whose answer has ended."""
+    path, status = exchange.scope["path"], exchange.status
+    every = {
+        "request_id": exchange.id, "method": exchange.scope["method"], "path": path, "status": status,
+        "seconds": round(exchange.seconds, 4), **exchange.computed, "reason": exchange.reason,
+    }  # fmt: skip
+    fields = {name: every[name] for name in FIELDS if every.get(name) is not None}
+    level = logging.DEBUG if path in PROBES else logging.WARNING if status >= 500 else logging.INFO
+    LOG.log(level, _sentence(fields), extra={"fields": fields})
 
 
 def _sentence(fields: dict[str, Any]) -> str:
     parts = [f"{fields['method']} {fields['path']!r}"[:200], str(fields["status"]), f"{fields['seconds']:.3f} s"]
     if "completion_tokens" in fields:
         parts.append(f"{fields['prompt_tokens']}+{fields['completion_tokens']} tokens, {fields['samples']} samples")
-    parts += [f"id {fields['request_id']}"] if fields.get("request_id") else []
-    return " ".join(parts) + (f": {fields['reason']!r}" if fields.get("reason") else "")
+    parts.append(f"id {fields['request_id']}")
+    return " ".join(parts) + (f": {fields['reason']!r}" if "reason" in fields else "")
 
 
 class TextFormatter(logging.Formatter):

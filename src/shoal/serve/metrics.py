@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal import __version__
 from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
-from shoal.serve.bodies import CLIENT_GONE
+from shoal.serve.exchanges import Exchange
 from shoal.types.counts import DraftCounts
 from shoal.types.samples import Sample
 
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 13, 17)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+PACES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 COUNTED = {
     "rounds": "Draft, verify, accept, commit cycles of the batch",
@@ -58,8 +57,17 @@ class Metrics:
             {"version": __version__, "python": platform.python_version(), **versions}
         )
         self._model = Info("model", "What is served", **own)
+        self._queue = Histogram(
+            "request_queue_seconds", "From a request to the first slot of one of its rows", buckets=SECONDS, **own
+        )
         self._first = Histogram(
             "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
+        )
+        self._gap = Histogram(
+            "inter_token_seconds", "Of a row, from the tokens of a round to those of its next", buckets=PACES, **own
+        )
+        self._pace = Histogram(
+            "time_per_output_token_seconds", "Of a row, the mean time of a token after its first round", buckets=PACES, **own
         )
         self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS, **own)
         self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKENS, **own)
@@ -67,7 +75,7 @@ class Metrics:
         self._rows = Counter("rows", "Rows ended", ["reason"], **own)
         self._answers = Counter("requests", "Requests answered", ["path", "status"], **own)
         self._duration = Histogram(
-            "request_seconds", "From a request to the end of its answer", ["path"], buckets=SECONDS, **own
+            "request_seconds", "From a request to the end of its answer", ["path", "status"], buckets=SECONDS, **own
         )
 
     def collect_from(self, worker: Worker, model: str) -> None:
@@ -78,22 +86,33 @@ class Metrics:
         self._model.info({name: value.removeprefix("torch.") for name, value in about.items()})
         self._registry.register(_Engine(worker))
 
+    def request_started(self, seconds: float) -> None:
+        """The first row of a request got a slot, `seconds` after the request arrived."""
+        self._queue.observe(seconds)
+
     def first_tokens(self, seconds: float) -> None:
         """A row committed its first tokens, `seconds` after its request arrived."""
         self._first.observe(seconds)
 
-    def row_ended(self, sample: Sample) -> None:
-        """A row ended."""
+    def next_tokens(self, seconds: float) -> None:
+        """A row committed tokens, `seconds` after those before."""
+        self._gap.observe(seconds)
+
+    def row_ended(self, sample: Sample, pace: float | None) -> None:
+        """A row ended. `pace`: seconds per token after its first round; None if there was none."""
+        if pace is not None:
+            self._pace.observe(pace)
         self._rows.labels(sample.finish_reason).inc()
         self._seconds.observe(sample.finished_at)
         self._tokens.observe(len(sample.token_ids))
         if sample.target_passes:
             self._length.observe(len(sample.token_ids) / sample.target_passes)
 
-    def request_ended(self, path: str, status: int, seconds: float) -> None:
-        """The last byte of an answer was sent."""
-        self._answers.labels(path, str(status)).inc()
-        self._duration.labels(path).observe(seconds)
+    def request_ended(self, exchange: Exchange) -> None:
+        """The last byte of an answer was sent, or its client has gone."""
+        labels = exchange.route, str(exchange.status)
+        self._answers.labels(*labels).inc()
+        self._duration.labels(*labels).observe(exchange.seconds)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -136,33 +155,3 @@ def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
         for name, one in counts:
             family.add_metric([name], getattr(one, what))
         yield family
-
-
-class RequestMetrics:
-    """ASGI middleware that counts requests by route and status, and measures the time to the last byte of their answers."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything to the application."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started, status = time.perf_counter(), CLIENT_GONE
-
-        async def record_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, record_status)
-        except Exception:
-            status = 500  # the server answers so, unless the answer had begun
-            raise
-        finally:
-            route = scope.get("route")
-            path = getattr(route, "path", "other")  # not the requested path: clients could create any number of labels
-            self.metrics.request_ended(path, status, time.perf_counter() - started)

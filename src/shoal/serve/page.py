@@ -1,4 +1,4 @@
-"""The playground: a page at / that draws samples and their accepted drafts, and an editor at /editor: clients of the API."""
+"""The playground, a client of the API: a page at / that draws samples and accepted drafts, a chat at /chat, an editor at /editor."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def page() -> APIRouter:
     @router.get("/")
     async def index() -> Response:
         return _answer("index.html")
+
+    @router.get("/chat")
+    async def chat() -> Response:
+        return _answer("chat.html")
 
     @router.get("/editor")
     async def editor() -> Response:

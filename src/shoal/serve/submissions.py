@@ -11,6 +11,7 @@ from typing import NamedTuple
 import anyio
 
 from shoal.errors import ShoalError
+from shoal.serve.timeline import Timeline
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs
@@ -80,7 +81,7 @@ class Submission:
 
     Attributes:
         open: rows whose end has not been read. held: rows that take capacity. unread: bytes of updates in the inbox.
-        members: the rows in the engine, prompt by prompt; the engine thread's own.
+        members, timeline: the rows in the engine, prompt by prompt, and their times; the engine thread's own.
         inbox: updates, or the error that ended all rows.
     """
 
@@ -92,6 +93,7 @@ class Submission:
         self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
+        self.timeline = Timeline(self.open)
         self.held = self.unread = 0
         self.inbox: asyncio.Queue[list[RowUpdate] | Exception] = asyncio.Queue()
         self._sent_tokens = [0] * self.open

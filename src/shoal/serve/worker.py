@@ -140,24 +140,18 @@ class Worker:
     def _deliver(self, commits: Iterable[Commit]) -> None:
         """Sends each submission the updates of its rows."""
         updates: dict[Submission, list[RowUpdate]] = {}
+        now = time.perf_counter()
         for commit in commits:
             submission, index = self._rows[commit.row]
-            self._observe(commit)
+            submission.timeline.record(self._metrics, index, commit, now)
             update = submission.update(index, commit)
             if update is not None:
                 updates.setdefault(submission, []).append(update)
             if commit.sample is not None:
                 del self._rows[commit.row]
+                self._finished += 1
         if updates:
             self.thread.notify(self._distribute, updates)
-
-    def _observe(self, commit: Commit) -> None:
-        row = commit.row
-        if commit.tokens and row.rounds == 1:
-            self._metrics.first_tokens(time.perf_counter() - row.request.submitted_at)
-        if commit.sample is not None:
-            self._metrics.row_ended(commit.sample)
-            self._finished += 1
 
     def _fail_rows(self, reason: str) -> None:
         """Fails the submissions that have rows in the engine."""

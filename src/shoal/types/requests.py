@@ -112,7 +112,7 @@ class Row:
         end_logprobs: natural log of what the target gives to its EOS tokens before each new token, if there is such a check.
         drafters: of each new token, the name of the drafter that proposed it; None for a replacement or bonus.
         drafted_by: tokens drafted, by the name of the drafter.
-        error: why it failed, if it did.
+        error: why it failed, if it did. started_at: when it first got a slot, by the engine's clock; None before.
         serial: a number that no other row of the process has, rows that have ended included; the key for data that may outlive it.
         counts: of the tokens in prompt and output. output_counts: of those in the output. Updated when penalties read them.
         visible_from: characters of the new text that the user's prompt has already (`Request.removed`); the user's text follows.
@@ -153,6 +153,7 @@ class Row:
     target_passes: int = 0
     finish_reason: str | None = None
     error: ShoalError | None = None
+    started_at: float | None = None
     finished_at: float | None = None
     visible_from: int = 0
     log_allowed: float = 0.0

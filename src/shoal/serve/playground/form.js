@@ -8,6 +8,7 @@ const EXAMPLES = {
   lark: 'start: word ("," word)*\nword: /[a-z]+/',
 };
 const TEXTS = ["prompt", "suffix"];
+const TASK = [...TEXTS, "chat", "stop", "kind", "grammar"]; // fields that say what is to be written
 
 const value = (field) => (field.type === "checkbox" ? String(field.checked) : field.value);
 
@@ -37,6 +38,12 @@ export function toHash(form, drawn) {
 export function fromHash(form, hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
   for (const field of named(form)) put(field, given.get(field.name) ?? preset(field));
+  adapt(form);
+}
+
+/** Puts a task into the form: its fields that are not given get what a fresh page has; numbers and switches stay. */
+export function fill(form, given) {
+  for (const name of TASK) put(form.elements[name], given[name] ?? preset(form.elements[name]));
   adapt(form);
 }
 

@@ -32,17 +32,19 @@ export function inspect(container) {
   });
   addEventListener("resize", hide);
   addEventListener("scroll", () => shown && place(), { passive: true, capture: true });
-  new MutationObserver(() => settle(container)).observe(container, { childList: true, subtree: true });
+  new MutationObserver((changes) => settle(new Set(changes.map(({ target }) => target.closest(".text")))))
+    .observe(container, { childList: true, subtree: true });
 }
 
 const tokenAt = (target) => target.closest?.(".token") ?? null;
 const tokensOf = (node) => [...node.closest(".text").querySelectorAll(".token")].filter((token) => facts.has(token));
 
-/** Every sample has one token that Tab reaches; a card whose token is gone closes. */
-function settle(container) {
+/** Every sample has one token that Tab reaches; a card whose token is gone closes. `texts`: those that changed, null for what is no text.
+ *  What this changes are attributes, which are not observed. */
+function settle(texts) {
   if (shown && !shown.isConnected) hide();
-  for (const text of container.querySelectorAll(".text")) {
-    if (text.querySelector('.token[tabindex="0"]')) continue;
+  for (const text of texts) {
+    if (!text || text.querySelector('.token[tabindex="0"]')) continue;
     const first = text.querySelector(".token[tabindex]");
     if (first) first.tabIndex = 0;
   }

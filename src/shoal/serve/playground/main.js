@@ -1,12 +1,15 @@
 // The page: what happens when something is pressed.
 
+import { copies } from "./clipboard.js";
 import { Drafters } from "./drafters.js";
+import { offerExamples } from "./examples.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
 import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
 import { about } from "./served.js";
+import { offerToShare, share } from "./share.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 import { paintSamples } from "./syntax.js";
 import { offer } from "./watch.js";
@@ -15,10 +18,11 @@ const at = (id) => document.getElementById(id);
 const form = at("form");
 const [run, stop, key, error, theme] = ["run", "stop-button", "key", "error", "theme"].map(at);
 const NARROW = matchMedia("(width < 56rem)");
+const RERUN = "run"; // in a link: draw at once
 
 let current = null; // the AbortController of what is running
 let shown = null; // the one whose samples are on the page
-let drawn; // the seed of these samples
+let link = null; // the hash that brings these samples back, with the seed that was drawn
 let context = ""; // the text that these samples go on from
 let known = false; // whether the limits of the server are known
 
@@ -55,10 +59,11 @@ async function sample(controller) {
   const [path, body] = request(form);
   const drafts = body.speculation !== "off" && !form.elements.speculation.disabled;
   say(`Asking for ${count(body.n, "sample")}…`);
+  const hash = toHash(form, body.seed);
   const mine = new Run();
   const answer = await ask(path, body, key.value, signal);
   shown = controller;
-  drawn = body.seed;
+  link = hash;
   const columns = clear(body, drafts);
   const result = { path, body, run: mine, columns };
   try {
@@ -75,6 +80,7 @@ async function sample(controller) {
 function present(result) {
   at("tools").hidden = !result;
   offer(result);
+  offerToShare(result);
 }
 
 /** Makes room for the samples of a request that the server has taken. */
@@ -91,7 +97,7 @@ function clear(body, drafts) {
 
 /** The page as it was before the first run. */
 function wipe() {
-  drawn = undefined;
+  link = null;
   present(null);
   at("samples").replaceChildren();
   at("figures").hidden = true;
@@ -181,13 +187,18 @@ function dress(choice) {
   document.documentElement.dataset.theme = choice;
 }
 
-/** Copies a link to the samples that are shown: with their seed, also if it was drawn. */
-async function copyLink() {
+/** A link to the samples that are shown, which draws them again when it is opened; without samples, to the form. */
+function linkToThis() {
+  const made = new URL(location.href);
+  made.hash = link === null ? toHash(form) : [link, RERUN].filter(Boolean).join("&");
+  return made.href;
+}
+
+/** Draws what a copied link asks for, once: `remember` takes the word out of the address before anything runs. */
+function rerun() {
+  if (!new URLSearchParams(location.hash.slice(1)).has(RERUN)) return;
   remember();
-  const link = new URL(location.href);
-  link.hash = toHash(form, drawn);
-  await navigator.clipboard.writeText(link.href);
-  say("The link is copied.");
+  form.requestSubmit();
 }
 
 // ── wiring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +211,10 @@ form.addEventListener("input", () => adapt(form));
 form.addEventListener("change", remember);
 form.addEventListener("invalid", (event) => reveal(event.target), true);
 stop.addEventListener("click", () => current?.abort());
-addEventListener("hashchange", () => fromHash(form, location.hash));
+addEventListener("hashchange", () => {
+  fromHash(form, location.hash);
+  rerun();
+});
 addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   if (event.key === "Escape") current?.abort();
@@ -214,13 +228,15 @@ theme.addEventListener("change", () => {
   dress(theme.value);
 });
 dress(localStorage.getItem("shoal-theme") ?? "");
-at("link").hidden = !navigator.clipboard; // only where the connection is secure, or local
-at("link").addEventListener("click", copyLink);
+copies(at("link"), linkToThis, "The link");
+share(() => ({ model: at("model").textContent, keyed: key.value !== "" }));
+addEventListener("told", ({ detail }) => say(detail));
 
 inspect(at("samples"));
 const repaint = paintSamples(at("samples"), () => [language(), context]);
 at("colours").addEventListener("change", repaint);
 
 offerLengths(form.elements.speculation, 16);
+offerExamples(at("examples"), form);
 fromHash(form, location.hash);
-learn().catch(complain);
+learn().then(rerun, complain);

@@ -1,5 +1,6 @@
 // The columns: one per sample, filled token by token, ranked as they go.
 
+import { copies } from "./clipboard.js";
 import { remember } from "./inspect.js";
 import { Rounds } from "./rounds.js";
 import { withAlternatives } from "./alternatives.js";
@@ -27,7 +28,7 @@ class Sample {
     this.text = element("pre", "text");
     this.rounds = new Rounds(this.text, drafters);
     const head = element("header", "");
-    head.append(title, this.rank);
+    head.append(title, this.rank, copyButton(index, this.text));
     this.node.append(head, this.about, this.text);
   }
 
@@ -59,6 +60,15 @@ class Sample {
     this.rank.title = rank === null ? "" : `rank ${rank} by mean log-probability`;
     this.node.classList.toggle("best", rank === 1);
   }
+}
+
+/** Copies a sample's text, of which rejected drafts are no part. */
+function copyButton(index, text) {
+  const button = element("button", "copy", "Copy");
+  button.type = "button";
+  button.setAttribute("aria-label", `Copy sample ${index + 1}`);
+  copies(button, () => text.textContent, `Sample ${index + 1}`);
+  return button;
 }
 
 function tokenNode(token, drafters) {

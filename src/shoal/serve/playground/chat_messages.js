@@ -1,0 +1,168 @@
+// The messages of a conversation as elements. What is pressed in them is told to `actions`:
+// choose(message, candidate), edit(message, text), regenerate(); messages by their index.
+
+import { chosenOf } from "./chat_store.js";
+import { Markdown, copyButton } from "./markdown.js";
+
+function element(name, className, ...content) {
+  const made = document.createElement(name);
+  made.className = className;
+  made.append(...content);
+  return made;
+}
+
+function button(text, pressed) {
+  const made = element("button", "", text);
+  made.type = "button";
+  made.addEventListener("click", pressed);
+  return made;
+}
+
+export class Thread {
+  constructor(container, actions) {
+    this.container = container;
+    this.actions = actions;
+    this.live = new Map(); // candidates of the answer that is being written -> what draws them
+  }
+
+  /** Draws a conversation. `busy`: its last answer is being written. */
+  show({ messages }, busy) {
+    this.container.classList.toggle("busy", busy);
+    const last = messages.length - 1;
+    this.live.clear();
+    const drawn = messages.map((message, index) => (
+      message.role === "user" ? this.question(message, index, index === last) : this.answer(message, index, index === last, busy)
+    ));
+    this.container.replaceChildren(...drawn);
+  }
+
+  /** Draws what has come of a candidate of the answer that is being written; of others nothing. */
+  grow(candidate) {
+    this.live.get(candidate)?.update(candidate, true);
+  }
+
+  question({ text }, index, last) {
+    const node = element("article", "message user", element("h2", "heard", "You"), element("div", "said", text));
+    const tools = element("div", "tools", this.editing(node, index, text, "Send", last));
+    if (navigator.clipboard) tools.append(copyButton(() => text));
+    if (last) tools.append(idle(button("Try again", () => this.actions.regenerate())));
+    node.append(tools);
+    return node;
+  }
+
+  answer(message, index, last, busy) {
+    const { candidates } = message;
+    const live = last && busy;
+    const node = element("article", "message assistant", element("h2", "heard", "Answer"));
+    const chosen = live && message.chosen === null ? null : chosenOf(message);
+    const shown = candidates.map((candidate, place) => {
+      const choose = candidates.length > 1 ? () => this.actions.choose(index, place) : null;
+      return new Candidate(candidate, { place, live, choose, chosen: place === chosen });
+    });
+    if (live) candidates.forEach((candidate, place) => this.live.set(candidate, shown[place]));
+    if (last) node.append(element("div", candidates.length > 1 ? "candidates" : "single", ...shown.map((one) => one.node)));
+    else node.append(...folded(shown, chosen));
+    const tools = element("div", "tools");
+    if (last && !live) tools.append(idle(button("Regenerate", () => this.actions.regenerate())));
+    if (!live) tools.append(this.editing(node, index, candidates[chosen].text, "Save", last));
+    if (navigator.clipboard) tools.append(copyButton(() => candidates[chosenOf(message)].text));
+    node.append(tools);
+    return node;
+  }
+
+  /** A button that puts a field in a message's place. */
+  editing(node, index, text, done, last) {
+    return idle(button("Edit", () => {
+      const content = [...node.children];
+      const form = editor(text, done, last, (written) => this.actions.edit(index, written), () => {
+        node.replaceChildren(...content);
+        content.at(-1).querySelector("button")?.focus();
+      });
+      node.replaceChildren(form);
+      form.querySelector("textarea").focus();
+    }));
+  }
+}
+
+function idle(made) {
+  made.classList.add("idle"); // there only while nothing is being written
+  return made;
+}
+
+/** The chosen candidate, and the others to unfold. */
+function folded(shown, chosen) {
+  const others = shown.filter((_, index) => index !== chosen).map((one) => one.node);
+  const single = element("div", "single", shown[chosen].node);
+  if (!others.length) return [single];
+  const more = element("summary", "", others.length === 1 ? "1 other candidate" : `${others.length} other candidates`);
+  return [single, element("details", "others", more, element("div", "candidates", ...others))];
+}
+
+function editor(text, done, last, save, cancel) {
+  const field = element("textarea", "");
+  Object.assign(field, { value: text, rows: 3, required: true });
+  field.setAttribute("aria-label", "Edited message");
+  const form = element("form", "editor", field);
+  if (!last) form.append(element("small", "", "The messages after this one are deleted."));
+  const submit = element("button", "primary", done);
+  form.append(element("div", "tools", submit, button("Cancel", cancel)));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    save(field.value);
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") cancel();
+    else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && done === "Send") form.requestSubmit();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  return form;
+}
+
+/** One answer, or one of several. */
+class Candidate {
+  constructor(candidate, { place, live, choose, chosen }) {
+    this.node = element("section", chosen ? "candidate chosen" : "candidate");
+    if (choose) this.node.append(this.head(place, choose, chosen));
+    this.reasoning = element("div", "said");
+    this.thought = element("details", "reasoning", element("summary", "", "Reasoning"), this.reasoning);
+    this.text = element("div", "markdown");
+    this.markdown = new Markdown(this.text);
+    this.error = element("p", "failure");
+    this.about = element("p", "about");
+    this.node.append(this.thought, this.text, this.error, this.about);
+    this.update(candidate, live);
+  }
+
+  head(place, choose, chosen) {
+    const pick = button(chosen ? "Chosen" : "Choose", choose);
+    pick.setAttribute("aria-pressed", chosen);
+    this.node.setAttribute("aria-label", `Candidate ${place + 1}`);
+    return element("header", "", element("h3", "", `Candidate ${place + 1}`), pick);
+  }
+
+  update(candidate, live) {
+    const { text, reasoning, error } = candidate;
+    this.thought.hidden = !reasoning;
+    if (this.reasoning.textContent !== reasoning) this.reasoning.textContent = reasoning;
+    this.markdown.update(text);
+    this.error.hidden = !error;
+    this.error.textContent = error ?? "";
+    this.about.textContent = figures(candidate, live).join(" · ");
+    this.node.classList.toggle("waiting", live && !text && !reasoning);
+  }
+}
+
+/** What an answer took; figures of one text, so its acceptance length is its own. */
+function figures({ stats, edited }, live) {
+  if (edited) return ["edited"];
+  if (!stats) return [];
+  const { tokens, seconds, rounds, speculation, mean, ended } = stats;
+  const told = [`${tokens} token${tokens === 1 ? "" : "s"}`, `${seconds.toFixed(2)} s`];
+  if (seconds) told.push(`${(tokens / seconds).toFixed(0)} tok/s`);
+  if (speculation && rounds) told.push(`acceptance length ${(tokens / rounds).toFixed(2)}`);
+  if (mean !== null) told.push(`mean log-prob ${mean.toFixed(3).replace("-", "−")}`);
+  if (!live) told.push(ended ? `ended by ${ended}` : "not finished");
+  return told.map((figure) => figure.replaceAll(" ", "\u00a0").replace("-", "\u2011"));
+}

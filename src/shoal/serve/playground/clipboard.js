@@ -1,0 +1,37 @@
+// Buttons that copy. What came of it is said in the button for a moment, and to the page by an event.
+
+const MOMENT = 1500; // milliseconds
+
+/** Copies `text()` whenever a button is pressed. `what`: what that is, "The link". */
+export function copies(button, text, what) {
+  const name = button.textContent;
+  let timer;
+  button.addEventListener("click", async () => {
+    const failure = await write(text()).then(() => null, ({ message }) => message);
+    tell(button, failure === null ? `${what} is copied.` : `Nothing was copied: ${failure}`);
+    if (failure !== null) return;
+    button.textContent = "Copied";
+    clearTimeout(timer);
+    timer = setTimeout(() => { button.textContent = name; }, MOMENT);
+  });
+}
+
+/** Tells the page something: an event "told" on the window, with the sentence as its detail. */
+export function tell(element, sentence) {
+  element.dispatchEvent(new CustomEvent("told", { bubbles: true, detail: sentence }));
+}
+
+/** Browsers have a clipboard only for secure and local pages; over plain HTTP what is selected can be copied. */
+async function write(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const focused = document.activeElement;
+  const field = document.createElement("textarea");
+  field.value = text;
+  field.className = "unseen";
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  focused?.focus();
+  if (!done) throw new Error("this browser does not let the page copy.");
+}

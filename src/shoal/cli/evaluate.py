@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.console import stderr
+from shoal.cli.eval_export import EXPORT_HELP, Export, read_exports
 from shoal.cli.eval_output import show_summary, with_progress
 from shoal.cli.eval_sandbox import SandboxOptions
 from shoal.cli.eval_set import EvalSet, SetOptions
@@ -91,6 +92,7 @@ class OutputOptions:
         output_option(help="Directory for results, summary, figure and report. The same command goes on where it stopped."),
     ] = None
     plot: Annotated[bool, output_option("--plot/--no-plot", help="Draw the figure (with --out).")] = True
+    export: Annotated[list[str] | None, output_option("--export", metavar="FORMAT:FILE", help=EXPORT_HELP)] = None
     json: JsonOption = False
 
     @contextmanager
@@ -130,6 +132,10 @@ def evaluate(
         from shoal.bench.provenance import require_place
 
         require_place(output.out)
+    if output.export and (solutions is not None or chosen.set_ == "jsonschema" or chosen.cut is not None):
+        raise RequestError(
+            "--export writes samples of whole programs: leave out --solutions and --cut, and take another set"
+        )
     if solutions is not None:
         with output.directory() as directory:
             return execute_solutions(chosen.read(), solutions, programs, directory, as_json=output.json)
@@ -139,6 +145,7 @@ def evaluate(
         return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
     budgets = parse_budgets(sampling.time_budget)
     eval_set = chosen.read()  # before torch is imported, which takes seconds
+    exports = read_exports(output.export or (), eval_set)
     source = replace(source, max_batch=sampling.n)
     config = sampling.config(source, speculation)
     drawn = output.plot and output.out is not None
@@ -150,7 +157,7 @@ def evaluate(
         from shoal.evaluation.run import Evaluation
 
         evaluation = Evaluation(directory, eval_set.tasks, config, _settings(eval_set, source, config))
-        return _evaluate(evaluation, eval_set, source, budgets, programs, plot=drawn, as_json=output.json)
+        return _evaluate(evaluation, eval_set, source, budgets, programs, exports, plot=drawn, as_json=output.json)
 
 
 def _evaluate_cuts(
@@ -220,10 +227,10 @@ def _settings(eval_set: EvalSet, source: ModelSource, config: SamplingConfig) ->
 
 
 def _evaluate(
-    evaluation: Evaluation, eval_set: EvalSet, source: ModelSource, budgets: list[float], programs: SandboxOptions, *,
-    plot: bool, as_json: bool,
+    evaluation: Evaluation, eval_set: EvalSet, source: ModelSource, budgets: list[float], programs: SandboxOptions,
+    exports: Sequence[Export], *, plot: bool, as_json: bool,
 ) -> int:  # fmt: skip
-    """Samples, grades and reports; after Ctrl-C says how to go on."""
+    """Samples, exports, grades and reports; after Ctrl-C says how to go on."""
     from shoal.bench.machine import machine
     from shoal.evaluation.sampling import Sampler
 
@@ -231,6 +238,8 @@ def _evaluate(
         with _grader(eval_set, programs) as (grader, extra):
             if evaluation.missing:
                 evaluation.sample(Sampler(source.load(), evaluation.config), with_progress)
+            for export in exports:
+                export.write(evaluation, eval_set)
             evaluation.grade(grader, with_progress)
     except KeyboardInterrupt:
         done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import require_text
+from shoal.durable import sync, sync_entry
 from shoal.errors import RequestError
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
@@ -151,7 +152,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that nobody ever sees a part of it; into a pipe or a device, as into any.
+    """Writes a file so that nobody ever sees a part of it, not after a crash either; into a pipe or a device, as into any.
 
     Raises:
         RequestError: it cannot be written; what was there before is there still.
@@ -175,11 +176,13 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            sync(file)
         os.chmod(temporary, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+    sync_entry(path)
 
 
 def _umask() -> int:

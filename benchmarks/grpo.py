@@ -1,12 +1,13 @@
 """Group-relative policy optimisation (GRPO, Shao et al. 2024) of the bundled target by TRL's trainer, with rollouts by shoal.
 
-    python benchmarks/grpo.py [--steps 16] [--prompts 4] [-n 8] [--json FILE] [--plot FILE]
+    python benchmarks/grpo.py [--steps 16] [--prompts 4] [-n 8] [--seeds 7,8,9] [--json FILE] [--plot FILE]
 
 needs the extra `rl`. The reward of a sample is 1 if the function that it completes passes its tests in the sandbox, and 0.2 if it
 does not and the program parses. The same training runs with four ways to make the rollouts: Transformers' `generate` as the trainer
 calls it, shoal without drafts, with the draft model, and with the draft model and the rollouts of earlier epochs. The optimiser
 changes the weights in place; the draft model stays as it is. All log-probabilities that shoal reports are compared with those of a
-forward pass of the policy.
+forward pass of the policy. Each way runs once with each seed, which chooses the prompts of a step and the numbers that samples are
+drawn by. Results are written after each run, so that what has come is kept if the rest is stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ WAYS = {
     "shoal, draft model and earlier rollouts": ("suffix:answers={answers}+{drafter}", "auto"),
 }
 """How rollouts are made: drafter and draft length."""
+
+Rows = list[dict[str, float]]
+"""Of a training run: what each step took and found."""
+Runs = dict[str, dict[int, Rows]]
+"""By the way rollouts are made, then by seed."""
 
 
 def reward(problem: FunctionProblem, text: str, sandbox: Sandbox) -> float:
@@ -109,9 +115,8 @@ class Progress(TrainerCallback):
             )
 
 
-def train(name: str, given: argparse.Namespace, place: Path) -> list[dict[str, float]]:
+def train(name: str, seed: int, given: argparse.Namespace, place: Path) -> Rows:
     """The rows of one training run."""
-    torch.manual_seed(0)
     target, drafter = bundled("target"), bundled("drafter")
     policy, tokenizer = (
         AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32),
@@ -132,7 +137,7 @@ def train(name: str, given: argparse.Namespace, place: Path) -> list[dict[str, f
     config = GRPOConfig(
         output_dir=str(place), max_steps=given.steps, per_device_train_batch_size=given.prompts * given.n, num_generations=given.n,
         max_completion_length=given.tokens, learning_rate=given.rate, lr_scheduler_type="constant", beta=0.0, temperature=1.0,
-        logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False, seed=given.seed, disable_tqdm=True,
+        logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False, seed=seed, disable_tqdm=True,
         gradient_checkpointing=False,
     )  # fmt: skip
     trainer = Watched(
@@ -140,30 +145,68 @@ def train(name: str, given: argparse.Namespace, place: Path) -> list[dict[str, f
         processing_class=tokenizer, rollout_func=rollouts,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress(trainer, name))
+    trainer.add_callback(Progress(trainer, f"{name}, seed {seed}"))
     trainer.train()
     return trainer.rows
 
 
-def speed(rows: Sequence[dict[str, float]]) -> float:
+def speed(rows: Rows) -> float:
     """Tokens per second of rollouts, the median of the steps after the first epoch's beginning."""
     return median(row["tokens"] / row["seconds"] for row in rows[1:] or rows)
 
 
-def plot(found: dict[str, list[dict[str, float]]], place: Path) -> None:
+def with_spread(values: Sequence[float], digits: int) -> str:
+    """The mean, and behind it the standard deviation over seeds if there are several."""
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+def table(found: Runs, steps: int) -> str:
+    part = max(1, steps // 4)
+    lines = [
+        f"| rollouts by | seeds | tokens/s | reward, first {part} steps | last {part} | logprobs differ by |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, runs in found.items():
+        first, last = (
+            [mean(row["reward"] for row in rows[some]) for rows in runs.values()]
+            for some in (slice(part), slice(-part, None))
+        )
+        speeds = [speed(rows) for rows in runs.values()]
+        differs = [
+            row["difference_of_logprobs"] for rows in runs.values() for row in rows if "difference_of_logprobs" in row
+        ]
+        largest = f"{max(differs):.1e}" if differs else "-"
+        lines.append(
+            f"| {name} | {len(runs)} | {with_spread(speeds, 0)} | {with_spread(first, 3)} | {with_spread(last, 3)} | {largest} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: Runs, place: Path) -> None:
+    """Rewards and speeds by step: a thin line for each seed, a thick one for their mean."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8))
-    for name, rows in found.items():
-        window = max(1, len(rows) // 8)
-        smooth = [mean(row["reward"] for row in rows[max(0, i - window + 1) : i + 1]) for i in range(len(rows))]
-        left.plot(range(1, len(rows) + 1), smooth, label=name)
-        right.plot(range(1, len(rows) + 1), [row["tokens"] / row["seconds"] for row in rows], label=name)
+    for number, (name, runs) in enumerate(found.items()):
+        window = max(1, len(next(iter(runs.values()))) // 8)
+        rewards = [smoothed([row["reward"] for row in rows], window) for rows in runs.values()]
+        speeds = [[row["tokens"] / row["seconds"] for row in rows] for rows in runs.values()]
+        for axes, curves in ((left, rewards), (right, speeds)):
+            steps = range(1, len(curves[0]) + 1)
+            for curve in curves if len(curves) > 1 else []:
+                axes.plot(steps, curve, color=f"C{number}", linewidth=0.7, alpha=0.6)
+            axes.plot(steps, [mean(at) for at in zip(*curves, strict=True)], color=f"C{number}", linewidth=2.4, label=name)
     left.set(xlabel="step", ylabel=f"mean reward, over {window} steps")
     right.set(xlabel="step", ylabel="tokens per second of rollouts", ylim=(0, None))
     left.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(place)
+    figure.savefig(place, dpi=110)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """At each step the mean of so many steps up to it."""
+    return [mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
 def arguments() -> argparse.Namespace:
@@ -174,7 +217,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--pool", type=int, default=8, help="problems in all: an epoch")
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate")
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seeds", default="7", help="of the trainer, with commas between them: a run of each")
     parser.add_argument("--ways", default="0,1,2,3", help="which of the four ways to make rollouts")
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="rewards and speeds by step")
@@ -184,21 +227,15 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     names = [list(WAYS)[int(number)] for number in given.ways.split(",")]
-    found: dict[str, list[dict[str, float]]] = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as place:
-            found[name] = train(name, given, Path(place))
-    part = max(1, given.steps // 4)
-    print(
-        f"\n| rollouts by | tokens/s | reward, first {part} steps | last {part} | logprobs differ by |\n|---|---:|---:|---:|---:|"
-    )
-    for name, rows in found.items():
-        first, last = (mean(row["reward"] for row in some) for some in (rows[:part], rows[-part:]))
-        differs = max((row["difference_of_logprobs"] for row in rows if "difference_of_logprobs" in row), default=None)
-        print(f"| {name} | {speed(rows):.0f} | {first:.3f} | {last:.3f} | {'-' if differs is None else f'{differs:.1e}'} |")
-    if given.json:
-        asked = {key: str(value) for key, value in vars(given).items() if key not in ("json", "plot")}
-        write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "runs": found})
+    found: Runs = {name: {} for name in names}
+    asked = {key: str(value) for key, value in vars(given).items() if key not in ("json", "plot")}
+    for seed in map(int, given.seeds.split(",")):
+        for name in names:
+            with tempfile.TemporaryDirectory() as place:
+                found[name][seed] = train(name, seed, given, Path(place))
+            if given.json:
+                write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "runs": found})
+    print(f"\n{table(found, given.steps)}")
     if given.plot:
         plot(found, given.plot)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from shoal.api import Shoal
@@ -20,10 +21,11 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 
 
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
-    """What a `GRPOTrainer` (or `RLOOTrainer`) of TRL takes as `rollout_func`.
+    """What a `GRPOTrainer` of TRL takes as `rollout_func`.
 
-    Temperature, truncation, the repetition penalty, the number of new tokens and the seed are the trainer's. With its seed the
-    rollouts of a step are the same however many tokens are drafted; `seed=None` accepts more drafts.
+    Temperature, truncation, the repetition penalty, the number of new tokens and the tokens that end a sample are the trainer's.
+    Each call has a seed of its own, made of the trainer's, with which its rollouts are the same however many tokens are drafted;
+    `seed=None` accepts more drafts.
 
     Args:
         pair: from `shoal.load(policy, draft=...)` with the very model that is trained, whose changed weights are read as they are;
@@ -38,6 +40,8 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         RequestError: when called, where the pair's target does not have the weights of the policy.
     """
 
+    seeds = _Seeds()
+
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         _follow(pair.target.hf, policy)
@@ -46,7 +50,7 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         if any(count != n for _, count in groups):
             groups, n = [(prompt, 1) for prompt in prompts], 1
         asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
-        result = pair.generate(asked, n, **_options(trainer) | options)
+        result = pair.generate(asked, n, **_options(trainer) | {"seed": seeds.next(trainer)} | options)
         samples = [(list(output.prompt_ids), sample) for output in result for sample in output.samples]
         return {
             "prompt_ids": [prompt for prompt, _ in samples],
@@ -63,9 +67,28 @@ def _options(trainer: Any) -> dict[str, Any]:
     named = {
         "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, "min_p": given.min_p,
         "repetition_penalty": given.repetition_penalty, "max_new_tokens": given.max_completion_length,
+        "eos": trainer.eos_token_ids,
     }  # fmt: skip
-    seed = given.seed + trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index
-    return {name: value for name, value in named.items() if value is not None} | {"seed": seed}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+class _Seeds:
+    """A seed for each call, which no other call of a run has, nor one of a run with another seed of the trainer.
+
+    Calls are counted within a step, for training and evaluation apart: a step may take several batches of rollouts, and a run that
+    goes on from a checkpoint, or is evaluated in between, has the seeds that it would have had.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[bool, tuple[int, int]] = {}
+
+    def next(self, trainer: Any) -> int:
+        training, step = bool(trainer.model.training), int(trainer.state.global_step)
+        last, calls = self.calls.get(training, (step, 0))
+        number = calls if last == step else 0
+        self.calls[training] = step, number + 1
+        key = (step, trainer.accelerator.process_index, int(training), number)
+        return int(np.random.SeedSequence(trainer.args.seed, spawn_key=key).generate_state(1, np.uint64)[0])
 
 
 def _ids(prompt: Any, tokenizer: Any) -> Sequence[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import shoal
 from shoal.errors import RequestError
@@ -120,3 +123,161 @@ def test_prompts_may_be_conversations(tokenizer: Any) -> None:
     )
     assert chat.decode(ours._ids(messages, chat)) == "<user>hello<reply>"
     assert ours._ids("a b", chat) == chat("a b")["input_ids"]
+
+
+def asked(step: int, training: bool = True, process: int = 0, seed: int = 7, **options: Any) -> Any:
+    """What a rollout function reads of a trainer."""
+    arguments = {
+        "seed": seed, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0,
+        "max_completion_length": 8, "generation_kwargs": None,
+    } | options  # fmt: skip
+    return SimpleNamespace(
+        args=SimpleNamespace(**arguments), state=SimpleNamespace(global_step=step), model=SimpleNamespace(training=training),
+        accelerator=SimpleNamespace(process_index=process, num_processes=2, unwrap_model=lambda model: model),
+        eos_token_ids=[0],
+    )  # fmt: skip
+
+
+def _by_sum(self: Any, trainer: Any) -> int:
+    """Sabotage: neighbouring seeds of a trainer share the seeds of calls, and so do the batches of a step."""
+    place = trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index
+    return int(trainer.args.seed + place)
+
+
+@pytest.mark.parametrize("by_sum", [False, True])
+def test_no_two_calls_share_a_seed(by_sum: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches in each step, an evaluation at one, two processes, two seeds of the trainer. The second case is a sabotage."""
+    if by_sum:
+        monkeypatch.setattr(ours._Seeds, "next", _by_sum)
+    drawn = []
+    for seed in (7, 8):
+        for process in (0, 1):
+            seeds = ours._Seeds()
+            for step in (0, 0, 1, 1, 2):
+                drawn.append(seeds.next(asked(step, process=process, seed=seed)))
+            drawn.append(seeds.next(asked(2, training=False, process=process, seed=seed)))
+    assert (len(set(drawn)) == len(drawn) == 24) is not by_sum
+
+
+def test_a_run_that_goes_on_has_the_seeds_it_would_have_had() -> None:
+    """Neither an evaluation in between nor a beginning in the middle changes those of training."""
+    whole, evaluated, resumed = ours._Seeds(), ours._Seeds(), ours._Seeds()
+    evaluated.next(asked(0, training=False))
+    expected = [whole.next(asked(step)) for step in (0, 1, 1)]
+    assert [evaluated.next(asked(step)) for step in (0, 1, 1)] == expected
+    assert [resumed.next(asked(step)) for step in (1, 1)] == expected[1:]
+
+
+class Replayed:
+    """A rollout function that gives out again what another one gave, and knows no pair."""
+
+    def __init__(self, found: list[dict[str, list[Any]]]) -> None:
+        self.found = list(found)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        return self.found.pop(0)
+
+
+def _without_last(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Sabotage: as if the token that ends a sample were dropped."""
+    return found | {name: [values[:-1] or values for values in found[name]] for name in ("completion_ids", "logprobs")}
+
+
+def test_the_trainer_learns_from_a_pairs_rollouts_what_it_learns_without_a_pair(tokenizer: Any, tmp_path: Path) -> None:
+    """A policy that a pair computes with gets the gradients, to the last bit, that it gets by itself from the same samples."""
+    first = policy()
+    inner = ours.rollout_func(shoal.load(first, bundled("drafter"), tokenizer=tokenizer), lookahead=3)
+    kept: list[dict[str, list[Any]]] = []
+    trained(first, lambda *given: kept.append(inner(*given)) or kept[-1], tokenizer, tmp_path)
+    assert len(kept) == STEPS
+    for found, same in ((kept, True), ([_without_last(each) for each in kept], False)):
+        alone = policy()
+        trained(alone, Replayed(found), tokenizer, tmp_path)
+        assert torch.equal(alone.lm_head.weight, first.lm_head.weight) is same
+
+
+CALLS, SAMPLES, TOKENS = 5, 16, 6
+Field = np.ndarray[Any, Any]
+"""Transformed tokens, [calls, samples, tokens], NaN behind a sample's end."""
+
+
+@torch.no_grad()
+def transformed(hf: Any, calls: list[dict[str, list[Any]]]) -> Field:
+    """Probability integral transform of each token: uniform and independent if, and only if, every token was drawn from the
+    policy's own distribution, and by a number of its own."""
+    generator = np.random.default_rng(3)
+    field = np.full((len(calls), len(PROMPTS) * SAMPLES, TOKENS), np.nan)
+    for call, found in enumerate(calls):
+        for start in range(0, len(field[call]), SAMPLES):
+            rows = slice(start, start + SAMPLES)
+            prompt, samples = found["prompt_ids"][start], found["completion_ids"][rows]
+            padded = torch.tensor([[*sample, *[0] * (TOKENS - len(sample))] for sample in samples])
+            ids = torch.cat([torch.tensor([prompt] * SAMPLES), padded], dim=1)
+            probs = hf(ids, logits_to_keep=TOKENS + 1).logits[:, :-1].double().softmax(-1)
+            above, at = (of.gather(-1, padded[..., None])[..., 0].numpy() for of in (probs.cumsum(-1), probs))
+            ended = np.arange(TOKENS) >= np.array([len(sample) for sample in samples])[:, None]
+            field[call, rows] = np.where(ended, np.nan, above - at * generator.random(at.shape))
+    return field
+
+
+def correlation(one: Field, other: Field) -> float:
+    """The p-value of that of two fields."""
+    both = ~np.isnan(one) & ~np.isnan(other)
+    assert both.sum() > 300
+    return float(stats.pearsonr(one[both], other[both]).pvalue)
+
+
+def p_values(field: Field) -> list[float]:
+    return [
+        float(stats.kstest(field[~np.isnan(field)], "uniform").pvalue),
+        float(stats.kstest(field[:, :, 0].ravel(), "uniform").pvalue),
+        correlation(field[:, 0::2], field[:, 1::2]),  # samples of a prompt
+        correlation(field[:, :SAMPLES], field[:, SAMPLES:]),  # prompts
+        correlation(field[:-1], field[1:]),  # steps
+        correlation(field[:, :, :-1], field[:, :, 1:]),  # tokens
+    ]
+
+
+def test_rollouts_are_drawn_from_the_changed_policy_each_by_numbers_of_its_own(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts, after a step of an optimiser, without looking at what log-probabilities are reported. The sabotages: samples of
+    the policy before that step; a seed that all calls share."""
+    model, before = policy(), policy()
+    pair = shoal.load(model, bundled("drafter"), tokenizer=tokenizer)
+    pair.generate(PROMPTS, SAMPLES, max_new_tokens=4, seed=1)  # what is kept of old weights is kept now
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
+    (-model(input_ids=torch.tensor([[5, 6, 7, 8]]), labels=torch.tensor([[5, 6, 7, 8]])).loss).backward()
+    optimiser.step()
+    generate, accepted = pair.generate, []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        result = generate(*given, **options)
+        accepted.append(result.stats.accepted)
+        return result
+
+    def rolled(**options: Any) -> list[dict[str, list[Any]]]:
+        rollouts, calls = ours.rollout_func(pair, lookahead=3, **options), []
+        for step in range(CALLS):
+            trainer = asked(step, max_completion_length=TOKENS)
+            trainer.model, trainer.processing_class = model, tokenizer
+            calls.append(rollouts([prompt for prompt in PROMPTS for _ in range(SAMPLES)], trainer))
+        return calls
+
+    monkeypatch.setattr(pair, "generate", counted)
+    calls = rolled()
+    assert min(p_values(transformed(model, calls))) > 0.01
+    assert len(accepted) == CALLS
+    assert min(accepted) > 50
+    assert min(p_values(transformed(before, calls))) < 1e-6
+    assert min(p_values(transformed(model, rolled(seed=7)))) < 1e-6
+
+
+def test_what_generation_kwargs_of_the_trainer_say_holds(tokenizer: Any) -> None:
+    pair = shoal.load(policy(), tokenizer=tokenizer)
+    trainer = asked(0, generation_kwargs={"max_new_tokens": 3, "eos": []})
+    trainer.model, trainer.processing_class = pair.target.hf, tokenizer
+    assert [len(ids) for ids in ours.rollout_func(pair)(PROMPTS, trainer)["completion_ids"]] == [3, 3]
+    trainer.args.generation_kwargs = {"epsilon_cutoff": 0.1}
+    with pytest.raises(RequestError, match="unknown option 'epsilon_cutoff'"):
+        ours.rollout_func(pair)(PROMPTS, trainer)

@@ -23,7 +23,8 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
     """What a `GRPOTrainer` of TRL takes as `rollout_func`.
 
-    Temperature, truncation, the repetition penalty, the number of new tokens and the tokens that end a sample are the trainer's.
+    Temperature, truncation, the repetition penalty, the number of new tokens, the tokens that end a sample and what
+    `generation_kwargs` has are the trainer's.
     Each call has a seed of its own, made of the trainer's, with which its rollouts are the same however many tokens are drafted;
     `seed=None` accepts more drafts.
 
@@ -37,7 +38,8 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         The function. Its `logprobs` are those of the distribution that was sampled from (`Sample.processed_logprobs`).
 
     Raises:
-        RequestError: when called, where the pair's target does not have the weights of the policy.
+        RequestError: when called: the pair's target does not have the weights of the policy, or `generation_kwargs` of the trainer
+            has a name that is no option of `Shoal.generate`.
     """
 
     seeds = _Seeds()
@@ -69,7 +71,7 @@ def _options(trainer: Any) -> dict[str, Any]:
         "repetition_penalty": given.repetition_penalty, "max_new_tokens": given.max_completion_length,
         "eos": trainer.eos_token_ids,
     }  # fmt: skip
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: value for name, value in named.items() if value is not None} | (given.generation_kwargs or {})
 
 
 class _Seeds:

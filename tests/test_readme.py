@@ -1,4 +1,4 @@
-"""What the README and the help page show is true: blocks run, commands parse."""
+"""What the README, two how-tos and the help page show is true: blocks run, commands parse."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shoal.cli import run
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RUN = [README, ROOT / "docs" / "how-to" / "python.md", ROOT / "docs" / "how-to" / "transformers.md"]  # their Python, in order
 
 
 def blocks(text: str, language: str) -> list[tuple[int, str]]:
@@ -44,14 +45,21 @@ def shoal_commands(console: str) -> list[list[str]]:
 
 
 @pytest.mark.limit(300)
-def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = blocks(README.read_text(encoding="utf-8"), "python")
-    assert python, "README.md shows no Python"
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = blocks(page.read_text(encoding="utf-8"), "python")
+    assert python, f"{page.name} shows no Python"
     monkeypatch.chdir(tmp_path)  # whatever an example writes
     names: dict[str, Any] = {"__name__": "readme"}
     for line, source in python:
-        padded = "\n" * (line - 1) + source  # so that a traceback names the README's own lines
-        exec(compile(padded, str(README), "exec", dont_inherit=True), names)
+        padded = "\n" * (line - 1) + source  # so that a traceback names the page's own lines
+        exec(compile(padded, str(page), "exec", dont_inherit=True), names)
+
+
+def test_the_first_screen_says_what_it_is_and_how_to_start() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130, "README.md is an overview: details go into docs/"
+    assert len(blocks("\n".join(text.splitlines()[:30]), "console")) == 1  # the commands to start with
 
 
 def test_console_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:

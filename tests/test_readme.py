@@ -15,7 +15,11 @@ from shoal.cli import run
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RUN = [README, ROOT / "docs" / "how-to" / "python.md", ROOT / "docs" / "how-to" / "transformers.md"]  # their Python, in order
+RUN = [
+    README,
+    ROOT / "docs" / "how-to" / "python.md",
+    ROOT / "docs" / "how-to" / "transformers.md",
+]  # their Python, in order
 
 
 def blocks(text: str, language: str) -> list[tuple[int, str]]:

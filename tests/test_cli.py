@@ -456,12 +456,18 @@ def test_demo_json_finds_greedy_decoding_identical(shoal: Command, tiny: Models)
 
 
 def test_demo_prints_a_table_without_escapes(shoal: Command, tiny: Models) -> None:
-    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1)
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 8, "--repeats", 1, "--k", 2)
     assert answer.code == 0
     assert "\x1b" not in answer.out
     for words in ("tokens/s", "acceptance length", "target passes", "drafted tokens", "speed-up: "):
         assert words in answer.out
     assert "greedy identical: yes (float32, 2 rows)" in answer.out
+
+
+def test_demo_claims_no_speed_up_where_nothing_was_drafted(shoal: Command, tiny: Models) -> None:
+    answer = shoal("demo", *tiny.pair, "-p", "def", "-n", 2, "--max-new-tokens", 1, "--repeats", 1)
+    assert "no speed-up: " in answer.out
+    assert not re.search(r"speed-up: \d", answer.out)
 
 
 def test_demo_sees_a_difference(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,9 +705,30 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
         "import sys; from shoal.cli import run; code = run(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
     )
-    work = {"generate": ["-p", "x"], "serve": [], "check": [], "bench": [], "batch": ["in", "out"], "eval": ["functions"]}
+    work = {
+        "generate": ["-p", "x"],
+        "serve": [],
+        "check": [],
+        "bench": [],
+        "batch": [__file__, "out"],
+        "eval": ["functions"],
+    }
     work["complete"] = [__file__, "--at", "1:1"]
     for command, arguments in work.items():
         line = [sys.executable, "-c", code, command, *arguments, "--model", str(tmp_path / "nowhere")]
         ended = subprocess.run(line, capture_output=True, text=True)
         assert (ended.returncode, "nowhere does not exist" in ended.stderr) == (2, True), (command, ended.stderr)
+    line = [sys.executable, "-c", code, "batch", str(tmp_path / "nowhere.jsonl"), "out"]
+    ended = subprocess.run(line, capture_output=True, text=True)
+    assert (ended.returncode, "cannot read" in ended.stderr) == (2, True), ended.stderr
+
+
+def test_help_names_kinds_of_values_and_none_for_flags(shoal: Command) -> None:
+    for name in ("generate", "check", "bench", "serve"):
+        page = shoal(name, "--help").out
+        assert "--json" in page
+        assert not re.search(r"<(bool|str|path|list\[)", page), name
+    train = shoal("train", "drafter", "--help").out
+    assert re.search(r"--target +-m +TEXT", train)
+    assert re.search(r"--corpus +PATH", train)
+    assert re.search(r"--json +One JSON", train)

@@ -18,26 +18,28 @@ import typer
 from typer import TyperException
 
 from shoal.cli import batch, bench, check, complete, demo, evaluate, generate, index, serve, train
+from shoal.cli.commands import Command, Group
 from shoal.errors import ModelError, RequestError
 
 EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="shoal",
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
-app.command()(generate.generate)
-app.command()(complete.complete)
-app.command()(serve.serve)
-app.command()(batch.batch)
-app.command()(check.check)
-app.command()(bench.bench)
-app.command("eval")(evaluate.evaluate)
-app.command()(index.index)
+app.command(cls=Command)(demo.demo)
+app.command(cls=Command)(generate.generate)
+app.command(cls=Command)(complete.complete)
+app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(batch.batch)
+app.command(cls=Command)(check.check)
+app.command(cls=Command)(bench.bench)
+app.command("eval", cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(index.index)
 app.add_typer(train.app, name="train")
 
 

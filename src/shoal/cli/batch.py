@@ -55,6 +55,10 @@ class FileArguments:
         Path, typer.Argument(metavar="OUTPUT", help="An answer per line; what is there already is kept.", show_default=False)
     ]
 
+    def __post_init__(self) -> None:
+        if not self.requests.exists():  # said before torch is imported, which takes seconds
+            raise RequestError(f"cannot read {str(self.requests)!r}: No such file or directory")
+
 
 @dataclass(frozen=True)
 class NameOptions:
@@ -92,7 +96,9 @@ class BatchSpeculation:
             help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A line may ask for less.",
         ),
     ] = "auto"
-    rule: Annotated[Rule, speed_option(help="How drafts are judged. auto: coupled if any line has a seed.")] = "auto"
+    rule: Annotated[
+        Rule, speed_option(help="How drafts are accepted. auto: coupled if a line has a seed, else rejection.")
+    ] = "auto"
 
 
 @dataclass(frozen=True)

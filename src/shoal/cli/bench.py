@@ -93,7 +93,7 @@ class WorkOptions:
     ] = None
     rule: Annotated[
         Literal["rejection", "coupled", "typical"],
-        speed_option(help="How drafts are judged; see Speculation. typical: lossy; tables say so."),
+        speed_option(help="How drafts are accepted; see shoal generate. typical: lossy; tables say so."),
     ] = "rejection"
     acceptance: Annotated[
         float | None, speed_option(min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ReportOptions:
     """Files for the results, and how the tables look."""
 
-    json: Annotated[Path | None, output_option("--json", help="Write all, every repeat.")] = None
+    json: Annotated[Path | None, output_option("--json", help="Write every repeat to a JSON file.")] = None
     plot: Annotated[Path | None, output_option("--plot", help="Write two plots (.png, .svg).")] = None
     results: Annotated[Path | None, output_option(help="Directory for a JSON file named by date and machine.")] = None
     replay: Annotated[Path | None, output_option(help="Show a JSON file again instead of measuring.")] = None

@@ -47,6 +47,10 @@ PROMPT = '''def multiply_above_4(values):
 EXIT_INTERRUPTED = 130
 WARM_UP_TOKENS = 16
 CHECKED_LENGTH = 4  # draft length of the greedy comparison where `auto` drafts nothing
+NOT_DRAFTED = (
+    "no speed-up: by the times measured here drafts did not pay, so nothing was drafted and both columns are plain decoding; "
+    f"--lookahead {CHECKED_LENGTH} drafts anyway"
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,10 @@ def report(console: Console, job: Job, measured: Measurements) -> None:
     console.print()
     console.print(comparison(measured.plain, measured.speculative))
     console.print()
-    console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
+    if measured.speculative.drafted:
+        console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
+    else:
+        console.print(NOT_DRAFTED, style="bold", soft_wrap=True)
     console.print(f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)")
     if not measured.identity.holds and not job.exact:
         console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")

@@ -112,7 +112,8 @@ def evaluate(
     solutions: Annotated[
         str | None,
         typer.Option(
-            metavar="canonical|FILE", help="Judge these completions (JSON Lines of task_id, completion) and no model's."
+            metavar="canonical|FILE",
+            help="Execute these completions (JSON Lines of task_id, completion); no model is loaded.",
         ),
     ] = None,
     sampling: EvalSampling,
@@ -128,6 +129,7 @@ def evaluate(
     log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut:
     how many programs pass that were cut inside a token and continued.
     """
+    source.quieten_transformers()
     if output.out is not None:
         from shoal.bench.provenance import require_place
 

@@ -21,7 +21,7 @@ TURN_ENDS = {
     "phi3": "<|end|>", "alpaca": "### Instruction:", "vicuna": "USER:",
 }  # fmt: skip
 """What ends an answer in these formats beside the model's end-of-text token, which may be another one in a base model."""
-TEMPLATE_HELP = "A chat template, for a tokenizer without: a file, or a name such as chatml, llama3, qwen."
+TEMPLATE_HELP = "A chat template, for a tokenizer without one: a file, or a name such as chatml, llama3, qwen."
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:

@@ -89,9 +89,9 @@ class SamplingOptions(SampleOptions):
     temperature: Annotated[float | None, sampling_option(help="0 = greedy.", show_default=str(Sampling.temperature))] = None
     top_p: TopPOption = Sampling.top_p
     top_k: Annotated[int, sampling_option(help="The k most probable tokens; 0 = off.")] = Sampling.top_k
-    min_p: Annotated[float, sampling_option(help="Tokens at least so probable as the best one times this; 0 = off.")] = (
-        Sampling.min_p
-    )
+    min_p: Annotated[
+        float, sampling_option(help="Tokens with at least this times the probability of the best one; 0 = off.")
+    ] = Sampling.min_p
     greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = False
     seed: Annotated[int | None, sampling_option(help="The same seed gives the same samples; fresh entropy without it.")] = (
         None
@@ -131,7 +131,7 @@ class GenerateSampling(SamplingOptions):
     """With penalties, which code at a cursor does not want."""
 
     repetition_penalty: Annotated[
-        float, sampling_option(help="Scores of tokens that were there are divided by it; 1 = off.")
+        float, sampling_option(help="Scores of tokens that have occurred are divided by it; 1 = off.")
     ] = Sampling.repetition_penalty
     presence_penalty: Annotated[
         float, sampling_option(help="Taken once from the score of each token of the output; 0 = off.")
@@ -147,7 +147,9 @@ class OutputOptions:
 
     ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = False
     logprobs: Annotated[bool, output_option("--logprobs", help="Log-probabilities of the tokens (with --json).")] = False
-    top_logprobs: Annotated[int, output_option(min=0, help="So many most probable tokens per position (with --json).")] = 0
+    top_logprobs: Annotated[
+        int, output_option(min=0, help="The most probable tokens per position, so many (with --json).")
+    ] = 0
     stream: Annotated[
         bool | None,
         output_option(

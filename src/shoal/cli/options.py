@@ -82,8 +82,8 @@ class SpeculationOptions:
         Rule,
         speed_option(
             "--rule",
-            help="How drafts are judged. coupled: a seed's tokens do not depend on draft lengths. auto: so with a seed. typical: "
-            "lossy.",
+            help="How drafts are accepted. coupled: a seed's tokens do not depend on draft lengths. rejection: accepts more. auto: "
+            "coupled with a seed, else rejection. typical: lossy.",
         ),
     ] = "auto"
 
@@ -102,7 +102,7 @@ class PairNames:
             "-d",
             help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling, trigrams; or suffix+DIR "
             "(auto+DIR); or DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR, ppd:DIR; or the target's own first layers: "
-            "self:exit=6. Without it, plain decoding.",
+            "self:exit=6. With --model and without it, plain decoding.",
         ),
     ] = None
 

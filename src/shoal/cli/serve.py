@@ -82,7 +82,7 @@ class AddressOptions:
     api_key_file: Annotated[
         Path | None,
         address_option(
-            help="A file of API keys, one a line, with a weight if need be. Without it, the key in SHOAL_API_KEY; without both, "
+            help="A file of API keys, one a line, a weight behind it or not. Without it, the key in SHOAL_API_KEY; without both, "
             "open to all."
         ),
     ] = None
@@ -92,7 +92,7 @@ class AddressOptions:
     allowed_host: Annotated[
         list[str] | None,
         address_option(
-            help="A name to be asked under, beside addresses and localhost; repeatable, * = any.",
+            help="A host name that requests may use, beside addresses and localhost; repeatable, * = any.",
             show_default="on a loopback address none, elsewhere any",
         ),
     ] = None
@@ -105,7 +105,7 @@ class LimitOptions:
     max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
     max_grammar: Annotated[int, limits_option(min=1, help="Characters of a grammar or JSON schema.")] = 16384
-    queue: Annotated[int, limits_option(min=0, help="Samples that may wait; beyond, requests are told to come again.")] = 256
+    queue: Annotated[int, limits_option(min=0, help="Samples that may wait; requests beyond get 429.")] = 256
     kv_memory: KvMemoryOption = None
     prefix_memory: PrefixMemoryOption = None
     members: Annotated[
@@ -136,8 +136,8 @@ class ServedSpeculation:
     rule: Annotated[
         Rule,
         speed_option(
-            help="How drafts are judged. coupled: a seed's tokens come again, whoever else is served. rejection: more drafts are "
-            "accepted, and seeds refused. auto = coupled."
+            help="How drafts are accepted. coupled: a seed's tokens come again, whoever else is served. rejection: accepts more, "
+            "and seeds are refused. auto = coupled."
         ),
     ] = "auto"
 

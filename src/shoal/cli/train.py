@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.commands import Command, Group
 from shoal.cli.console import plain_table, stderr, stdout
 from shoal.cli.files import listed_documents, listed_prompts
 from shoal.cli.options import JsonOption
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     help="Train a drafter for a target, on what the target writes itself.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -45,7 +47,7 @@ def train() -> None:
     """Trains a drafter for a target, on what the target writes itself."""
 
 
-@app.command()
+@app.command(cls=Command)
 def drafter(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -65,7 +67,9 @@ def drafter(
     ] = None,
     exits: Annotated[
         list[int] | None,
-        typer.Option("--exits", min=1, help="Layers after which it shall draft, too, where it is sure. Repeatable."),
+        typer.Option(
+            "--exits", metavar="LAYER", min=1, help="Layers after which it shall draft, too, where it is sure. Repeatable."
+        ),
     ] = None,
     samples: SamplesOption = 2400,
     new_tokens: NewTokensOption = 128,
@@ -90,7 +94,7 @@ def drafter(
     _train(DrafterTrainer(out, source, texts, documents, training, device), str(out), json_output)
 
 
-@app.command()
+@app.command(cls=Command)
 def medusa(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -115,7 +119,7 @@ def medusa(
     _train(MedusaTrainer(out, source, texts, training, device), f"medusa:{out}", json_output)
 
 
-@app.command()
+@app.command(cls=Command)
 def eagle3(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -139,7 +143,7 @@ def eagle3(
     _train(Eagle3Trainer(out, source, texts, training, device), f"eagle3:{out}", json_output)
 
 
-@app.command()
+@app.command(cls=Command)
 def ppd(
     out: OutOption,
     target: TargetOption = BUNDLED,

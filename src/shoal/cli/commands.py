@@ -1,0 +1,47 @@
+"""Commands whose help pages are made for readers: the kind of an option's value is named as users know it, a flag has none, and
+paragraphs are broken where the terminal ends, not where the docstring does."""
+
+from __future__ import annotations
+
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any, get_args
+
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+KINDS = {bool: "", str: "TEXT", Path: "PATH"}
+"""What stands for a type's name; numbers keep theirs, which names their range."""
+
+
+class Command(TyperCommand):
+    """A command."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help = None if self.help is None else unbroken(self.help)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its options, the one for help included, each with a `metavar`."""
+        return with_kinds(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A command of several commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its options, the one for help included, each with a `metavar`."""
+        return with_kinds(super().get_params(ctx))
+
+
+def unbroken(text: str) -> str:
+    """Each paragraph as one line."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text).split("\n\n"))
+
+
+def with_kinds(parameters: list[Any]) -> list[Any]:
+    """The parameters; options without a `metavar` get that of their type, a repeatable option that of one of its values."""
+    for option in parameters:
+        if isinstance(option, TyperOption) and option.metavar is None:
+            annotation: Any = option.type_descriptor.annotation
+            option.metavar = KINDS.get(next(iter(get_args(annotation)), annotation))
+    return parameters

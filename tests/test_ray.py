@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,14 @@ from shoal.testing import save_pair
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
 
+import psutil  # noqa: E402
 from ray import serve as ray_serve  # noqa: E402
+from ray._private.authentication.authentication_utils import is_token_auth_enabled  # noqa: E402
 
 from shoal.serve import cluster, pool  # noqa: E402
 
-TIMEOUT_SECONDS = 300
+SECONDS = 240
+"""The longest that anything is waited for."""
 pytestmark = [
     pytest.mark.limit(600),  # many processes that each import torch
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -42,15 +48,19 @@ pytestmark = [
 THIN = cluster.Share(cpus=0.5)  # so that two fit into two CPUs beside what Ray itself runs
 
 
-@pytest.fixture(scope="module")
-def two_cpus() -> Iterator[None]:
-    """A small cluster on this machine alone; what is defined here travels to it by value."""
+@pytest.fixture(scope="module", autouse=True)
+def two_cpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A small cluster as the commands start one; what is defined here travels to it by value."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20, configure_logging=False,
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            patch.delenv(name)
+        patch.setenv("RAY_ADDRESS", "local")
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # where the token is kept
+        small = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "configure_logging": False}
+        patch.setattr(cluster, "OPTIONS", cluster.OPTIONS | small)
+        with cluster.connected():
+            yield
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +69,33 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(scope="module")
+def alone(pair: tuple[Path, Path]) -> Shoal:
+    """The pair in this process."""
+    return loaded(pair)
+
+
+def test_a_cluster_of_our_own_listens_on_loopback_and_asks_for_a_token() -> None:
+    ray.get(ray.remote(lambda: 1).remote())
+    found = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    places = [place.laddr.ip for process in found for place in process.net_connections("inet") if place.status == "LISTEN"]
+    assert len(places) > 5
+    addresses = [ipaddress.ip_address(place.removeprefix("::ffff:")) for place in places]
+    assert all(address.is_loopback for address in addresses), addresses
+    assert is_token_auth_enabled()
+
+
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loaded(pair: tuple[Path, Path]) -> Shoal:
+    return load(*pair, dtype="float32", quantize="off", max_batch=4)
+
+
 def load_and_mark(pair: tuple[Path, Path], marks: Path) -> Shoal:
     """Loads the pair, and leaves the process's number."""
     (marks / str(os.getpid())).touch()
-    return load(*pair, dtype="float32", quantize="off", max_batch=4)
+    return loaded(pair)
 
 
 def load_to_die(pair: tuple[Path, Path], marks: Path) -> Shoal:
@@ -86,12 +119,12 @@ def load_to_die(pair: tuple[Path, Path], marks: Path) -> Shoal:
 
 
 def processes(marks: Path) -> int:
-    """How many loaded, this one aside."""
-    return len({file.name for file in marks.iterdir()} - {str(os.getpid()), "victim"})
+    """How many loaded."""
+    return sum(file.name.isdigit() for file in marks.iterdir())
 
 
-def serve_config(load: Any, pair: tuple[Path, Path], marks: Path) -> ServeConfig:
-    return ServeConfig(partial(load, pair, marks), Settings("tiny"), lookahead=3)
+def serve_config(load: Any, *arguments: Any) -> ServeConfig:
+    return ServeConfig(partial(load, *arguments), Settings("tiny"), lookahead=3)
 
 
 def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -103,16 +136,16 @@ def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
     return [choice["text"] for choice in entry.get("choices", ())], took, entry.get("error")
 
 
-def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_killed_worker_loses_and_doubles_nothing(alone: Shoal, pair: tuple[Path, Path], tmp_path: Path) -> None:
     bodies = [{"id": i, "prompt": f"line {i}", "seed": i, "n": 2, "max_tokens": 24} for i in range(48)]
     bodies[5] |= {"prompt": None}
     lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
-    alone: list[Any] = []
-    serve_config(load_and_mark, pair, tmp_path).offline().answer(lines, alone.append)
+    expected: list[Any] = []
+    serve_config(lambda: alone).offline().answer(lines, expected.append)
     together: list[Any] = []
     pool.answer(lines, serve_config(load_to_die, pair, tmp_path), together.append, 2, THIN)
     assert sorted(entry["id"] for entry in together) == list(range(48))
-    assert {entry["id"]: essence(entry) for entry in together} == {entry["id"]: essence(entry) for entry in alone}
+    assert {entry["id"]: essence(entry) for entry in together} == {entry["id"]: essence(entry) for entry in expected}
     assert sum("error" in entry for entry in together) == 1
     took = [choice for entry in together for choice in entry.get("usage", {}).get("choices", ())]
     assert len(took) == 47 * 2
@@ -121,27 +154,28 @@ def test_a_killed_worker_loses_and_doubles_nothing(two_cpus: None, pair: tuple[P
     assert processes(tmp_path) == 3, "two workers, and one in the killed one's place"
 
 
-def load_with_poison(pair: tuple[Path, Path], marks: Path) -> Shoal:
-    """The same; but each process dies that is asked for the letters "poison"."""
-    shoal = load_and_mark(pair, marks)
-    encode = shoal.tokenizer.encode
+class Frail:
+    """In the place of a `ServeConfig`: a worker without models, which starts fast."""
 
-    def fatal(text: str, *arguments: Any, **options: Any) -> Any:
-        if "poison" in text:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return encode(text, *arguments, **options)
+    def __init__(self, marks: Path, load: Callable[[], object] = object) -> None:
+        self._marks, self._load = marks, load
 
-    shoal.tokenizer.encode = fatal
-    return shoal
+    def offline(self) -> Any:
+        (self._marks / str(os.getpid())).touch()
+        self._load()
+        return self
+
+    def answer(self, lines: list[BatchLine], done: Callable[[Any], None]) -> None:
+        for line in lines:
+            if "poison" in line.text:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done({"id": line.id})
 
 
-def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(
-    two_cpus: None, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    bodies = [{"id": i, "prompt": "poison" if i == 5 else f"line {i}", "seed": i, "max_tokens": 4} for i in range(16)]
-    lines = [BatchLine(number, json.dumps(body), body["id"], True) for number, body in enumerate(bodies, 1)]
+def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(tmp_path: Path) -> None:
+    lines = [BatchLine(number, "poison" if number == 5 else "", number, True) for number in range(16)]
     got: list[Any] = []
-    pool.answer(lines, serve_config(load_with_poison, pair, tmp_path), got.append, 1, THIN)
+    pool.answer(lines, Frail(tmp_path), got.append, 1, THIN)  # type: ignore[arg-type]
     assert sorted(entry["id"] for entry in got) == list(range(16))
     (failed,) = [entry for entry in got if "error" in entry]
     assert (failed["id"], failed["error"]["code"]) == (5, "worker_died")
@@ -149,20 +183,62 @@ def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(
     assert processes(tmp_path) == 1 + 1 + 3, "blocks of four and of two lines, and three tries alone"
 
 
-def load_and_die(pair: tuple[Path, Path], marks: Path) -> Shoal:
+def die() -> None:
     """As if there were no memory for the weights."""
-    load_and_mark(pair, marks)
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
 
 
-def test_workers_that_die_while_they_load_are_no_lines_fault(
-    two_cpus: None, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_workers_that_die_while_they_load_are_no_lines_fault(tmp_path: Path) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match="3 workers in succession died while they loaded"):
-        pool.answer([BatchLine(1, "{}", 1)], serve_config(load_and_die, pair, tmp_path), done.append, 1, THIN)
+        pool.answer([BatchLine(1, "{}", 1)], Frail(tmp_path, die), done.append, 1, THIN)  # type: ignore[arg-type]
     assert (done, processes(tmp_path)) == ([], 3)
+
+
+def load_nothing() -> None:
+    raise ModelError("no such pair")
+
+
+def test_an_error_of_a_worker_is_raised_here(tmp_path: Path) -> None:
+    done: list[Any] = []
+    with pytest.raises(ModelError, match=r"^no such pair$"):
+        pool.answer([BatchLine(1, "{}", 1)], Frail(tmp_path, load_nothing), done.append, 1, THIN)  # type: ignore[arg-type]
+    assert not done
+
+
+def test_waiting_for_a_machine_that_is_not_there_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []  # asked of the logger itself: what Ray does to the handlers of a process is its own affair
+    monkeypatch.setattr(cluster.LOG, "warning", lambda text, *values: said.append(text % values))
+    cluster.warn_if_too_small(THIN)
+    cluster.warn_if_too_small(cluster.Share(cpus=1, gpus=64))
+    assert said == ["no machine of this cluster has 1 CPUs and 64 GPUs: waiting for one"]
+
+
+# ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_to_wait(pair: tuple[Path, Path], marks: Path) -> Shoal:
+    """The same; but a prompt that begins with "wait" is not read until there is a file "open" of that name."""
+    shoal = load_and_mark(pair, marks)
+    encode = shoal.tokenizer.encode
+
+    def held(text: str, *arguments: Any, **options: Any) -> Any:
+        if text.startswith("wait"):
+            (marks / f"{text}|{os.getpid()}").touch()
+            while not (marks / f"open {text}").exists():
+                time.sleep(0.01)
+        return encode(text, *arguments, **options)
+
+    shoal.tokenizer.encode = held
+    return shoal
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Waits, and fails after `SECONDS`."""
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
 
 
 @ray_serve.deployment(ray_actor_options={"num_cpus": 0})
@@ -173,147 +249,232 @@ class Neighbour:
         return "mine"
 
 
-def test_applications_of_others_stay_and_their_proxy_is_respected(
-    two_cpus: None, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+@dataclass
+class Beside:
+    """What was seen of a server beside an application of somebody else."""
+
+    port: int = 0
+    refusals: list[str] = field(default_factory=list)
+    served_at: int = 0
+    statuses: list[int] = field(default_factory=list)
+    flood: list[int] = field(default_factory=list)
+    applications: list[list[str]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    log: str = ""
+
+
+@pytest.fixture(scope="module")
+def beside(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """Asks for the other's port and route in vain, then serves at a route beside it, and is flooded."""
+    marks, seen = tmp_path_factory.mktemp("beside"), Beside()
+    served = serve_config(load_to_wait, pair, marks)
     with bind("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-    ray_serve.start(http_options={"host": "127.0.0.1", "port": port})
-    served, url = serve_config(load_and_mark, pair, tmp_path), f"http://127.0.0.1:{port}"
-    try:
-        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/")
-        with pytest.raises(
-            RequestError, match=f"listens at 127.0.0.1:{port} already .* give --host 127.0.0.1 --port {port}"
-        ):
-            cluster.run(served, "127.0.0.1", port + 1, cluster.Replicas(), THIN, lambda port: None)
-        with pytest.raises(RequestError, match="has an application already"):
-            cluster.run(served, "127.0.0.1", port, cluster.Replicas(), THIN, lambda port: None)
-        assert httpx.get(url, timeout=TIMEOUT_SECONDS).text == "mine"
-        ray_serve.delete("shoal")
-        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/other")
-        seen: list[Any] = []
-
-        def use(port: int) -> None:
-            seen.append((port, httpx.get(f"{url}/health", timeout=TIMEOUT_SECONDS).status_code))
-            seen.append(len(ray_serve.status().applications))
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        cluster.run(served, "127.0.0.1", 0, cluster.Replicas(drain=1), THIN, use)
-        assert seen == [(port, 200), 2]
-        assert list(ray_serve.status().applications) == ["shoal"]
-        assert httpx.get(f"{url}/other", timeout=TIMEOUT_SECONDS).text == "mine", (
-            "neither replaced nor deleted nor shut down"
-        )
-    finally:
-        ray_serve.shutdown()
-
-
-def load_to_wait(pair: tuple[Path, Path], marks: Path) -> Shoal:
-    """The same; but a prompt "wait" is not read until there is a file "open"."""
-    shoal = load_and_mark(pair, marks)
-    encode = shoal.tokenizer.encode
-
-    def held(text: str, *arguments: Any, **options: Any) -> Any:
-        while text == "wait" and not (marks / "open").exists():
-            time.sleep(0.01)
-        return encode(text, *arguments, **options)
-
-    shoal.tokenizer.encode = held
-    return shoal
-
-
-def test_a_flood_is_told_to_come_again(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    codes: list[int] = []
+        seen.port = listening.getsockname()[1]
+    url, ask = f"http://127.0.0.1:{seen.port}", partial(httpx.get, timeout=SECONDS)
 
     def use(port: int) -> None:
-        url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "wait", "max_tokens": 2}
+        seen.served_at = port
+        seen.statuses.append(ask(f"{url}/health").status_code)
+        seen.applications.append(list(ray_serve.status().applications))
+        body = {"prompt": "wait", "max_tokens": 2}
         with ThreadPoolExecutor(24) as clients:
-            asked = [clients.submit(httpx.post, url, json=body, timeout=60) for _ in range(24)]
+            asked = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS) for _ in range(24)]
             for one in as_completed(asked):  # the first to be answered is one that was refused
-                (tmp_path / "open").touch()
-                codes.append(one.result().status_code)
+                (marks / "open wait").touch()
+                seen.flood.append(one.result().status_code)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    many = cluster.Replicas(open=2, drain=1)
-    cluster.run(serve_config(load_to_wait, pair, tmp_path), "127.0.0.1", 0, many, THIN, use)
-    assert (codes[0], set(codes)) == (503, {200, 503})
+    run, log = partial(cluster.run, served, "127.0.0.1"), cluster.LogConfig("debug")
+    ray_serve.start(http_options={"host": "127.0.0.1", "port": seen.port})
+    try:
+        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/")
+        for port in (seen.port + 1, seen.port):
+            with pytest.raises(RequestError) as refused:
+                run(port, cluster.Replicas(), THIN, lambda port: None)
+            seen.refusals.append(str(refused.value))
+        seen.others.append(ask(url).text)
+        ray_serve.delete("shoal")
+        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/other")
+        with redirect_stderr(io.StringIO()) as stderr:
+            run(0, cluster.Replicas(open=2, drain=1), THIN, use, log)
+        seen.log = stderr.getvalue()
+        seen.applications.append(list(ray_serve.status().applications))
+        seen.others.append(ask(f"{url}/other").text)
+    finally:
+        ray_serve.shutdown()
+    return seen
 
 
-LOCAL = """
-import json, psutil, ray
-from shoal.serve.cluster import connected
-from ray._private.authentication.authentication_utils import is_token_auth_enabled
-with connected():
-    ray.get(ray.remote(lambda: 1).remote())
-    found = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    places = [place.laddr.ip for process in found for place in process.net_connections("inet") if place.status == "LISTEN"]
-    print(json.dumps([sorted(set(places)), len(places), is_token_auth_enabled()]))
-"""
+def test_applications_of_others_stay_and_their_proxy_is_respected(beside: Beside) -> None:
+    other_port, other_route = beside.refusals
+    assert re.search(f"listens at 127.0.0.1:{beside.port} already .* give --host 127.0.0.1 --port {beside.port}", other_port)
+    assert "has an application already" in other_route
+    assert (beside.served_at, beside.statuses) == (beside.port, [200])
+    assert [len(names) for names in beside.applications] == [2, 1]
+    assert beside.applications[1] == ["shoal"]
+    assert beside.others == ["mine", "mine"], "neither replaced nor deleted nor shut down"
 
 
-def test_a_cluster_of_our_own_listens_on_loopback_and_asks_for_a_token(tmp_path: Path) -> None:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = {**clean, "HOME": str(tmp_path), "RAY_ADDRESS": "local"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOCAL], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    places, many, token = json.loads(done.stdout.splitlines()[-1])
-    assert many > 5
-    assert {ipaddress.ip_address(place.removeprefix("::ffff:")).is_loopback for place in places} == {True}, places
-    assert token is True
+def test_a_flood_is_told_to_come_again(beside: Beside) -> None:
+    assert (beside.flood[0], set(beside.flood), len(beside.flood)) == (503, {200, 503}, 24)
 
 
-def test_replicas_answer_as_one_server(two_cpus: None, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-    url, served = f"http://127.0.0.1:{port}", serve_config(load_and_mark, pair, tmp_path)
-    ready, got, many = threading.Event(), [], cluster.Replicas(least=2, most=2, drain=5)
-    body = {"prompt": "hello", "n": 2, "seed": 3, "max_tokens": 24}
+def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
+    """Probes, too, at the level debug."""
+    lines = beside.log.splitlines()
+    time = r"\d{4}-\d\d-\d\dT\S+"
+    assert [re.fullmatch(time + r" DEBUG +GET '/health' 200 \S+ s id \S+", line) is not None for line in lines].count(
+        True
+    ) == 1
+    answered = [
+        line for line in lines if re.match(time + r" INFO +POST '/v1/completions' 200 \S+ s 4\+2 tokens, 1 samples", line)
+    ]
+    assert len(answered) == beside.flood.count(200)
+    assert any("prompts that are kept for later requests" in line for line in lines)
 
-    def use() -> None:
-        assert ready.wait(TIMEOUT_SECONDS)
-        try:
-            got.extend(httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS).json() for _ in range(16))
-            got.append(httpx.post(f"{url}/v1/completions", json={**body, "nn": 1}, timeout=TIMEOUT_SECONDS).json())
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=TIMEOUT_SECONDS
-            ) as stream:
-                got.append("".join(stream.iter_lines()))
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    client = threading.Thread(target=use, daemon=True)
-    client.start()
-    cluster.run(served, "127.0.0.1", port, many, THIN, lambda port: ready.set())
-    client.join()
-    samples = served.load().generate("hello", 2, seed=3, max_new_tokens=24, lookahead=3)[0].samples
-    *answers, refused, stream = got
-    assert len(answers) == 16
-    for answer in answers:
-        assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
-        assert [took["drafted"] for took in answer["usage"]["choices"]] == [sample.drafted for sample in samples]
-    assert refused["error"]["code"] == "unknown_field"
-    assert stream.endswith("data: [DONE]")
-    assert processes(tmp_path) == 2
+@dataclass
+class Scaled:
+    """What was seen while the demand rose and fell: answers by prompt, replicas by state, processes of replicas."""
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    both: list[Any] = field(default_factory=list)
+    states: list[dict[str, int]] = field(default_factory=list)
+    held_by: dict[str, int] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    ids: list[list[str]] = field(default_factory=list)
+    refused: Any = None
+    stream: str = ""
+    at_the_end: Any = None
+    log: list[dict[str, Any]] = field(default_factory=list)
+    processes: int = 0
+    url: str = ""
+
+
+BODY = {"n": 2, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Scaled:
+    """One replica, a second one for requests that wait, and one again while both still have one that is not answered."""
+    marks, seen = tmp_path_factory.mktemp("scaled"), Scaled()
+    served = serve_config(load_to_wait, pair, marks)
+    clients = ThreadPoolExecutor(64)
+
+    def post(prompt: str, **more: Any) -> httpx.Response:
+        headers = {"x-request-id": prompt.replace(" ", "-")}
+        return httpx.post(
+            f"{seen.url}/v1/completions", json={"prompt": prompt, **BODY, **more}, headers=headers, timeout=SECONDS
+        )
+
+    def states() -> dict[str, int]:
+        (application,) = ray_serve.status().applications.values()
+        return {str(state): many for state, many in application.deployments["shoal"].replica_states.items() if many}
+
+    def holders() -> dict[str, int]:
+        return {text: int(process) for text, _, process in (f.name.partition("|") for f in marks.glob("wait*|*"))}
+
+    def hold(asked: dict[str, Future[httpx.Response]], many: int) -> None:
+        """Asks for so many more, and waits until all of them are in a replica."""
+        for _ in range(many):
+            prompt = f"wait {len(asked)}"
+            asked[prompt] = clients.submit(post, prompt)
+        until(lambda: len(holders()) == len(asked))
+
+    def collect(asked: dict[str, Future[httpx.Response]], prompts: list[str]) -> None:
+        for prompt in prompts:
+            (marks / f"open {prompt}").touch()
+        seen.answers |= {prompt: asked[prompt].result(SECONDS) for prompt in prompts}
+
+    def use(port: int) -> None:
+        seen.url, asked = f"http://127.0.0.1:{port}", {}
+        seen.states.append(states())
+        hold(asked, 6)
+        until(lambda: states().get("RUNNING") == 2)
+        seen.states.append(states())
+        for _ in range(16):  # new requests go where fewer are, once the proxy knows of the second replica
+            if len(set(holders().values())) == 2:
+                break
+            hold(asked, 2)
+        seen.held_by = holders()
+        seen.kept = {process: prompt for prompt, process in seen.held_by.items()}  # one of each replica stays
+        collect(asked, [prompt for prompt in asked if prompt not in seen.kept.values()])
+        seen.both = [post("hello").json() for _ in range(8)]
+        seen.refused = post("wrong", nn=1)
+        seen.stream = "".join(post("stream", stream=True, return_token_ids=False).text)
+        seen.ids = [httpx.get(f"{seen.url}/health", timeout=SECONDS).headers.get_list("x-request-id")]
+        seen.ids.append(seen.refused.headers.get_list("x-request-id"))
+        until(lambda: "STOPPING" in states())
+        seen.states.append(states())
+        collect(asked, list(seen.kept.values()))
+        seen.answers |= {prompt: post(prompt) for prompt in ("after", "and on")}
+        until(lambda: states() == {"RUNNING": 1})
+        seen.states.append(states())
+        until(lambda: not all(psutil.pid_exists(process) for process in seen.kept))
+        seen.ended = [process for process in seen.kept if not psutil.pid_exists(process)]
+        last = dict(asked)
+        hold(last, 1)
+        seen.at_the_end = last.popitem()[1]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    wanted = cluster.Replicas(least=1, most=2, wanted=2, drain=10, up_after=0, down_after=3)
+    with redirect_stderr(io.StringIO()) as stderr:
+        cluster.run(served, "127.0.0.1", 0, wanted, THIN, use, cluster.LogConfig("info", "json"))
+    seen.at_the_end = seen.at_the_end.exception(SECONDS) or seen.at_the_end.result().status_code
+    clients.shutdown()
+    seen.log = [json.loads(line) for line in stderr.getvalue().splitlines() if line.startswith("{")]
+    seen.processes = processes(marks)
+    return seen
+
+
+def test_a_replica_is_added_and_removed_by_demand(scaled: Scaled) -> None:
+    first, grown, shrinking, last = scaled.states
+    assert (first, grown, last) == ({"RUNNING": 1}, {"RUNNING": 2}, {"RUNNING": 1})
+    assert shrinking == {"RUNNING": 1, "STOPPING": 1}
+    assert len(scaled.kept) == scaled.processes == 2
+    assert len(scaled.ended) == 1, "the process of the replica that was removed"
+
+
+def test_nothing_is_lost_with_a_replica_and_all_answers_are_those_of_one_process(scaled: Scaled, alone: Shoal) -> None:
+    """Also the request that the removed replica had not answered when it began to stop. What ends with the server is lost."""
+    assert scaled.kept[scaled.ended[0]] in scaled.answers
+    assert len(scaled.answers) == len(scaled.held_by) + 2
+    answers = {prompt: response.json() for prompt, response in scaled.answers.items()}
+    prompts = list(dict.fromkeys([*answers, "hello"]))
+    result = alone.generate(prompts, 2, temperature=0, max_new_tokens=24, lookahead=3)
+    expected = {prompt: output.samples for prompt, output in zip(prompts, result, strict=True)}
+    for prompt, answer in [*answers.items(), *(("hello", answer) for answer in scaled.both)]:
+        samples = expected[prompt]
+        assert [tuple(choice["token_ids"]) for choice in answer["choices"]] == [s.token_ids for s in samples], prompt
+        took = [[choice[name] for name in ("drafted", "accepted", "rounds")] for choice in answer["usage"]["choices"]]
+        assert took == [[s.drafted, s.accepted, s.rounds] for s in samples], prompt
+        assert all(drafted > 0 for drafted, _, _ in took)
+    assert isinstance(scaled.at_the_end, httpx.HTTPError) or scaled.at_the_end >= 500, "it was not waited for"
+
+
+def test_replicas_answer_as_one_server(scaled: Scaled) -> None:
+    assert scaled.refused.json()["error"]["code"] == "unknown_field"
+    assert scaled.stream.strip().endswith("data: [DONE]")
+    assert [len(ids) for ids in scaled.ids] == [1, 1], "Ray's proxy and ours would each send one"
+    assert scaled.ids[1] == ["wrong"]
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
+        httpx.get(f"{scaled.url}/health")
 
 
-def load_nothing() -> Shoal:
-    raise ModelError("no such pair")
-
-
-def test_an_error_of_a_worker_is_raised_here(two_cpus: None) -> None:
-    done: list[Any] = []
-    with pytest.raises(ModelError, match=r"^no such pair$"):
-        pool.answer([BatchLine(1, "{}", 1)], ServeConfig(load_nothing, Settings("tiny")), done.append, 1, THIN)
-    assert not done
-
-
-def test_waiting_for_a_machine_that_is_not_there_is_logged(two_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []  # asked of the logger itself: what Ray does to the handlers of a process is its own affair
-    monkeypatch.setattr(cluster.LOG, "warning", lambda text, *values: said.append(text % values))
-    cluster.warn_if_too_small(THIN)
-    cluster.warn_if_too_small(cluster.Share(cpus=1, gpus=64))
-    assert said == ["no machine of this cluster has 1 CPUs and 64 GPUs: waiting for one"]
+def test_replicas_log_as_one_server(scaled: Scaled) -> None:
+    """One line per request, whichever replica answered; none of probes."""
+    lines = {line["request_id"]: line for line in scaled.log if line.get("status") == 200}
+    for prompt, response in scaled.answers.items():
+        line, took = lines[prompt.replace(" ", "-")], response.json()["usage"]
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (took["prompt_tokens"], took["completion_tokens"])
+        assert (line["path"], line["samples"], line["level"]) == ("/v1/completions", 2, "info")
+        assert line["seconds"] > 0
+    counts = Counter(line["request_id"] for line in scaled.log if "request_id" in line)
+    assert [counts.pop(name) for name in ("hello", "wrong", "stream")] == [8, 1, 1]
+    assert set(counts.values()) == {1}
+    assert len({line["replica"] for line in lines.values()}) == 2
+    (wrong,) = [line for line in scaled.log if line.get("request_id") == "wrong"]
+    assert (wrong["status"], wrong["level"]) == (400, "info")
+    assert "nn" in wrong["reason"]
+    assert not [line for line in scaled.log if line.get("path") == "/health"]

@@ -157,6 +157,12 @@ class ReplicaOptions:
         float,
         machines_option(min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more."),
     ] = 4.0
+    upscale_delay: Annotated[
+        float, machines_option(min=0, help="With --ray: seconds of more demand before a replica is added.")
+    ] = 30.0
+    downscale_delay: Annotated[
+        float, machines_option(min=0, help="With --ray: seconds of less demand before a replica is removed.")
+    ] = 600.0
     cpus: CpusOption = 1.0
     gpus: GpusOption = 0.0
 
@@ -207,9 +213,12 @@ def serve(
         cluster = ray_cluster()
         replicas = cluster.Replicas(
             machines.replicas, machines.max_replicas or machines.replicas, machines.target_requests,
-            limits.queue + most_rows(source.max_batch), limits.drain,
+            limits.queue + most_rows(source.max_batch), limits.drain, machines.upscale_delay, machines.downscale_delay,
         )  # fmt: skip
-        cluster.run(served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready)
+        cluster.run(
+            served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready,
+            cluster.LogConfig(output.log_level, output.log_format),
+        )  # fmt: skip
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
         source.load()  # computes what rank 0 says, and ends this process with rank 0's

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging.config import dictConfig
 from typing import Any
 
 import ray
@@ -23,8 +24,13 @@ from ray import serve as ray_serve
 from ray._private import ray_constants
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ModelError, RequestError
+from shoal.serve import logs
+from shoal.serve.relay import printed_logs, send_logs
+from shoal.serve.request_ids import HEADER
 from shoal.serve.run import bind
 from shoal.serve.serve_config import ServeConfig
 
@@ -101,6 +107,7 @@ class Replicas:
         least, most: number of replicas. wanted: requests per replica, running and waiting, above which another one is started.
         open: most requests of a replica; as many wait in front of it, and more are answered with 503.
         drain: seconds that open requests have when a replica is removed.
+        up_after, down_after: seconds for which the demand must ask for more, or fewer, before replicas are added, or removed.
     """
 
     least: int = 1
@@ -108,27 +115,48 @@ class Replicas:
     wanted: float = 4
     open: int = 256
     drain: float = 20
+    up_after: float = 30
+    down_after: float = 600
+
+    @property
+    def autoscaling(self) -> dict[str, Any]:
+        """Ray Serve's autoscaling_config. Demand is averaged over the shorter delay, half a minute at most as by default."""
+        period = min(30.0, max(1.0, min(self.up_after, self.down_after)))
+        return {
+            "min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": self.wanted,
+            "upscale_delay_s": self.up_after, "downscale_delay_s": self.down_after,
+            "look_back_period_s": period, "metrics_interval_s": period / 3,
+        }  # fmt: skip
 
 
-def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str) -> None:
+@dataclass(frozen=True)
+class LogConfig:
+    """What is logged, see `shoal.serve.logs`."""
+
+    level: str = "info"
+    form: logs.LogFormat = "text"
+
+
+def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str, log: LogConfig) -> None:
     """Deploys the server's application, and returns when it answers. `ray.serve.start` must have been called.
 
     Args:
-        name: of the application; unique in the cluster.
+        name: of the application, and of the actor that takes what it logs; unique in the cluster.
 
     Raises:
         RequestError: another application has the route already. ModelError: the replicas do not start, with the reason.
     """
 
     def app() -> FastAPI:
-        return config.app()
+        send_logs(name, ray_serve.get_replica_context().replica_id.unique_id, log.level, log.form)
+        made = config.app()
+        made.add_middleware(WithoutRequestId)
+        return made
 
     deployment: Any = ray_serve.deployment(
         ray_serve.ingress(app)(Replica), name=DEPLOYMENT, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
         max_queued_requests=replicas.open, graceful_shutdown_timeout_s=replicas.drain,
-        autoscaling_config={
-            "min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": replicas.wanted,
-        },
+        autoscaling_config=replicas.autoscaling,
     )  # fmt: skip
     try:
         ray_serve.run(deployment.bind(), name=name)
@@ -152,8 +180,26 @@ class Replica:
             raise RuntimeError("the engine has stopped")
 
 
+class WithoutRequestId:
+    """ASGI middleware: Ray's proxy sends the request's id by itself, and there would be two."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forwards everything but the header to the application."""
+
+        async def without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)[HEADER]
+            await send(message)
+
+        await self.app(scope, receive, without)
+
+
 def run(
-    config: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None]
+    config: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None],
+    log: LogConfig = LogConfig(),
 ) -> None:  # fmt: skip
     """Serves until SIGTERM or Ctrl-C; open requests then have `replicas.drain` seconds to finish.
 
@@ -166,15 +212,25 @@ def run(
         KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
     name = f"shoal-{secrets.token_hex(4)}"
-    with connected(), _termination() as terminated:
+    with _logged(log), connected(), printed_logs(name), _termination() as terminated:
         warn_if_too_small(share)
         port, ours = _listen(host, port)
         try:
-            deploy(config, replicas, share, name)
+            deploy(config, replicas, share, name, log)
             ready(port)
             terminated.wait()
         finally:
             _withdraw(name, replicas.drain, ours)
+
+
+@contextmanager
+def _logged(log: LogConfig) -> Iterator[None]:
+    """What this process logs, on stderr."""
+    dictConfig(logs.config(log.level, log.form))
+    try:
+        yield
+    finally:
+        logs.restore()
 
 
 def _listen(host: str, port: int) -> tuple[int, bool]:

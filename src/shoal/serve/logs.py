@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from shoal.serve.exchanges import Exchange
 
@@ -13,6 +13,7 @@ LOG = logging.getLogger("shoal.requests")
 LogFormat = Literal["text", "json"]
 PROBES = ("/health", "/ready", "/metrics")
 """Requests of supervisors; they are logged at the level debug."""
+STDERR: Final[dict[str, Any]] = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}
 FIELDS = ("request_id", "method", "path", "status", "seconds", "prompt_tokens", "completion_tokens", "samples", "reason")
 """What a line of a request tells. The path is without its query, which may hold secrets."""
 
@@ -67,13 +68,13 @@ def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
-def config(level: str, form: LogFormat) -> dict[str, Any]:
-    """For `logging.config`: uvicorn's messages and ours on stderr; requests are logged by `RequestLog` alone."""
-    logger = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+def config(level: str, form: LogFormat, handler: dict[str, Any] = STDERR) -> dict[str, Any]:
+    """For `logging.config`: uvicorn's messages and ours to one handler; requests are logged by `RequestLog` alone."""
+    logger = {"handlers": ["shoal"], "level": level.upper(), "propagate": False}
     return {
         "version": 1, "disable_existing_loggers": False,
         "formatters": {"shoal": {"()": JsonFormatter if form == "json" else TextFormatter}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "shoal", "stream": "ext://sys.stderr"}},
+        "handlers": {"shoal": {**handler, "formatter": "shoal"}},
         "loggers": {
             "uvicorn": logger, "uvicorn.error": {"level": level.upper()}, "shoal": logger,
             "uvicorn.access": {"handlers": [], "propagate": False},

@@ -1,4 +1,4 @@
-"""The playground, a client of the API: a page at / that draws samples and accepted drafts, a chat at /chat, an editor at /editor."""
+"""The playground, a client of the API: a page at / that draws samples and their drafts, a chat at /chat, an editor at /editor."""
 
 from __future__ import annotations
 

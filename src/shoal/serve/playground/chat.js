@@ -16,6 +16,7 @@ const WIDE = matchMedia("(width >= 56rem)");
 
 let conversation; // the one that is shown
 let current = null; // the AbortController of the answer that is being written
+let renaming = false;
 const deleted = new Set(); // ids; what ends in them later is not kept
 let server = null; // what the model allows, once it is known
 const thread = new Thread(at("messages"), { choose, edit, regenerate });
@@ -200,6 +201,7 @@ function keep(talk) {
 }
 
 function list() {
+  if (renaming) return; // drawn once that is done
   const kept = store.all();
   at("list").replaceChildren(...kept.map(entry));
   at("clear").hidden = !kept.length;
@@ -230,10 +232,11 @@ function rename(item, one) {
   field.setAttribute("aria-label", "Title");
   item.replaceChildren(field);
   field.select();
+  renaming = true;
   const done = (title) => {
-    if (!field.isConnected) return; // a list that is drawn anew has taken it away
+    if (!renaming) return; // taking the field away blurs it
+    renaming = false;
     if (title !== undefined) one.title = title || null;
-    field.remove();
     if (title === undefined) list();
     else keep(one);
   };

@@ -42,7 +42,7 @@ async function* messages(body) {
   for (let part = await reader.read(); !part.done; part = await reader.read()) {
     const whole = (rest + part.value).split("\n\n");
     rest = whole.pop();
-    for (const message of whole) yield message.replace(/^data: /, "");
+    for (const message of whole) if (!message.startsWith(":")) yield message.replace(/^data: /, ""); // a comment keeps the connection alive
   }
 }
 

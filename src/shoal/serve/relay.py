@@ -1,0 +1,103 @@
+"""What replicas on Ray log, printed by the process that started them, as if it were one server.
+
+An actor keeps the lines until they are asked for. It imports little, so that its process is small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.config import dictConfig
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from shoal.serve import logs
+
+NAMESPACE = "shoal"
+MOST_LINES = 10_000
+"""Lines that wait to be printed; older ones are dropped."""
+LAST_SECONDS = 10.0
+"""Time for the last lines at the end."""
+
+
+class Lines:
+    """The actor: replicas put lines, one process takes them."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=MOST_LINES)
+        self._news, self._closed = asyncio.Event(), False
+
+    async def put(self, line: str) -> None:
+        """Keeps a line."""
+        self._lines.append(line)
+        self._news.set()
+
+    async def take(self) -> list[str] | None:
+        """All lines there are, as soon as there is one; None = closed, and nothing is left."""
+        while not self._lines and not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        taken = list(self._lines)
+        self._lines.clear()
+        return taken or None
+
+    async def close(self) -> None:
+        """No more lines."""
+        self._closed = True
+        self._news.set()
+
+
+class Relayed(logging.Handler):
+    """In a replica: sends each line to the actor. Without one, to the replica's own stderr, which Ray keeps in a file.
+
+    Args:
+        actor: its name. replica: added to the fields of a request.
+    """
+
+    def __init__(self, actor: str, replica: str) -> None:
+        super().__init__()
+        self._replica, self._put = replica, lambda line: print(line, file=sys.stderr, flush=True)
+        with suppress(ValueError):  # there is none
+            self._put = ray.get_actor(actor, namespace=NAMESPACE).put.remote
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Sends one line; what cannot be sent is lost."""
+        try:
+            if (fields := getattr(record, "fields", None)) is not None:
+                record.fields = {**fields, "replica": self._replica}
+            self._put(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> None:
+    """In a replica: what it logs goes to the actor of that name."""
+    handler = {"()": f"{__name__}.Relayed", "actor": actor, "replica": replica}
+    dictConfig(logs.config(level, form, handler))
+
+
+@contextmanager
+def printed_logs(actor: str) -> Iterator[None]:
+    """Prints what replicas send, on stderr, while the block lasts. Needs a connection to a cluster."""
+    lines: Any = ray.remote(Lines).options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0).remote()
+    thread = threading.Thread(target=_print, args=(lines,), name="shoal-logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        lines.close.remote()
+        thread.join(LAST_SECONDS)
+        ray.kill(lines)
+
+
+def _print(lines: Any) -> None:
+    with suppress(RayError):  # the actor has died, and with it what it had
+        while (taken := ray.get(lines.take.remote())) is not None:
+            print(*taken, sep="\n", file=sys.stderr, flush=True)

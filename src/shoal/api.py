@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -287,6 +287,7 @@ class Shoal:
         align: bool | None = None,
         exact: bool | str = False,
         syntax: str | Syntax | None = None,
+        shown_tokens: Collection[int] = (),
         progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
@@ -319,6 +320,7 @@ class Shoal:
                 text between prompt and suffix cannot be completed to a program, document or text of the grammar, and a text
                 ends by itself only where the whole parses; where it does not end by itself it is cut, see `Sample.syntax`. The
                 text of a stream then comes with a row's last increment.
+            shown_tokens: ids of special tokens that texts show; without it they show none.
             progress: shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
                 `speculation=`. `sampling=` and `limits=` may also be lists with a setting, or None, for each prompt. `bad_words`
@@ -332,24 +334,25 @@ class Shoal:
             BadLogits: the model returned NaN.
         """
         stream = self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, text=False
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, shown_tokens, text=False
         )
         return stream.run(progress)
 
     def stream(
         self, prompts: Prompts, n: Integer | Sequence[Integer] = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
         suffix: str | Sequence[str] | None = None, constraints: Sequence[AnyConstraint] = (),
-        align: bool | None = None, exact: bool | str = False, syntax: str | Syntax | None = None, **options: Unpack[Options],
+        align: bool | None = None, exact: bool | str = False, syntax: str | Syntax | None = None,
+        shown_tokens: Collection[int] = (), **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
         return self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, text=True
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, shown_tokens, text=True
         )
 
     def _stream(
         self, prompts: Prompts, n: Integer | Sequence[Integer], drafter: Drafter | None, top_logprobs: Integer,
         suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
-        alignment: tuple[bool | None, bool | str], syntax: str | Syntax | None, *, text: bool,
+        alignment: tuple[bool | None, bool | str], syntax: str | Syntax | None, shown_tokens: Collection[int], *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         now = time.perf_counter()
@@ -364,6 +367,7 @@ class Shoal:
             self.prefixes.recognise(self.target)
         engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter)
         asked: dict[str, Any] = {"top_logprobs": plain(top_logprobs), "constraints": tuple(constraints), "submitted_at": now}
+        asked["shown_tokens"] = frozenset(plain(shown_tokens))
         numbers = occurrences((ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True))
         requests = [
             Request(ids, count, sampling, limit, prompt=own, occurrence=number, **asked)

@@ -1,5 +1,5 @@
-"""The command line: `shoal demo`, `shoal generate`, `shoal complete`, `shoal serve`, `shoal batch`, `shoal check`, `shoal bench`,
-`shoal eval`, `shoal index`, `shoal train`.
+"""The command line: `shoal demo`, `shoal generate`, `shoal chat`, `shoal complete`, `shoal serve`, `shoal batch`, `shoal check`,
+`shoal bench`, `shoal eval`, `shoal index`, `shoal train`.
 
 stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or the model cannot
 be served (the user can mend it), 1 our failure, 130 interrupted. torch and transformers are imported inside commands.
@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from typer import TyperException
 
-from shoal.cli import batch, bench, check, complete, demo, evaluate, generate, index, serve, train
+from shoal.cli import batch, bench, chat, check, complete, demo, evaluate, generate, index, serve, train
 from shoal.cli.commands import Command, Group
 from shoal.errors import ModelError, RequestError
 
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(generate.generate)
+app.command(cls=Command)(chat.chat)
 app.command(cls=Command)(complete.complete)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(batch.batch)

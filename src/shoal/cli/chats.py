@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.files import TEMPLATE_HELP, read_template
-from shoal.errors import RequestError
+from shoal.cli.messages import ChatWriter, Message, message, read_document
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,23 @@ class ChatOptions:
     """Whether prompts are messages, and what goes before them."""
 
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a message, which the model answers by its chat template.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Each prompt is a message, which the model answers by its chat template. --system, --messages and "
+            "--chat-template mean it too.",
+        ),
     ] = False
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message before each; means --chat.")
-    ] = None
-    chat_template: Annotated[
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None
+    messages: Annotated[
         Path | None,
-        typer.Option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP + " Means --chat."),
+        typer.Option(
+            "--messages",
+            metavar="FILE",
+            help='What was said before, as /save of `shoal chat` writes it: JSON with "messages".',
+        ),
     ] = None
+    chat_template: Annotated[Path | None, typer.Option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)] = None
 
     def read(self, tokenizer: Any, prompts: Sequence[str]) -> Sequence[str] | list[list[int]]:
         """What the model is asked: the prompts themselves, or the ids of conversations.
@@ -34,22 +42,19 @@ class ChatOptions:
         Raises:
             RequestError: there is no tokenizer or no template, or the template refuses the messages.
         """
-        template = read_template(self.chat_template)
-        if not self.chat and self.system is None and template is None:
+        if not self.chat and (self.system, self.messages, self.chat_template) == (None, None, None):
             return prompts
-        if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
-            raise RequestError(
-                "this model has no chat template: give --chat-template NAME or FILE, or leave out --chat and --system"
-            )
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [_ids(tokenizer, template, [*before, {"role": "user", "content": prompt}]) for prompt in prompts]
+        writer, before = self.writer(tokenizer), self.before()
+        return [writer.ids(writer.text([*before, message("user", prompt)])) for prompt in prompts]
 
+    def writer(self, tokenizer: Any) -> ChatWriter:
+        """Writes conversations for the model of a tokenizer. Raises RequestError: there is no template."""
+        return ChatWriter(tokenizer, read_template(self.chat_template))
 
-def _ids(tokenizer: Any, template: str | None, messages: list[dict[str, str]]) -> list[int]:
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False
-        )  # the tokenizer's own where that is None
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    except Exception as error:  # a template is a program that may raise anything
-        raise RequestError(f"the chat template refused the messages: {error}") from error
+    def before(self) -> list[Message]:
+        """The messages before a prompt; the system's message of the options replaces that of the file. Raises RequestError."""
+        found = [] if self.messages is None else read_document(self.messages)["messages"]
+        plain = [message(one["role"], one["content"]) for one in found]
+        if self.system is None:
+            return plain
+        return [message("system", self.system), *(one for one in plain if one["role"] != "system")]

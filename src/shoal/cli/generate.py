@@ -208,6 +208,7 @@ def generate(
     asked = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
+    chats.before()
     run = Run(asked, chats, sampling, output, options)
     result, interrupted = run.follow(source)
     run.deliver(result, interrupted)

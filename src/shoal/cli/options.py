@@ -190,8 +190,8 @@ class ModelSource(PlacedPair):
         """The same without the drafter."""
         return replace(self, draft=None, draft_revision=None)
 
-    def load(self) -> Shoal:
-        """Loads the pair, or the target alone where there is no drafter."""
+    def load(self, prefix_memory: int = 0) -> Shoal:
+        """Loads the pair, or the target alone where there is no drafter. prefix_memory: see `shoal.load`."""
         self.quieten_transformers()
         for name, revision in ((self.model, self.revision), (self.draft_model, self.draft_revision)):
             if name not in (None, BUNDLED):
@@ -199,7 +199,7 @@ class ModelSource(PlacedPair):
         from shoal.api import load
 
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
-        return load(options.pop("model"), options.pop("draft"), **options)
+        return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
 
     def quieten_transformers(self) -> None:
         """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""

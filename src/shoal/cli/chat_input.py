@@ -1,0 +1,146 @@
+"""What a chat reads: lines of a terminal or of a pipe, which become messages and commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RequestError
+
+QUOTE = '"""'
+PROMPT, INSIDE = "> ", "… "
+HISTORY_LINES = 1000
+
+ReadLine = Callable[[str], str]
+"""The next line without its end, after a prompt that a terminal shows. Raises EOFError: there are no more."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the user entered. quoted: between `QUOTE`s, so that it is a message whatever it begins with."""
+
+    text: str
+    quoted: bool = False
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is none of the messages."""
+        return self.text.startswith("/") and not self.quoted
+
+
+def next_entry(read: ReadLine) -> Entry:
+    """The next message or command; lines without text are passed over.
+
+    Raises:
+        EOFError: there are no more. RequestError: there are no more, and a quote is open.
+    """
+    line = ""
+    while not line.strip():
+        line = read(PROMPT)
+    if not line.strip().startswith(QUOTE):
+        return Entry(line.rstrip() if line.startswith("/") else line.strip())
+    line = line.strip().removeprefix(QUOTE)
+    found = [line] if line else []
+    while not line.rstrip().endswith(QUOTE):
+        try:
+            line = read(INSIDE)
+        except EOFError:
+            raise RequestError(f"the message that {QUOTE} opened has no {QUOTE} behind it") from None
+        found.append(line)
+    found[-1] = line.rstrip().removesuffix(QUOTE)
+    return Entry("\n".join(found).rstrip("\n"), quoted=True)
+
+
+def read_piped(_prompt: str) -> str:
+    """The next line of stdin. Raises EOFError; RequestError: it is not UTF-8."""
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n").removesuffix("\r")
+
+
+class TerminalLines:
+    """Lines of a terminal, edited by readline where Python has it, with those of earlier chats behind the arrow keys.
+
+    Args:
+        history: the file of these lines; None = none are read or kept. commands: what Tab completes.
+
+    Attributes:
+        fault: why lines are not kept; "" where they are, or need not be.
+    """
+
+    def __init__(self, history: Path | None, commands: Sequence[str]) -> None:
+        self._history, self.fault = history, ""
+        self._readline = _readline()
+        if self._readline is None:
+            return
+        self._readline.set_auto_history(False)
+        self._readline.set_completer_delims(" \t\n")
+        self._readline.set_completer(lambda text, state: _completion(text, state, commands))
+        self._readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(self._readline) else "tab: complete")
+        if history is not None:
+            self._open(history)
+
+    def read(self, prompt: str) -> str:
+        """The next line. Raises EOFError: Ctrl-D."""
+        if not sys.stdout.isatty():  # input() would write the prompt among the answers
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+            prompt = ""
+        line = input(_bold(prompt) if prompt and self._readline and not _is_libedit(self._readline) else prompt)
+        if self._readline is not None and line.strip():
+            self._readline.add_history(line)
+            if self._history is not None:
+                with contextlib.suppress(OSError):  # a full disk ends no chat
+                    self._readline.append_history_file(1, self._history)
+        return line
+
+    def _open(self, history: Path) -> None:
+        """Reads the lines of earlier chats, and makes the file, which only its owner may read."""
+        try:
+            history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(history, os.O_CREAT | os.O_WRONLY, 0o600))
+            history.chmod(0o600)
+            self._readline.read_history_file(history)
+            self._readline.set_history_length(HISTORY_LINES)
+        except OSError as error:
+            self.fault, self._history = f"lines are not kept in {str(history)!r}: {error.strerror}", None
+
+
+def history_file() -> Path:
+    """Where lines are kept: in the user's directory for the state of programs."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return folder / "shoal" / "chat_history"
+
+
+def _readline() -> Any:
+    """The module; None where Python was built without it, and the terminal edits lines itself."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
+
+
+def _is_libedit(readline: Any) -> bool:
+    return "libedit" in (readline.__doc__ or "")
+
+
+def _bold(prompt: str) -> str:
+    """As readline takes it, which has to know what is not seen."""
+    return f"\001\x1b[1m\002{prompt}\001\x1b[0m\002"
+
+
+def _completion(text: str, state: int, commands: Sequence[str]) -> str | None:
+    """The match of that number, for readline."""
+    found = [command for command in commands if text.startswith("/") and command.startswith(text)]
+    return found[state] if state < len(found) else None

@@ -1,0 +1,131 @@
+"""A chat with a model: its messages are asked, and its answers become part of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.cli.chat_settings import ChatSettings
+from shoal.cli.chat_views import Answered, ChatView
+from shoal.cli.conversation import Answer, Conversation
+from shoal.cli.generate import decoder
+from shoal.cli.messages import ChatWriter
+from shoal.cli.streaming import follow
+from shoal.config import require_text
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
+    from shoal.cli.chat_views import Split
+    from shoal.serve.reasoning import ReasoningRules
+    from shoal.types.samples import Result, Sample
+    from shoal.types.stats import Stats
+
+
+class ChatSession:
+    """A conversation, and the model that it is with.
+
+    Args:
+        view: shows answers.
+
+    Attributes:
+        stats: the sum over all answers, those that were taken back included; None before the first.
+        messages: times that the model was asked. interrupted: Ctrl-C ended the last answer.
+    """
+
+    def __init__(
+        self, model: Shoal, writer: ChatWriter, conversation: Conversation, settings: ChatSettings, view: ChatView
+    ) -> None:
+        self.conversation, self.settings = conversation, settings
+        self.stats: Stats | None = None
+        self.messages, self.interrupted = 0, False
+        self._model, self._writer, self._view = model, writer, view
+
+    def say(self, text: str) -> None:
+        """Answers a message. One that gets no answer is no part of the conversation.
+
+        Raises:
+            RequestError, KeyboardInterrupt: see `answer`.
+        """
+        require_text(text, "the message")
+        self.conversation.say(text)
+        try:
+            self.answer()
+        finally:
+            if not self.conversation.last.answers:
+                self.conversation.undo()
+
+    def answer(self) -> None:
+        """Asks for answers to the last message, beside those that it has; the first of them is taken.
+
+        Raises:
+            RequestError: there is no message, the template refuses the conversation, or it is longer than the model's context; or
+                all answers failed. KeyboardInterrupt: Ctrl-C was pressed before anything came, or twice; nothing is kept.
+        """
+        turn = self.conversation.last
+        written = self._writer.text(self.conversation.asked())
+        rules, ids = _reasoning(self._writer.template, written), self._writer.ids(written)
+        self._require_context(ids)
+        result = self._run(ids, rules, turn.attempts)
+        turn.attempts += 1
+        found = [(sample, _answer(sample, rules)) for sample in result[0].samples if self._is_answer(sample)]
+        if not found and self.interrupted:
+            raise KeyboardInterrupt
+        if not found:
+            raise RequestError(f"there is no answer: {result[0].samples[0].error}")
+        answered = Answered(turn.said, len(turn.answers) + 1, found, result, self.interrupted)
+        turn.chosen = len(turn.answers)
+        turn.answers += [answer for _, answer in found]
+        self._view.answered(answered)
+
+    def _run(self, ids: Sequence[int], rules: ReasoningRules | None, attempt: int) -> Result:
+        n, model = self.settings.n, self._model
+        shown = _ends_of_reasoning(model) if rules is not None else ()
+        stream = model.stream([list(ids)], n, shown_tokens=shown, **self.settings.asked(attempt))
+        try:
+            with self._view.growing(n, decoder(model.tokenizer), _split(rules)) as growing:
+                result, self.interrupted = follow(stream, growing.add)
+        except KeyboardInterrupt:  # inside a round, which may have kept a prompt in part
+            if model.prefixes is not None:
+                model.prefixes.clear()
+            raise
+        self.messages += 1
+        self.stats = result.stats if self.stats is None else self.stats + result.stats
+        return result
+
+    def _require_context(self, ids: Sequence[int]) -> None:
+        most = self._model.target.context
+        if len(ids) >= most:
+            raise RequestError(
+                f"the conversation has {len(ids)} tokens, and this model holds {most}, those of an answer included: "
+                "/undo takes a message back, /reset begins anew"
+            )
+
+    def _is_answer(self, sample: Sample) -> bool:
+        """Whether something came."""
+        return sample.finish_reason != "error" and bool(sample.token_ids or not self.interrupted)
+
+
+def _answer(sample: Sample, rules: ReasoningRules | None) -> Answer:
+    reasoning, text = _split(rules)(sample.text, True)
+    return Answer(text, reasoning, interrupted=sample.finish_reason == "cancelled")
+
+
+def _reasoning(template: str | None, written: str) -> ReasoningRules | None:
+    from shoal.serve.reasoning import rules_of
+
+    return rules_of(template, written)
+
+
+def _split(rules: ReasoningRules | None) -> Split:
+    from shoal.serve.reasoning import ReasoningReader
+
+    return (lambda text, _ended: ("", text)) if rules is None else ReasoningReader(rules).feed
+
+
+def _ends_of_reasoning(model: Shoal) -> list[int]:
+    """The special tokens among what reasoning stands between: texts show these, so that they can be told from an answer."""
+    from shoal.engine.detokenizer import special_tokens
+    from shoal.serve.reasoning import CLOSING, OPENING
+
+    return [token for token, name in special_tokens(model.tokenizer).items() if name in (OPENING, CLOSING)]

@@ -1,0 +1,221 @@
+"""What a chat prints: answers on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.cli.board import Board
+from shoal.cli.console import Progress, printable, stderr, stdout
+from shoal.cli.generate import BESIDE_ROWS, sample_document
+
+if TYPE_CHECKING:
+    from shoal.cli.conversation import Answer
+    from shoal.cli.views import Decode, View
+    from shoal.types.samples import Increment, Result, Sample
+    from shoal.types.stats import Stats
+
+    Split = Callable[[str, bool], tuple[str, str]]
+    """Takes the text of one sample piece by piece, and whether it is the last, as reasoning and other text."""
+
+LIMITS = {"length": "it reached max_new_tokens, or the end of the context", "time": "its time was over"}
+"""How answers are cut."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came of one message.
+
+    Attributes:
+        said: the message. first: the number of the first answer among all of its message, from 1.
+        samples: with the answers that they are. interrupted: Ctrl-C ended it.
+    """
+
+    said: str
+    first: int
+    samples: Sequence[tuple[Sample, Answer]]
+    result: Result
+    interrupted: bool
+
+
+class ChatView(Protocol):
+    """How answers are shown."""
+
+    def growing(self, n: int, decode: Decode, split: Split) -> View:
+        """The view of n answers while they come."""
+
+    def answered(self, found: Answered) -> None:
+        """Shows what the view did not."""
+
+    def error(self, kind: str, text: str) -> None:
+        """Shows why there is no answer."""
+
+
+class Unseen:
+    """Shows nothing."""
+
+    def __enter__(self) -> Unseen:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def add(self, increment: Increment) -> None:
+        """Nothing."""
+
+
+class Counted(Progress):
+    """A line of progress on stderr, of so many answers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self._n = n
+
+    def __enter__(self) -> Counted:
+        super().__enter__()
+        self.expect(rows=self._n)
+        return self
+
+
+class RunningAnswer(Unseen):
+    """One answer as it comes: in a terminal with its reasoning, which is dim."""
+
+    def __init__(self, console: Console, split: Split) -> None:
+        self._console, self._split = console, split
+        self._reasoned, self._line_begins = False, True
+
+    def __exit__(self, *_exception: object) -> None:
+        if not self._line_begins:
+            self._write("\n")
+
+    def add(self, increment: Increment) -> None:
+        """Prints what a round added."""
+        reasoning, text = self._split(increment.text, increment.finish_reason is not None)
+        if reasoning and self._console.is_terminal:
+            self._write(reasoning, "dim")
+            self._reasoned = True
+        if text:
+            self._write("\n\n" if self._reasoned else "")
+            self._write(text)
+            self._reasoned = False
+
+    def _write(self, text: str, style: str = "") -> None:
+        if text:
+            self._line_begins = text.endswith("\n")
+            if self._console.is_terminal:
+                self._console.print(Text(printable(text), style=style), end="", soft_wrap=True)
+            else:
+                self._console.file.write(text)
+            self._console.file.flush()
+
+
+class TextView:
+    """Answers as text: one as it comes, several under numbers once they have ended. quiet: without counts and times."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def growing(self, n: int, decode: Decode, split: Split) -> View:
+        """One as running text; in a terminal several side by side, as far as they fit."""
+        console = stdout()
+        if n == 1:
+            return RunningAnswer(console, split)
+        if console.is_terminal and n <= console.height - BESIDE_ROWS:
+            return Board(console, [n], decode, transient=True)
+        return Counted(n)
+
+    def answered(self, found: Answered) -> None:
+        """Several answers, and the counts."""
+        notes = []
+        if len(found.result[0].samples) > 1:
+            for number, (sample, answer) in enumerate(found.samples, found.first):
+                show_answer(stdout(), number, sample, answer)
+            if len(found.samples) > 1:
+                notes.append(f"answer {found.first} is taken, /choose K takes another")
+        elif (reason := found.samples[0][0].finish_reason) in LIMITS:
+            notes.append(f"cut: {LIMITS[reason]}")
+        if found.interrupted:
+            notes.append("interrupted")
+        if not self._quiet:
+            notes.insert(0, counts(found.result.stats, len(found.result[0].prompt_ids)))
+        if notes:
+            say(f"# {'; '.join(notes)}")
+        if found.result.stats.lossy:
+            say(found.result.stats.lossy, "yellow")
+
+    def error(self, kind: str, text: str) -> None:
+        """On stderr."""
+        say(" ".join(f"error: {text}".split()), "bold red")
+
+
+class JsonView:
+    """Each message becomes a line on stdout, an object."""
+
+    def growing(self, n: int, decode: Decode, split: Split) -> View:
+        """Nothing."""
+        return Unseen()
+
+    def answered(self, found: Answered) -> None:
+        """All answers, and the statistics."""
+        self._write(
+            {
+                "prompt": found.said,
+                "prompt_tokens": len(found.result[0].prompt_ids),
+                "samples": [_document(sample, answer) for sample, answer in found.samples],
+                "interrupted": found.interrupted,
+                "stats": found.result.stats.to_dict(),
+            }
+        )
+
+    def error(self, kind: str, text: str) -> None:
+        """As other commands write errors."""
+        TextView(quiet=True).error(kind, text)
+        self._write({"error": {"type": kind, "message": " ".join(text.split())}})
+
+    @staticmethod
+    def _write(value: dict[str, Any]) -> None:
+        file = stdout().file
+        file.write(json.dumps(value, allow_nan=False) + "\n")
+        file.flush()
+
+
+def _document(sample: Sample, answer: Answer) -> dict[str, Any]:
+    return sample_document(sample) | {"text": answer.text} | ({"reasoning": answer.reasoning} if answer.reasoning else {})
+
+
+def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -> None:
+    """One of several answers, under its number; in a terminal with its reasoning."""
+    header = (
+        f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean logprob {sample.mean_logprob:.3f}"
+    )
+    console.print(Text(header, style="bold"), soft_wrap=True)
+    if not console.is_terminal:
+        console.file.write(f"{answer.text.rstrip()}\n\n")
+        return
+    if answer.reasoning:
+        console.print(Text(f"{printable(answer.reasoning)}\n", style="dim"), soft_wrap=True)
+    console.print(Text(f"{printable(answer.text).rstrip()}\n"), soft_wrap=True)
+
+
+def counts(stats: Stats, prompt_tokens: int = 0) -> str:
+    """Counts and times in a line; of a prompt with how many of its tokens did not have to be computed."""
+    line = (
+        f"{stats.committed} tokens, {stats.seconds:.2f} s, {stats.tokens_per_second:.0f} tokens/s, "
+        f"acceptance length {stats.acceptance_length:.2f}"
+    )
+    if stats.restored_tokens and prompt_tokens:
+        line += f", {stats.restored_tokens} of {prompt_tokens} prompt tokens kept from before"
+    return line
+
+
+def say(text: str, style: str = "dim") -> None:
+    """What is no answer."""
+    stderr().print(Text(text, style=style), soft_wrap=True)

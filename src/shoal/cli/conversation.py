@@ -1,0 +1,135 @@
+"""What a chat has said so far: turns, each with the candidates for its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.messages import Message, message, read_document
+from shoal.errors import RequestError
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One candidate.
+
+    Attributes:
+        reasoning: what a template separates from the answer; the model is not told of it again.
+        interrupted: Ctrl-C ended it.
+    """
+
+    text: str
+    reasoning: str = ""
+    interrupted: bool = False
+
+
+@dataclass
+class Turn:
+    """A message of the user and its answers.
+
+    Attributes:
+        answers: all that came, those of earlier attempts included; none while it waits for one.
+        chosen: index of the answer that counts. attempts: times that it was asked.
+    """
+
+    said: str
+    answers: list[Answer] = field(default_factory=list)
+    chosen: int = 0
+    attempts: int = 0
+
+    @property
+    def answer(self) -> Answer | None:
+        """The one that counts."""
+        return self.answers[self.chosen] if self.answers else None
+
+
+@dataclass
+class Conversation:
+    """Turns in order, after the system's message if there is one."""
+
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def last(self) -> Turn:
+        """The last turn. Raises RequestError: there is none."""
+        if not self.turns:
+            raise RequestError("nothing was said yet")
+        return self.turns[-1]
+
+    def asked(self) -> list[Message]:
+        """What a template takes for the last turn to be answered: all before it, and its message."""
+        return self._messages(self.turns[:-1]) + [message("user", self.last.said)]
+
+    def _messages(self, turns: Iterable[Turn]) -> list[Message]:
+        found = [] if self.system is None else [message("system", self.system)]
+        for turn in turns:
+            found.append(message("user", turn.said))
+            if turn.answer is not None:
+                found.append(message("assistant", turn.answer.text))
+        return found
+
+    def say(self, text: str) -> None:
+        """Begins a turn."""
+        self.turns.append(Turn(text))
+
+    def undo(self) -> Turn:
+        """Takes the last turn back, and returns it. Raises RequestError: there is none."""
+        turn = self.last
+        self.turns.pop()
+        return turn
+
+    def choose(self, number: int) -> Answer:
+        """Makes a candidate of the last turn, counted from 1, its answer. Raises RequestError: there is no such one."""
+        count = len(self.last.answers)
+        if not 1 <= number <= count:
+            raise RequestError(
+                f"the last message has {count} answers: choose one of 1 to {count}" if count else "it has no answer yet"
+            )
+        self.last.chosen = number - 1
+        return self.last.answers[number - 1]
+
+    def document(self) -> dict[str, Any]:
+        """As a JSON object: "messages" in the form of OpenAI's API, and the places of those that were interrupted, from 0."""
+        messages: list[dict[str, str]] = list(self._messages(self.turns))
+        answers = [turn.answer for turn in self.turns if turn.answer is not None]
+        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+        for place, answer in zip(places, answers, strict=True):
+            if answer.reasoning:
+                messages[place]["reasoning_content"] = answer.reasoning
+        cut = [place for place, answer in zip(places, answers, strict=True) if answer.interrupted]
+        return {"messages": messages, **({"interrupted": cut} if cut else {})}
+
+
+def read_conversation(file: Path) -> Conversation:
+    """The conversation of a file: perhaps a message of the system's, then messages of the user, each with an answer or without.
+
+    Raises:
+        RequestError: it cannot be read, see `read_document`, or has messages of another order.
+    """
+    document, found = read_document(file), Conversation()
+    cut = document.get("interrupted")
+    for place, one in enumerate(document["messages"]):
+        _add(found, one, where=f"{str(file)!r}, message {place + 1}", interrupted=isinstance(cut, list) and place in cut)
+    return found
+
+
+def _add(conversation: Conversation, one: Mapping[str, Any], where: str, interrupted: bool) -> None:
+    role, text, turns = one["role"], one["content"], conversation.turns
+    if role not in ROLES:
+        raise RequestError(f"{where}: role {role!r}; a chat in the terminal has {', '.join(ROLES)}")
+    if role == "system":
+        if conversation.system is not None or turns:
+            raise RequestError(f"{where}: the system's message comes first, and once")
+        conversation.system = text
+    elif role == "user":
+        conversation.say(text)
+    elif not turns or turns[-1].answers:
+        raise RequestError(f"{where}: an answer without a message of the user before it")
+    else:
+        reasoning = one.get("reasoning_content")
+        turns[-1].answers.append(Answer(text, reasoning if isinstance(reasoning, str) else "", interrupted))

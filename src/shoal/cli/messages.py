@@ -1,0 +1,81 @@
+"""Messages of a chat: read from files, and written as token ids by a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.files import read_text, template_names
+from shoal.config import require_text
+from shoal.errors import RequestError
+
+Message = dict[str, str]
+"""`role` and `content`."""
+
+
+def message(role: str, content: str) -> Message:
+    """One message."""
+    return {"role": role, "content": content}
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """A file in JSON with "messages": an object, such as a request of OpenAI's API, or a list that is these messages.
+
+    Each has the texts "role" and "content"; other fields are left as they are.
+
+    Raises:
+        RequestError: it cannot be read, or holds something else.
+    """
+    text = read_text(file, "file of messages")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{str(file)!r} is not JSON: {error}") from error
+    document = value if isinstance(value, dict) else {"messages": value}
+    if not isinstance(document.get("messages"), list):
+        raise RequestError(f'{str(file)!r} must hold a list of messages, or an object with "messages"')
+    for number, one in enumerate(document["messages"], 1):
+        if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in ("role", "content")):
+            raise RequestError(f'{str(file)!r}, message {number}: it must be an object with the texts "role" and "content"')
+        if one["content"]:
+            require_text(one["content"], f"message {number} of {str(file)!r}")
+    return document
+
+
+class ChatWriter:
+    """Writes conversations as a model reads them.
+
+    Args:
+        tokenizer: Transformers'. template: the chat template; None = the tokenizer's own.
+
+    Raises:
+        RequestError: there is no tokenizer, or no template.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        own = getattr(tokenizer, "chat_template", None)
+        if tokenizer is None or not (template or own):
+            names = ", ".join(template_names())
+            raise RequestError(f"this model has no chat template: give --chat-template FILE, or one of the names {names}")
+        self._tokenizer, self._given = tokenizer, template
+        self.template = template or (own if isinstance(own, str) else None)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """A conversation that the model's turn follows. Raises RequestError: the template refuses it."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), chat_template=self._given, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # a template is a program that may raise anything
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of such a text. Raises RequestError: it is none."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # the template may have written what is no text
+            raise RequestError(f"the chat template refused the messages: {error}") from error

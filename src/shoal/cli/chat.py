@@ -71,8 +71,12 @@ def chat(
     if not sys.stdin.isatty():
         return _read_all(session, output.view())
     lines = TerminalLines(history_file() if output.history else None, list(COMMANDS))
-    drafter = "plain decoding" if model.drafter_name is None else f"drafts by {model.drafter_name}"
-    say(f"{display_name(model.target)}, {drafter}. /help lists commands, Ctrl-D leaves.")
+    drafter = (
+        model.drafter_name if model.drafting is not None or model.draft_model is None else display_name(model.draft_model)
+    )
+    say(
+        f"{display_name(model.target)}, {f'drafts by {drafter}' if drafter else 'plain decoding'}. /help lists commands, Ctrl-D leaves."
+    )
     if lines.fault:
         say(lines.fault)
     _talk(session, output.view(), lines.read)

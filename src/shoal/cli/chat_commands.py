@@ -50,7 +50,7 @@ def run_command(session: ChatSession, line: str) -> None:
     command, argument = COMMANDS.get(name), argument.strip()
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "/help lists them"
+        hint = f"did you mean {near[0]}?" if near else "/help lists them."
         raise RequestError(f'there is no command {name}: {hint} A message that begins with / is put between """')
     if bool(argument) > bool(command.argument):
         raise RequestError(f"{name} takes nothing behind it")

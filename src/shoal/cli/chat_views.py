@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     Split = Callable[[str, bool], tuple[str, str]]
     """Takes the text of one sample piece by piece, and whether it is the last, as reasoning and other text."""
 
-LIMITS = {"length": "it reached max_new_tokens, or the end of the context", "time": "its time was over"}
-"""How answers are cut."""
+LIMITS = {"length": "cut by max_new_tokens or the context", "time": "cut by the time budget"}
+"""What is said of answers that did not end by themselves."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class TextView:
             if len(found.samples) > 1:
                 notes.append(f"answer {found.first} is taken, /choose K takes another")
         elif (reason := found.samples[0][0].finish_reason) in LIMITS:
-            notes.append(f"cut: {LIMITS[reason]}")
+            notes.append(LIMITS[reason])
         if found.interrupted:
             notes.append("interrupted")
         if not self._quiet:

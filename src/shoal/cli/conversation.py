@@ -63,7 +63,7 @@ class Conversation:
 
     def asked(self) -> list[Message]:
         """What a template takes for the last turn to be answered: all before it, and its message."""
-        return self._messages(self.turns[:-1]) + [message("user", self.last.said)]
+        return [*self._messages(self.turns[:-1]), message("user", self.last.said)]
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
         found = [] if self.system is None else [message("system", self.system)]
@@ -87,9 +87,12 @@ class Conversation:
         """Makes a candidate of the last turn, counted from 1, its answer. Raises RequestError: there is no such one."""
         count = len(self.last.answers)
         if not 1 <= number <= count:
-            raise RequestError(
-                f"the last message has {count} answers: choose one of 1 to {count}" if count else "it has no answer yet"
+            said = (
+                f"has {count} answers: choose one of 1 to {count}"
+                if count
+                else "has no answer yet: /regenerate asks for one"
             )
+            raise RequestError(f"the last message {said}")
         self.last.chosen = number - 1
         return self.last.answers[number - 1]
 

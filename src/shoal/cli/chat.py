@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from shoal.cli.chat_commands import COMMANDS, Leave, run_command
 from shoal.cli.chat_input import Entry, ReadLine, TerminalLines, history_file, next_entry, read_piped
@@ -19,6 +19,9 @@ from shoal.cli.generate import EXIT_INTERRUPTED, EXIT_REQUEST, GenerateSampling
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import ModelSource, SpeculationOptions, display_name, parse_lookahead
 from shoal.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from shoal.api import Shoal
 
 GIB = 2**30
 
@@ -71,16 +74,21 @@ def chat(
     if not sys.stdin.isatty():
         return _read_all(session, output.view())
     lines = TerminalLines(history_file() if output.history else None, list(COMMANDS))
-    drafter = (
-        model.drafter_name if model.drafting is not None or model.draft_model is None else display_name(model.draft_model)
-    )
-    say(
-        f"{display_name(model.target)}, {f'drafts by {drafter}' if drafter else 'plain decoding'}. /help lists commands, Ctrl-D leaves."
-    )
+    say(f"{_names(model)}. /help lists commands, Ctrl-D leaves.")
     if lines.fault:
         say(lines.fault)
     _talk(session, output.view(), lines.read)
     return 0
+
+
+def _names(model: Shoal) -> str:
+    """Target and drafter."""
+    drafter = model.drafter_name
+    if drafter is None:
+        return f"{display_name(model.target)}, plain decoding"
+    if model.drafting is None and model.draft_model is not None:
+        drafter = display_name(model.draft_model)
+    return f"{display_name(model.target)}, drafts by {drafter}"
 
 
 def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:

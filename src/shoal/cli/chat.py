@@ -59,8 +59,9 @@ def chat(
 ) -> int:  # fmt: skip
     """Talk with a model.
 
-    Answers come as they grow; with -n there are several to choose from. /help lists the commands. Where stdin is no terminal, each
-    line of it is a message or a command. Ctrl-C stops an answer, and what has come of it stays.
+    Answers are shown as they grow; with -n there are several to choose from. /help lists commands.
+    Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer, and
+    what has come of it stays.
     """
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     settings = ChatSettings(sampling.n, options, turn_ends(chats.chat_template))

@@ -162,7 +162,7 @@ COMMANDS = {
     "/system": Command("TEXT", "set the system message; without TEXT, remove it", _system, optional=True),
     "/set": Command(
         "NAME VALUE",
-        f"set temperature, top_p, {', '.join(SHORT)}, seed, ...; VALUE default: as it was; without both, show all",
+        f"set temperature, top_p, {', '.join(SHORT)}, seed, ...; without both, show all",
         _set,
         optional=True,
     ),

@@ -22,15 +22,10 @@ ReadLine = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Entry:
-    """What the user entered. quoted: between `QUOTE`s, so that it is a message whatever it begins with."""
+    """What the user entered: a message, unless its line begins with /."""
 
     text: str
-    quoted: bool = False
-
-    @property
-    def is_command(self) -> bool:
-        """Whether it is none of the messages."""
-        return self.text.startswith("/") and not self.quoted
+    is_command: bool = False
 
 
 def next_entry(read: ReadLine) -> Entry:
@@ -43,7 +38,7 @@ def next_entry(read: ReadLine) -> Entry:
     while not line.strip():
         line = read(PROMPT)
     if not line.strip().startswith(QUOTE):
-        return Entry(line.rstrip() if line.startswith("/") else line.strip())
+        return Entry(line.strip(), is_command=line.startswith("/"))
     line = line.strip().removeprefix(QUOTE)
     found = [line] if line else []
     while not line.rstrip().endswith(QUOTE):
@@ -53,7 +48,7 @@ def next_entry(read: ReadLine) -> Entry:
             raise RequestError(f"the message that {QUOTE} opened has no {QUOTE} behind it") from None
         found.append(line)
     found[-1] = line.rstrip().removesuffix(QUOTE)
-    return Entry("\n".join(found).rstrip("\n"), quoted=True)
+    return Entry("\n".join(found).rstrip("\n"))
 
 
 def read_piped(_prompt: str) -> str:

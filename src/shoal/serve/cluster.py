@@ -29,8 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ModelError, RequestError
 from shoal.serve import logs
+from shoal.serve.exchanges import HEADER
 from shoal.serve.relay import printed_logs, send_logs
-from shoal.serve.request_ids import HEADER
 from shoal.serve.run import bind
 from shoal.serve.serve_config import ServeConfig
 

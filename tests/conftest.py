@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads on
 
 import importlib.util
 import ipaddress
+import logging
 import shutil
 import signal
 import socket
@@ -33,14 +34,14 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from shoal.engine.engine import Engine
 from shoal.types.stats import Stats
 
 SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
 
-logging.disable_progress_bar()
+transformers_logging.disable_progress_bar()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))  # tiny models: more threads only wait for each other
@@ -117,6 +118,24 @@ def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.models import formats
 
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers() -> Iterator[None]:
+    """Fails a test that leaves our logger configured: with a handler on its own captured stderr, which is closed by then, a later
+    test of the same process finds "Logging error" on stderr."""
+    yield
+    require_bare_logger()
+
+
+def require_bare_logger() -> None:
+    """Raises AssertionError if the logger "shoal" is configured, and configures it no more."""
+    logger = logging.getLogger("shoal")
+    found = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    assert found == ([], logging.NOTSET, True), "the logger stays configured"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from conftest import require_bare_logger
 from serving import eventually, pair, served
 from shoal.serve import logs
 from shoal.serve.exchanges import Exchange
@@ -171,6 +172,12 @@ def test_the_log_is_on_stderr_and_leaves_nothing_behind(form: logs.LogFormat, ca
         assert (json.loads(line)["status"], json.loads(line)["message"]) == (200, "asked")
     else:
         assert re.fullmatch(TIME + " INFO +asked", line)
+
+
+def test_what_a_server_leaves_behind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    dictConfig(logs.config("info", "text"))
+    with pytest.raises(AssertionError, match="stays configured"):
+        require_bare_logger()
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -70,15 +70,15 @@ def run(
         InternalError: the engine's thread has ended by an error, and open requests have failed: a supervisor should restart this.
     """
     worker: Worker = app.state.worker
-    timeout = math.ceil(drain + GRACE_SECONDS)
-    config = uvicorn.Config(
-        app, log_level=log_level, log_config=logs.config(log_level, log_format), access_log=False,
-        timeout_graceful_shutdown=timeout, **{**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)},
-        **(tls.uvicorn_options() if tls else {}),
-    )  # fmt: skip
+    options = {**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)}
+    options |= tls.uvicorn_options() if tls else {}
     # uvicorn raises the signals that it caught again at its end; SIGTERM has been handled by then.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
+        config = uvicorn.Config(
+            app, log_level=log_level, log_config=logs.config(log_level, log_format), access_log=False,
+            timeout_graceful_shutdown=math.ceil(drain + GRACE_SECONDS), **options,
+        )  # fmt: skip
         _Server(config, drain, ready, app.state).run([listening])
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -175,7 +175,12 @@ def check_server(url: str) -> None:
     folder = ROOT / "src" / "shoal" / "serve" / "playground"
     types = (".html", ".css", ".js", ".svg")
     parts = [part.relative_to(folder).as_posix() for part in folder.rglob("*") if part.suffix in types]
-    pages = {"": "index.html", "chat": "chat.html", "editor": "editor.html", **{f"playground/{name}": name for name in parts}}
+    pages = {
+        "": "index.html",
+        "chat": "chat.html",
+        "editor": "editor.html",
+        **{f"playground/{name}": name for name in parts},
+    }
     for path, name in pages.items():
         if _get(f"{url}/{path}") != (folder / name).read_bytes():
             raise SystemExit(f"check_package: /{path} is not {name}")

@@ -38,7 +38,10 @@ async function answer(before = null) {
     const run = new Run();
     const events = await ask("v1/chat/completions", body, key.value, mine.signal);
     talk.messages.push(written);
-    if (conversation === talk) draw();
+    if (conversation === talk) {
+      draw();
+      say("Answering…");
+    }
     await follow(events, run, written);
     if (conversation === talk) say(summary(run));
   } catch (failure) {

@@ -89,7 +89,7 @@ function idle(made) {
   return made;
 }
 
-/** The chosen candidate, and the others to unfold. */
+/** The chosen candidate, as if it were the only one, and the others to unfold. */
 function folded(shown, chosen) {
   const others = shown.filter((_, index) => index !== chosen).map((one) => one.node);
   const single = element("div", "single", shown[chosen].node);

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ import shoal
 from shoal.cli import run
 from shoal.errors import RequestError
 from shoal.models import loading
+from shoal.models.ranks import PASS_SECONDS, VARIABLE, pass_seconds
 from shoal.models.tensor_parallel import capture_obstacle, require_ranks
 from shoal.testing.tiny import save_pair
 
@@ -225,7 +227,7 @@ def test_the_command_line_prints_once(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def served(directory: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """torchrun with a server of two processes, and a client of it; whoever is left at the end is killed."""
     options = (
         f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32 --max-batch 4 -k 3 --port 0 --json"
@@ -242,7 +244,7 @@ def served(directory: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Clien
     ]
     with (directory / "stderr").open("w") as said:
         running = subprocess.Popen(
-            [*command, *options.split(), "--tensor-parallel"], env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+            [*command, *options.split(), "--tensor-parallel"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True,
             stdout=subprocess.PIPE, stderr=said,
         )  # fmt: skip
     try:
@@ -328,6 +330,36 @@ def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Pat
         assert running.wait(SECONDS) != 0
         assert not ranks_of(running)
     assert "OutOfStep" in (directory / "stderr").read_text()
+
+
+@needs_two
+@needs_proc
+@pytest.mark.limit(SECONDS)
+def test_a_server_of_which_a_process_hangs_fails_what_it_has_and_ends(directory: Path) -> None:
+    """It is stopped, not dead: its connections stay. A server that nobody asks waits for longer."""
+    with served(directory, SHOAL_RANK_TIMEOUT="5") as (running, client):
+        (follower,) = ranks_of(running, 1)
+        time.sleep(6)
+        assert client.get("/ready").status_code == 200
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            assert "choices" in next(lines)
+            os.kill(follower, signal.SIGSTOP)
+            rest = "".join(lines)
+        assert "engine_stopped" in rest
+        os.kill(follower, signal.SIGCONT)  # so that torchrun need not wait before it kills
+        assert running.wait(SECONDS) != 0
+        assert not ranks_of(running)
+    assert "has not answered for 5 seconds (SHOAL_RANK_TIMEOUT)" in (directory / "stderr").read_text()
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_wrong_time_to_wait_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, given)
+    with pytest.raises(RequestError, match=r"SHOAL_RANK_TIMEOUT must be a number of seconds, greater than 0: got"):
+        pass_seconds()
+    monkeypatch.delenv(VARIABLE)
+    assert pass_seconds() == PASS_SECONDS
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--ray"], "--ray"), (["--prefix-memory", "1"], "--prefix-memory")])

@@ -5,6 +5,8 @@ What rank 0 says is enough for the others; they answer in one case only: whether
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import weakref
 from collections import deque
@@ -16,11 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from shoal.errors import OutOfStep
+from shoal.errors import OutOfStep, RequestError
 
 TIMEOUT = timedelta(days=365)
 """How long a rank waits for the next message: rank 0 may wait for its user."""
+PASS_SECONDS = 300.0
+"""How long a rank waits within a pass for the others, unless the environment says otherwise: one that is stopped would not end."""
+VARIABLE = "SHOAL_RANK_TIMEOUT"
 AGREEMENT = timedelta(minutes=10)
 """How long a rank that has built something, or failed to, waits for the others to say the same."""
 STOP = "stop"
@@ -28,9 +34,16 @@ AGAIN = "start them all again"
 
 
 class Ranks:
-    """The processes of one model. All ranks make this at the same point."""
+    """The processes of one model. All ranks make this at the same point, when the model is loaded.
+
+    Raises:
+        RequestError: `SHOAL_RANK_TIMEOUT` is not a number of seconds.
+    """
 
     def __init__(self) -> None:
+        self._pass_seconds = pass_seconds()
+        for group in list(distributed_c10d._world.pg_map):  # Transformers gives them two hours, for loading
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self._pass_seconds), group)
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
         self._lock = threading.RLock()
@@ -58,7 +71,7 @@ class Ranks:
         """What the block does, the other ranks do as well.
 
         Raises:
-            OutOfStep: one of them has ended, or an earlier block failed: nobody knows how far the others came.
+            OutOfStep: one of them has ended or hangs, or an earlier block failed: nobody knows how far the others came.
         """
         with self._lock:
             self._require_in_step()
@@ -67,6 +80,10 @@ class Ranks:
                 self._say(what, number, *arguments)
                 yield
             except Exception as error:
+                if is_loss(error) and "timed out" in str(error).lower():
+                    raise OutOfStep(
+                        f"a process of the model has not answered for {self._pass_seconds:g} seconds ({VARIABLE}): {AGAIN}"
+                    ) from error
                 if is_loss(error):
                     raise OutOfStep(
                         f"a process of the model has failed or ended, its own message says why: {AGAIN}"
@@ -124,6 +141,18 @@ class Ranks:
         dist.broadcast_object_list(said, src=0, group=self._group, device=torch.device("cpu"))
         heard: tuple[str, int, tuple[Any, ...], list[int]] = said[0]
         return heard
+
+
+def pass_seconds() -> float:
+    """How long a rank waits within a pass. Raises RequestError for what is not a number of seconds."""
+    given = os.environ.get(VARIABLE, "") or PASS_SECONDS
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 10**8:
+        raise RequestError(f"{VARIABLE} must be a number of seconds, greater than 0: got {given!r}")
+    return seconds
 
 
 def is_loss(error: BaseException) -> bool:

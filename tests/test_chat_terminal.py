@@ -1,0 +1,162 @@
+"""`shoal chat` in a pseudo-terminal: its keys, and what it leaves. What stands for the model needs no torch."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import stat
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_SECONDS = 110  # seconds until a wait is a hang
+CHILD = """
+import fcntl, sys, termios, time
+from types import SimpleNamespace
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal whose Ctrl-C this process gets
+
+from shoal.cli import chat, run
+from shoal.cli.options import ModelSource
+from shoal.types.samples import Increment, Output, Result, Sample
+from shoal.types.stats import Stats
+
+class Stream:
+    def __init__(self, text):
+        self.pieces, self.said, self.reason = text.split(" "), "", "eos"
+
+    def __iter__(self):
+        for piece in self.pieces:
+            if self.reason == "cancelled":
+                return
+            self.said += piece + " "
+            yield Increment(0, 0, piece + " ", (1,), 0)
+            time.sleep(0.01)
+
+    def cancel(self):
+        self.reason = "cancelled"
+
+    def result(self):
+        ids = (1,) * len(self.said)
+        sample = Sample(self.said, ids, (), (), 0.0, self.reason, 0.0, 1, 0, 0, 1, ())
+        return Result((Output(None, (1, 2), (sample,)),), Stats(committed=len(ids), row_rounds=1, seconds=1.0))
+
+def stream(prompts, n, shown_tokens, **options):
+    messages = bytes(prompts[0]).decode().split(";")
+    return Stream("tick " * 5000 if messages[-1] == "slow" else f"to {len(messages)} messages: {messages[-1]!r}")
+
+tokenizer = SimpleNamespace(
+    chat_template="t", encode=lambda text, **_: list(text.encode()),
+    apply_chat_template=lambda messages, **_: ";".join(message["content"] for message in messages),
+    decode=lambda ids, **_: "",
+)
+model = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(context=10**6), stream=stream, prefixes=None)
+ModelSource.load = lambda self, prefix_memory=0: model
+chat._names = lambda model: "a model"
+chat.parse_lookahead = lambda text: 3
+code = run(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+class Screen:
+    """A terminal with a chat in it."""
+
+    def __init__(self, state: Path, *options: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.settings, self.shown = termios.tcgetattr(self.slave), ""
+        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state), "COLUMNS": "100"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, "chat", *options], stdin=self.slave, stdout=self.slave, stderr=self.slave,
+            start_new_session=True, env=environment,
+        )  # fmt: skip
+
+    def type(self, keys: str) -> None:
+        """Presses keys."""
+        os.write(self.master, keys.encode())
+
+    def expect(self, text: str, keys: str = "") -> str:
+        """Waits until a text is shown; returns all that was shown before it since the last one.
+
+        Args:
+            keys: pressed again and again until then: Python misses a Ctrl-C that comes just before it waits for a key.
+        """
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        self.type(keys)
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            if keys and not select.select([self.master], [], [], 3)[0]:
+                self.type(keys)
+            if select.select([self.master], [], [], 1)[0]:
+                self.shown += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self.master, 65536).decode())
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def screen(tmp_path: Path) -> Iterator[Screen]:
+    found = Screen(tmp_path)
+    yield found
+    found.close()
+
+
+def test_keys_of_a_terminal(screen: Screen, tmp_path: Path) -> None:
+    screen.expect("a model. /help lists commands, Ctrl-D leaves.")
+    screen.expect("> ")
+    screen.type("slow\r")
+    screen.expect("tick tick tick")
+    screen.type("\x03")
+    assert screen.expect("; interrupted").count("tick") < 4000
+    screen.expect("> ")
+    screen.type("lost")
+    screen.expect("lost")
+    screen.expect("/exit or Ctrl-D leaves", keys="\x03")  # while a line is edited
+    screen.expect("> ")
+    for line in ('"""', "first", "/second"):
+        screen.type(f"{line}\r")
+        screen.expect("… ")
+    screen.type('"""\r')
+    screen.expect("to 3 messages: 'first\\n/second'")
+    screen.expect("> ")
+    screen.type("/reg\t\r")  # Tab completes
+    screen.expect("to 3 messages: 'first\\n/second'")
+    screen.expect("> ")
+    screen.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # the arrow brings the first line back
+    screen.expect("tick tick tick")
+    screen.type("\x03")
+    screen.expect("; interrupted")
+    screen.expect("> ")
+    screen.type("\x04")
+    assert screen.process.wait(TIMEOUT_SECONDS) == 0
+    assert termios.tcgetattr(screen.slave) == screen.settings, "the terminal is as it was"
+    history = tmp_path / "shoal" / "chat_history"
+    assert history.read_text().splitlines() == ["slow", '"""', "first", "/second", '"""', "/regenerate", "slow"]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+
+
+def test_no_history(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, "--no-history")
+    screen.expect("> ")
+    screen.type("one\r")
+    screen.expect("to 1 messages: 'one'")
+    screen.expect("> ")
+    screen.type("/exit\r")
+    assert screen.process.wait(TIMEOUT_SECONDS) == 0
+    screen.close()
+    assert list(tmp_path.iterdir()) == []

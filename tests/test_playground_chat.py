@@ -352,6 +352,25 @@ def test_history_survives_a_reload(opened: Callable[..., Any], server: Served) -
     assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('shoal-chat:'))") == []
 
 
+def test_the_key_is_asked_for_and_tabs_see_each_other(opened: Callable[..., Any]) -> None:
+    with served(pair(), chat_template=TEMPLATE, keys=("secret-key",)) as server:
+        page = opened(f"{server.url}/chat")
+        key = page.get_by_label("API key")
+        expect(key).to_be_focused()
+        other = page.context.new_page()
+        other.goto(page.url)
+        page.get_by_label("Most tokens").fill("4")
+        send(page, "hi")
+        expect(page.get_by_role("alert")).to_contain_text("an API key is needed")
+        key.fill("secret-key")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("status")).to_contain_text("1 candidate, 4 tokens")
+        assert "secret-key" not in page.evaluate("JSON.stringify(localStorage) + location.href + document.cookie")
+        expect(other.locator("#list .title")).to_have_text(["hi"])
+        other.locator("#list .title").click()
+        assert other.locator(".markdown").all_text_contents() == page.locator(".markdown").all_text_contents()
+
+
 def test_a_full_browser_is_told(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/chat")
     Answers(page, one("a"))

@@ -47,6 +47,7 @@ from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
+from shoal.types.load_stages import LoadProgress, LoadStages, StageWatch
 from shoal.types.options import Integer, Options, list_of, split_for_each, split_options
 from shoal.types.requests import Request, occurrences
 from shoal.types.samples import Result
@@ -69,11 +70,12 @@ def load(
     device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
     max_batch: int | str = "auto", compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
     prefix_sharing: str = "auto", prefix_memory: int = 0, tensor_parallel: bool = False, trust_remote_code: bool = False,
-    local_files_only: bool = False,
+    local_files_only: bool = False, progress: LoadProgress | None = None,
 ) -> Shoal:  # fmt: skip
     """Loads a target and its drafter.
 
-    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger "shoal" (INFO).
+    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger "shoal" (INFO), which also has a line
+    as each stage begins, unless `progress` is given.
 
     Args:
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
@@ -107,10 +109,12 @@ def load(
         tensor_parallel: the target is shared by all processes that torchrun started (docs/how-to/scale.md). `load` returns in the
             first one only; the others serve it within this call, and end when it does.
         trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
+        progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it ends, and when all is loaded.
 
     Raises:
         RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
     """
+    stages = LoadStages(progress)
     model, drafting = _drafts(draft)
     if target is None:
         if model not in (None, BUNDLED):
@@ -128,22 +132,28 @@ def load(
     sources = ((target, revision), (model, draft_revision))
     local = [require_source(name, version, local_files_only) for name, version in sources if isinstance(name, (str, Path))]
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
-    tokenizer = _tokenizer(target, revision, common) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        with stages.stage("tokenizer", "target"):
+            tokenizer = _tokenizer(target, revision, common)
     require_tokenizer(drafting, tokenizer)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
-    runner = _runner(target, placed, revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel)
+    runner = _runner(
+        target, placed, stages.of("target"), revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel
+    )
     draft_runner, proposable = None, None
     if model is not None:
         draft_tokenizer = _tokenizer(model, draft_revision, common)
         kept = None if isinstance(model, nn.Module) else trimming.kept_of(model, draft_tokenizer)
         draft_runner = _runner(
-            model, placed, revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype, kept=kept
-        )
+            model, placed, stages.of("draft"), revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype,
+            kept=kept,
+        )  # fmt: skip
         other = pairing.compared(runner, draft_runner, tokenizer, draft_tokenizer)
         proposable = trimming.proposable(other, kept, runner.vocab_size)
-    for source, one in ((target, runner), (model, draft_runner)):
+    for watch, source, one in ((stages.of("target"), target, runner), (stages.of("draft"), model, draft_runner)):
         if one is not None:
-            choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
+            with watch("passes"):
+                choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
     alone = drafting.last if isinstance(drafting, Sum) else drafting
@@ -154,6 +164,7 @@ def load(
         drafting=drafting, proposable=proposable,
     )  # fmt: skip
     LOG.info(one_line(pair.loaded))
+    stages.ready()
     return pair
 
 
@@ -189,10 +200,11 @@ def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> 
     return loading.load_tokenizer(source, revision=revision, **common)
 
 
-def _runner(source: Source, placed: dict[str, Any], **options: Any) -> Runner:
+def _runner(source: Source, placed: dict[str, Any], watch: StageWatch, **options: Any) -> Runner:
     if isinstance(source, nn.Module):
-        return loading.wrap(source, loading.name_of(source), placed["attention"], strict=placed["strict"])
-    return loading.load_runner(source, **placed, **options)
+        with watch("checking"):
+            return loading.wrap(source, loading.name_of(source), placed["attention"], strict=placed["strict"])
+    return loading.load_runner(source, **placed, watch=watch, **options)
 
 
 class Shoal:

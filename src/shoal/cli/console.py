@@ -6,8 +6,10 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich import box
 from rich.console import Console
@@ -33,8 +35,21 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def _is_shown(console: Console) -> bool:
+    """Whether somebody looks on: of torchrun's processes, at the first."""
+    return console.is_terminal and os.environ.get("RANK", "0") == "0"
+
+
+def _dim(text: str) -> Text:
+    """One line, cut at the edge of the terminal."""
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
 class StatusLine:
     """One line on stderr that is overwritten; silent where stderr is no terminal."""
+
+    lines: ClassVar[list[StatusLine]] = []
+    """Those that are open, the last one shown."""
 
     def __init__(self) -> None:
         self.console = stderr()
@@ -42,18 +57,33 @@ class StatusLine:
         self.shown_at = 0.0
 
     def __enter__(self) -> StatusLine:
-        if self.console.is_terminal and os.environ.get("RANK", "0") == "0":  # of torchrun's processes, the first
+        if _is_shown(self.console):
             self.live.start()
+            self.lines.append(self)
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
         self.live.stop()
+        if self in self.lines:
+            self.lines.remove(self)
+
+    @classmethod
+    @contextmanager
+    def suspended(cls) -> Iterator[None]:
+        """Another line takes the place of the open one for as long as the block lasts."""
+        for line in cls.lines:
+            line.live.stop()
+        try:
+            yield
+        finally:
+            for line in cls.lines:
+                line.live.start()
 
     def say(self, text: str, now: bool = True) -> None:
         """Shows a line; with now=False at most every `REFRESH` seconds."""
         if self.live.is_started and (now or time.perf_counter() - self.shown_at > REFRESH):
             self.shown_at = time.perf_counter()
-            self.live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+            self.live.update(_dim(text), refresh=True)
 
     def clear(self) -> None:
         """Empties the line, so that stdout can be printed to on the same screen."""
@@ -61,14 +91,43 @@ class StatusLine:
 
 
 class _Notes(logging.Handler):
-    """Shows the library's log records on the status line."""
+    """Shows the library's log records by a function."""
 
-    def __init__(self, status: StatusLine) -> None:
+    def __init__(self, show: Callable[[str], object]) -> None:
         super().__init__(logging.INFO)
-        self.status = status
+        self.show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.status.say(record.getMessage())
+        self.show(record.getMessage())
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Records come here, too, for as long as the block lasts."""
+        log = logging.getLogger("shoal")
+        level = log.level
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
+            log.setLevel(level)
+
+
+@contextmanager
+def loading_shown() -> Iterator[None]:
+    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the place of an open status line.
+
+    Silent where stderr is no terminal, and where the library's records are written already, as by a server.
+    """
+    console, handlers = stderr(), logging.getLogger("shoal").handlers
+    if not _is_shown(console) or any(not isinstance(handler, _Notes) for handler in handlers):
+        yield
+        return
+    with StatusLine.suspended(), console.status(_dim("loading ..."), spinner_style="dim") as line:
+        notes = _Notes(lambda text: line.update(_dim(text)))
+        with notes.attached():
+            yield
 
 
 class Progress(StatusLine):
@@ -77,16 +136,12 @@ class Progress(StatusLine):
     def __enter__(self) -> Progress:
         super().__enter__()
         self.say("loading ...")
-        self.notes, log = _Notes(self), logging.getLogger("shoal")
-        self.level = log.level
-        log.addHandler(self.notes)
-        log.setLevel(logging.INFO)
+        self.notes = ExitStack()
+        self.notes.enter_context(_Notes(self.say).attached())
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        log = logging.getLogger("shoal")
-        log.removeHandler(self.notes)
-        log.setLevel(self.level)
+        self.notes.close()
         super().__exit__(*exception)
 
     def expect(self, rows: int) -> None:

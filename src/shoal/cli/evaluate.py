@@ -146,6 +146,7 @@ def evaluate(
     if chosen.cut is not None:
         return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
     budgets = parse_budgets(sampling.time_budget)
+    source.quieten_transformers()
     eval_set = chosen.read()  # before torch is imported, which takes seconds
     exports = read_exports(output.export or (), eval_set)
     source = replace(source, max_batch=sampling.n)

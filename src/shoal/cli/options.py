@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from shoal.cli.console import loading_shown
 from shoal.cli.option_groups import (
     models_option,
     output_option,
@@ -199,7 +200,8 @@ class ModelSource(PlacedPair):
         from shoal.api import load
 
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
-        return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
+        with loading_shown():
+            return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
 
     def quieten_transformers(self) -> None:
         """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""

@@ -192,7 +192,7 @@ def serve(
         _check_with_tensor_parallel(machines, limits)
     source.quieten_transformers()
     try:
-        from shoal.serve import loading, run, serve_config
+        from shoal.serve import loading, logs, run, serve_config
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
@@ -222,7 +222,8 @@ def serve(
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
         source.load()  # computes what rank 0 says, and ends this process with rank 0's
-    with run.bind(address.host, address.port) as listening:  # raises for a port in use before a model is loaded
+    # bind raises for a port in use before a model is loaded
+    with run.bind(address.host, address.port) as listening, logs.written(output.log_level, output.log_format):
         with loading.answered(listening, encryption):
             app = served.app()
         run.run(

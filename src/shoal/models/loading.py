@@ -23,6 +23,7 @@ from shoal.models.sources import directory_of
 from shoal.models.strict import make_strict
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
+from shoal.types.load_stages import StageWatch, unwatched
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -92,7 +93,7 @@ def load_runner(
     source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
     attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,
     trust_remote_code: bool = False, local_files_only: bool = False, target_dtype: torch.dtype | None = None, pack: bool = True,
-    kept: Sequence[int] | None = None,
+    kept: Sequence[int] | None = None, watch: StageWatch = unwatched,
 ) -> Runner:  # fmt: skip
     """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
 
@@ -101,7 +102,7 @@ def load_runner(
         quantize: a format of `shoal.models.quantize`. strict: see `wrap`. target_dtype: for a drafter, that of its target.
         pack: weights may be packed (`shoal.models.weights`). kept: ids that its head keeps (`shoal.models.trimming`); None = all.
         tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
-            `shoal.models.tensor_parallel`).
+            `shoal.models.tensor_parallel`). watch: its stages are told to.
 
     Raises:
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
@@ -122,21 +123,27 @@ def load_runner(
     kind, why = resolve_dtype(dtype), f"{str(dtype).removeprefix('torch.')}: as asked"
     if dtype == "auto":
         kind, why = _auto_dtype(config, source, place, target_dtype, bool(sharding))
-    hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **sharding, **hub)
-    _check_complete(source, found["missing_keys"])
-    known = int(hf.get_output_embeddings().weight.shape[0])
-    hf = hf if kept is None else with_head_of(hf, kept, str(source))
-    try:
-        hf = hf.to(place).eval()
-    except RuntimeError as error:
-        raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
-    plain = strict or not pack or quantize != "off"
-    order = "sharded" if sharding else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
-    hf, how = quantized(hf, quantize, pack and not strict)
-    runner = wrap(hf, str(source), attention, strict=strict)
+    with watch("weights"):
+        hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **sharding, **hub)
+        _check_complete(source, found["missing_keys"])
+        known = int(hf.get_output_embeddings().weight.shape[0])
+        hf = _moved(hf if kept is None else with_head_of(hf, kept, str(source)), source, place)
+    with watch("packing"):
+        plain = strict or not pack or quantize != "off"
+        order = "sharded" if sharding else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
+        hf, how = quantized(hf, quantize, pack and not strict)
+    with watch("checking"):
+        runner = wrap(hf, str(source), attention, strict=strict)
     runner.known_ids = known
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
     return lead(runner) if sharding else runner
+
+
+def _moved(hf: Any, source: str | Path, place: torch.device) -> Any:
+    try:
+        return hf.to(place).eval()
+    except RuntimeError as error:
+        raise ModelError(f"{source}: cannot be moved to {place}: {error}") from error
 
 
 def _auto_dtype(

@@ -37,7 +37,7 @@ def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]
     """Answers on the socket for as long as the block lasts, on a thread; the socket stays open for the server that follows."""
     options: dict[str, Any] = tls.uvicorn_options() if tls else {}
     config = uvicorn.Config(
-        answer, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        answer, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
         timeout_graceful_shutdown=1, **options,
     )  # fmt: skip
     server = uvicorn.Server(config)

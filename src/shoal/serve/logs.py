@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
+from logging.config import dictConfig
 from typing import Any, Final, Literal
 
 from shoal.serve.exchanges import Exchange
@@ -80,6 +83,16 @@ def config(level: str, form: LogFormat, handler: dict[str, Any] = STDERR) -> dic
             "uvicorn.access": {"handlers": [], "propagate": False},
         },
     }  # fmt: skip
+
+
+@contextmanager
+def written(level: str, form: LogFormat) -> Iterator[None]:
+    """Messages are written as `config` says for as long as the block lasts."""
+    dictConfig(config(level, form))
+    try:
+        yield
+    finally:
+        restore()
 
 
 def restore() -> None:

@@ -17,6 +17,7 @@ from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
 from shoal.serve.offline import Offline
 from shoal.serve.settings import Settings
+from shoal.types.load_stages import LoadStages
 
 LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class ServeConfig:
             LOG.info("keys and values may take %s bytes", "any number of" if rows is None else f"{rows:,}")
             LOG.info("prompts that are kept for later requests may take %s bytes more", f"{kept:,}")
             engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=rows, prefix_bytes=kept, quantum=quantum)
-            engine.prepare()
+            with LoadStages().stage("preparing", "pair"):
+                engine.prepare()
             return engine
 
         return make

@@ -31,12 +31,11 @@ def said(index: int, text: str = "", reasoning: str = "", tokens: int = 4, mean:
     return {"choices": [{"index": index, "delta": delta, "finish_reason": None, "shoal": details}]}
 
 
-def ended(*finished: bool) -> dict[str, Any]:
-    """The usage of so many candidates: whether each ended by itself."""
-    ends = [("eos" if by_itself else "length", by_itself) for by_itself in finished]
+def ended(*by_themselves: bool) -> dict[str, Any]:
+    """The usage of so many candidates: whether each ended by itself; the server also calls one of the greatest length finished."""
     choices = [
-        {"index": index, "completion_tokens": 4, "ended_by": end, "finished": by_itself}
-        for index, (end, by_itself) in enumerate(ends)
+        {"index": index, "completion_tokens": 4, "ended_by": "eos" if by_itself else "length", "finished": True}
+        for index, by_itself in enumerate(by_themselves)
     ]
     return {"choices": [], "usage": {"choices": choices, "by_drafter": {}}}
 

@@ -94,8 +94,8 @@ function add(candidate, { delta, shoal: details, error }, seconds) {
   candidate.stats = { tokens, rounds, mean, seconds, speculation: Boolean(server?.speculation) };
 }
 
-function close({ stats }, { completion_tokens: tokens, ended_by: ended, finished }) {
-  if (stats) Object.assign(stats, { tokens, ended, finished });
+function close({ stats }, { completion_tokens: tokens, ended_by: ended }) {
+  if (stats) Object.assign(stats, { tokens, ended });
 }
 
 /** Calls `what` at most once a frame, and less often where that takes long. Each call that comes meanwhile is done with the next. */

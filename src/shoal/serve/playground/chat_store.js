@@ -52,10 +52,10 @@ export function titleOf({ title, messages }) {
   return line.length > TITLE ? `${line.slice(0, TITLE)}…` : line;
 }
 
-/** The candidate that the conversation goes on from; if nobody chose, the best of those that ended by themselves, as the engine ranks. */
+/** The candidate that the conversation goes on from; if nobody chose, the most probable of those that the model ended. */
 export function chosenOf({ candidates, chosen }) {
   if (chosen !== null) return chosen;
-  const rank = ({ stats, error }) => (error ? -1 : stats?.finished ? 1 : 0);
+  const rank = ({ stats, error }) => (error ? -1 : ["eos", "stop"].includes(stats?.ended) ? 1 : 0);
   const order = candidates.map((one, index) => ({ index, rank: rank(one), mean: one.stats?.mean ?? -Infinity }));
   return order.sort((a, b) => b.rank - a.rank || b.mean - a.mean)[0].index;
 }

@@ -62,6 +62,8 @@ def test_every_program_is_tested_by_the_tests_of_its_problem(tmp_path: Path) -> 
     outcomes = [[bigcode_passes(program, place) for program in found] for place, found in enumerate(generations)]
     assert outcomes == [[place != 4, False] for place in range(11)]  # a refused problem has its prompt, which returns None
     assert generations[4] == [record(4)["prompt"]] * 2
+    by_text = json.loads(FORMATS["bigcode"].write(dict(sorted(programs.items()))))  # 10 before 2: the tests are others'
+    assert [bigcode_passes(found[0], place) for place, found in enumerate(by_text)] == [True, True, *[False] * 9]
 
 
 def test_a_list_by_place_leaves_out_no_problem(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from shoal import load
 from shoal.api import Shoal
 from shoal.errors import ModelError, RequestError
 from shoal.serve.batch_lines import BatchLine
-from shoal.serve.run import bind
 from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import save_pair
@@ -250,90 +249,6 @@ class Neighbour:
 
 
 @dataclass
-class Beside:
-    """What was seen of a server beside an application of somebody else."""
-
-    port: int = 0
-    refusals: list[str] = field(default_factory=list)
-    served_at: int = 0
-    statuses: list[int] = field(default_factory=list)
-    flood: list[int] = field(default_factory=list)
-    applications: list[list[str]] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    log: str = ""
-
-
-@pytest.fixture(scope="module")
-def beside(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """Asks for the other's port and route in vain, then serves at a route beside it, and is flooded."""
-    marks, seen = tmp_path_factory.mktemp("beside"), Beside()
-    served = serve_config(load_to_wait, pair, marks)
-    with bind("127.0.0.1", 0) as listening:
-        seen.port = listening.getsockname()[1]
-    url, ask = f"http://127.0.0.1:{seen.port}", partial(httpx.get, timeout=SECONDS)
-
-    def use(port: int) -> None:
-        seen.served_at = port
-        seen.statuses.append(ask(f"{url}/health").status_code)
-        seen.applications.append(list(ray_serve.status().applications))
-        body = {"prompt": "wait", "max_tokens": 2}
-        with ThreadPoolExecutor(24) as clients:
-            asked = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS) for _ in range(24)]
-            for one in as_completed(asked):  # the first to be answered is one that was refused
-                (marks / "open wait").touch()
-                seen.flood.append(one.result().status_code)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    run, log = partial(cluster.run, served, "127.0.0.1"), cluster.LogConfig("debug")
-    ray_serve.start(http_options={"host": "127.0.0.1", "port": seen.port})
-    try:
-        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/")
-        for port in (seen.port + 1, seen.port):
-            with pytest.raises(RequestError) as refused:
-                run(port, cluster.Replicas(), THIN, lambda port: None)
-            seen.refusals.append(str(refused.value))
-        seen.others.append(ask(url).text)
-        ray_serve.delete("shoal")
-        ray_serve.run(Neighbour.options(name="shoal").bind(), name="shoal", route_prefix="/other")
-        with redirect_stderr(io.StringIO()) as stderr:
-            run(0, cluster.Replicas(open=2, drain=1), THIN, use, log)
-        seen.log = stderr.getvalue()
-        seen.applications.append(list(ray_serve.status().applications))
-        seen.others.append(ask(f"{url}/other").text)
-    finally:
-        ray_serve.shutdown()
-    return seen
-
-
-def test_applications_of_others_stay_and_their_proxy_is_respected(beside: Beside) -> None:
-    other_port, other_route = beside.refusals
-    assert re.search(f"listens at 127.0.0.1:{beside.port} already .* give --host 127.0.0.1 --port {beside.port}", other_port)
-    assert "has an application already" in other_route
-    assert (beside.served_at, beside.statuses) == (beside.port, [200])
-    assert [len(names) for names in beside.applications] == [2, 1]
-    assert beside.applications[1] == ["shoal"]
-    assert beside.others == ["mine", "mine"], "neither replaced nor deleted nor shut down"
-
-
-def test_a_flood_is_told_to_come_again(beside: Beside) -> None:
-    assert (beside.flood[0], set(beside.flood), len(beside.flood)) == (503, {200, 503}, 24)
-
-
-def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
-    """Probes, too, at the level debug."""
-    lines = beside.log.splitlines()
-    time = r"\d{4}-\d\d-\d\dT\S+"
-    assert [re.fullmatch(time + r" DEBUG +GET '/health' 200 \S+ s id \S+", line) is not None for line in lines].count(
-        True
-    ) == 1
-    answered = [
-        line for line in lines if re.match(time + r" INFO +POST '/v1/completions' 200 \S+ s 4\+2 tokens, 1 samples", line)
-    ]
-    assert len(answered) == beside.flood.count(200)
-    assert any("prompts that are kept for later requests" in line for line in lines)
-
-
-@dataclass
 class Scaled:
     """What was seen while the demand rose and fell: answers by prompt, replicas by state, processes of replicas."""
 
@@ -350,6 +265,7 @@ class Scaled:
     log: list[dict[str, Any]] = field(default_factory=list)
     processes: int = 0
     url: str = ""
+    port: int = 0
 
 
 BODY = {"n": 2, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
@@ -357,7 +273,10 @@ BODY = {"n": 2, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Scaled:
-    """One replica, a second one for requests that wait, and one again while both still have one that is not answered."""
+    """One replica, a second one for requests that wait, and one again while both still have one that is not answered.
+
+    Ray Serve is started for it, and stays for the application of somebody else.
+    """
     marks, seen = tmp_path_factory.mktemp("scaled"), Scaled()
     served = serve_config(load_to_wait, pair, marks)
     clients = ThreadPoolExecutor(64)
@@ -388,7 +307,7 @@ def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         seen.answers |= {prompt: asked[prompt].result(SECONDS) for prompt in prompts}
 
     def use(port: int) -> None:
-        seen.url, asked = f"http://127.0.0.1:{port}", {}
+        seen.port, seen.url, asked = port, f"http://127.0.0.1:{port}", {}
         seen.states.append(states())
         hold(asked, 6)
         until(lambda: states().get("RUNNING") == 2)
@@ -416,9 +335,10 @@ def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         last = dict(asked)
         hold(last, 1)
         seen.at_the_end = last.popitem()[1]
+        ray_serve.run(Neighbour.options(name="other").bind(), name="other", route_prefix="/other")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    wanted = cluster.Replicas(least=1, most=2, wanted=2, drain=10, up_after=0, down_after=3)
+    wanted = cluster.Replicas(least=1, most=2, wanted=2, drain=8, up_after=0, down_after=3)
     with redirect_stderr(io.StringIO()) as stderr:
         cluster.run(served, "127.0.0.1", 0, wanted, THIN, use, cluster.LogConfig("info", "json"))
     seen.at_the_end = seen.at_the_end.exception(SECONDS) or seen.at_the_end.result().status_code
@@ -458,8 +378,6 @@ def test_replicas_answer_as_one_server(scaled: Scaled) -> None:
     assert scaled.stream.strip().endswith("data: [DONE]")
     assert [len(ids) for ids in scaled.ids] == [1, 1], "Ray's proxy and ours would each send one"
     assert scaled.ids[1] == ["wrong"]
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{scaled.url}/health")
 
 
 def test_replicas_log_as_one_server(scaled: Scaled) -> None:
@@ -478,3 +396,89 @@ def test_replicas_log_as_one_server(scaled: Scaled) -> None:
     assert (wrong["status"], wrong["level"]) == (400, "info")
     assert "nn" in wrong["reason"]
     assert not [line for line in scaled.log if line.get("path") == "/health"]
+
+
+@dataclass
+class Beside:
+    """What was seen of a server beside an application of somebody else."""
+
+    refusals: list[str] = field(default_factory=list)
+    served_at: int = 0
+    statuses: list[int] = field(default_factory=list)
+    flood: list[int] = field(default_factory=list)
+    applications: list[list[str]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    gone: bool = False
+    log: str = ""
+
+
+@pytest.fixture(scope="module")
+def beside(scaled: Scaled, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """Asks for the other's port and route in vain, then serves at a route beside it, and is flooded."""
+    marks, seen = tmp_path_factory.mktemp("beside"), Beside()
+    served = serve_config(load_to_wait, pair, marks)
+    url, ask = scaled.url, partial(httpx.get, timeout=SECONDS)
+
+    def use(port: int) -> None:
+        seen.served_at = port
+        seen.statuses.append(ask(f"{url}/health").status_code)
+        seen.applications.append(list(ray_serve.status().applications))
+        body = {"prompt": "wait", "max_tokens": 2}
+        with ThreadPoolExecutor(24) as clients:
+            asked = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS) for _ in range(24)]
+            for one in as_completed(asked):  # the first to be answered is one that was refused
+                (marks / "open wait").touch()
+                seen.flood.append(one.result().status_code)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run, log = partial(cluster.run, served, "127.0.0.1"), cluster.LogConfig("debug")
+    try:
+        seen.applications.append(list(ray_serve.status().applications))
+        ray_serve.run(Neighbour.bind(), name="first", route_prefix="/")
+        for port in (scaled.port + 1, scaled.port):
+            with pytest.raises(RequestError) as refused:
+                run(port, cluster.Replicas(), THIN, lambda port: None)
+            seen.refusals.append(str(refused.value))
+        seen.others.append(ask(url).text)
+        ray_serve.delete("first")
+        with redirect_stderr(io.StringIO()) as stderr:
+            run(0, cluster.Replicas(open=2, drain=1), THIN, use, log)
+        seen.log = stderr.getvalue()
+        seen.applications.append(list(ray_serve.status().applications))
+        seen.others.append(ask(f"{url}/other").text)
+        cluster._withdraw("other", 1, ours=True)  # the last application takes Ray Serve along
+        with pytest.raises(httpx.ConnectError):
+            ask(f"{url}/health")
+        seen.gone = True
+    finally:
+        ray_serve.shutdown()
+    return seen
+
+
+def test_applications_of_others_stay_and_their_proxy_is_respected(scaled: Scaled, beside: Beside) -> None:
+    other_port, other_route = beside.refusals
+    assert re.search(f"listens at 127.0.0.1:{scaled.port} already .* give --host 127.0.0.1 --port {scaled.port}", other_port)
+    assert "has an application already" in other_route
+    assert (beside.served_at, beside.statuses) == (scaled.port, [200])
+    before, between, after = beside.applications
+    assert (before, after, len(between)) == (["other"], ["other"], 2)
+    assert beside.others == ["mine", "mine"], "neither replaced nor deleted nor shut down"
+    assert beside.gone
+
+
+def test_a_flood_is_told_to_come_again(beside: Beside) -> None:
+    assert (beside.flood[0], set(beside.flood), len(beside.flood)) == (503, {200, 503}, 24)
+
+
+def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
+    """Probes, too, at the level debug."""
+    lines = beside.log.splitlines()
+    time = r"\d{4}-\d\d-\d\dT\S+"
+    assert [re.fullmatch(time + r" DEBUG +GET '/health' 200 \S+ s id \S+", line) is not None for line in lines].count(
+        True
+    ) == 1
+    answered = [
+        line for line in lines if re.match(time + r" INFO +POST '/v1/completions' 200 \S+ s 4\+2 tokens, 1 samples", line)
+    ]
+    assert len(answered) == beside.flood.count(200)
+    assert any("prompts that are kept for later requests" in line for line in lines)

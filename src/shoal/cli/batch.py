@@ -35,7 +35,7 @@ from shoal.cli.serve import (
 from shoal.errors import InternalError, RequestError
 
 if TYPE_CHECKING:
-    from shoal.serve.api_formats import Json
+    from shoal.serve.api_paths import Json
     from shoal.serve.batch_lines import BatchLine
     from shoal.serve.output_file import OutputFile
     from shoal.serve.serve_config import ServeConfig

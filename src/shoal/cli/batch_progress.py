@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from shoal.cli.console import stderr
 
 if TYPE_CHECKING:
-    from shoal.serve.api_formats import Json
+    from shoal.serve.api_paths import Json
 
 MINUTE = 60.0
 """Seconds between two lines where stderr is no terminal."""

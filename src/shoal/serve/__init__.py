@@ -11,7 +11,7 @@ request_parser.py    requests -> engine requests; prompts.py and sampling_params
 item_models.py       requests of /v1/responses as chat requests; item_response.py: answers; item_format.py: items and typed events
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
-api_errors.py        errors as OpenAI writes them; absent_routes.py: what is said of paths that there are not
+api_paths.py         paths; api_errors.py: errors as OpenAI writes them; absent_routes.py: what is said of paths that do not exist
 app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py: its parts
 loading.py           what is answered until a model is loaded
 exchanges.py         requests and their answers, for logs.py: a line for each, and metrics.py; timeline.py: when rows got tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import InternalError, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.serve.api_formats import Json
+    from shoal.serve.api_paths import Json
     from shoal.serve.offline import Offline
     from shoal.serve.serve_config import ServeConfig
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
+from shoal.serve.api_paths import CHAT, COMPLETIONS, Json
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.request_parser import ParsedRequest
@@ -23,8 +24,6 @@ FINISH_REASONS = {
 """The API's `finish_reason` by `Sample.finish_reason`; `usage.choices` has the latter."""
 MIN_LOGPROB = -9999.0
 """Replaces -inf, which JSON does not have."""
-
-Json = dict[str, Any]
 
 
 class ApiFormat(ABC):
@@ -235,7 +234,6 @@ def _call(call: Call) -> Json:
     }
 
 
-COMPLETIONS, CHAT, RESPONSES, INFILL = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill"
 FORMATS: dict[str, type[ApiFormat]] = {COMPLETIONS: CompletionFormat, CHAT: ChatFormat}
 """The format of each path of OpenAI's API whose answers have choices."""
 

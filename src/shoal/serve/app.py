@@ -22,7 +22,7 @@ from shoal.constraints.syntax.requests import LANGUAGES
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, openapi, response_models
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
+from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.exchanges import Exchanges
 from shoal.serve.handler import ApiHandler

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_formats import CHAT, COMPLETIONS, RESPONSES, Json
+from shoal.serve.api_paths import CHAT, COMPLETIONS, RESPONSES, Json
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 """Fields of OpenAI's batch lines; the API has no fields of these names."""

@@ -12,7 +12,8 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import FORMATS, RESPONSES, ApiFormat
+from shoal.serve.api_formats import FORMATS, ApiFormat
+from shoal.serve.api_paths import RESPONSES
 from shoal.serve.infill import InfillResponse
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_format import ItemFormat

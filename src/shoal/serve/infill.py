@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.serve.api_errors import api_error_of, naming
-from shoal.serve.api_formats import Json, finite
+from shoal.serve.api_formats import finite
+from shoal.serve.api_paths import Json
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.responses import event, failure

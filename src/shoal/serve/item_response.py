@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_formats import FINISH_REASONS, Json
+from shoal.serve.api_formats import FINISH_REASONS
+from shoal.serve.api_paths import Json
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import NAMES, ResponsesRequest
 from shoal.serve.request_parser import ParsedRequest, RequestParser

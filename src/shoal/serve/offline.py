@@ -11,7 +11,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import Json
+from shoal.serve.api_paths import Json
 from shoal.serve.batch_lines import BatchLine
 from shoal.serve.handler import ApiHandler
 from shoal.serve.settings import Settings

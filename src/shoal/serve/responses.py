@@ -13,7 +13,8 @@ from typing import Any
 
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, api_error_of, naming, public
-from shoal.serve.api_formats import ApiFormat, Json, finite
+from shoal.serve.api_formats import ApiFormat, finite
+from shoal.serve.api_paths import Json
 from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate

@@ -1,0 +1,8 @@
+"""The paths of the API, and what goes over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMPLETIONS, CHAT, RESPONSES, INFILL = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill"
+Json = dict[str, Any]

@@ -32,6 +32,7 @@ from shoal.cli.board import Board
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
+from shoal.cli.options import ModelSource
 from shoal.cli.streaming import follow
 from shoal.models.attention.methods import METHODS
 from shoal.testing import save_pair
@@ -720,6 +721,15 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     line = [sys.executable, "-c", code, "batch", str(tmp_path / "nowhere.jsonl"), "out"]
     ended = subprocess.run(line, capture_output=True, text=True)
     assert (ended.returncode, "cannot read" in ended.stderr) == (2, True), ended.stderr
+
+
+def test_progress_bars_of_loading_are_off_before_transformers_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HF_HUB_DISABLE_PROGRESS_BARS"
+    for model, value in ((None, "1"), ("some/target", None)):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+        ModelSource(model=model)
+        assert os.environ.get(name) == value  # bars are shown where something may be downloaded
 
 
 def test_help_names_kinds_of_values_and_none_for_flags(shoal: Command) -> None:

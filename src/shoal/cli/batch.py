@@ -127,7 +127,6 @@ def batch(
     In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
     """
     controller = parse_lookahead(speculation.lookahead)
-    source.quieten_transformers()
     try:
         from shoal.serve import batch_lines, output_file, serve_config, settings
     except ImportError as error:

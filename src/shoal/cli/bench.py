@@ -133,7 +133,6 @@ def bench(
     measured while another process used more than a fifth of a core is marked as disturbed.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler, which counts memory, quiet; read at its import
-    source.quieten_transformers()
     output.require_writable()
     if output.replay is not None:
         output.deliver(read_report(output.replay), work.regret)

@@ -129,7 +129,6 @@ def evaluate(
     log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut:
     how many programs pass that were cut inside a token and continued.
     """
-    source.quieten_transformers()
     if output.out is not None:
         from shoal.bench.provenance import require_place
 
@@ -146,7 +145,6 @@ def evaluate(
     if chosen.cut is not None:
         return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
     budgets = parse_budgets(sampling.time_budget)
-    source.quieten_transformers()
     eval_set = chosen.read()  # before torch is imported, which takes seconds
     exports = read_exports(output.export or (), eval_set)
     source = replace(source, max_batch=sampling.n)

@@ -187,13 +187,16 @@ class ModelSource(PlacedPair):
         bool, speed_option("--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.")
     ] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._quieten_transformers()
+
     def target_alone(self) -> ModelSource:
         """The same without the drafter."""
         return replace(self, draft=None, draft_revision=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
         """Loads the pair, or the target alone where there is no drafter. prefix_memory: see `shoal.load`."""
-        self.quieten_transformers()
         for name, revision in ((self.model, self.revision), (self.draft_model, self.draft_revision)):
             if name not in (None, BUNDLED):
                 require_source(name, revision, self.local_files_only)
@@ -203,8 +206,9 @@ class ModelSource(PlacedPair):
         with loading_shown():
             return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
 
-    def quieten_transformers(self) -> None:
-        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded; before its import."""
+    def _quieten_transformers(self) -> None:
+        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded: it reads both when it is imported,
+        which no command does before its options are read."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if all(Path(name).is_dir() for name in self.models):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -190,7 +190,6 @@ def serve(
     controller = parse_lookahead(speculation.lookahead)
     if source.tensor_parallel:
         _check_with_tensor_parallel(machines, limits)
-    source.quieten_transformers()
     try:
         from shoal.serve import loading, logs, run, serve_config
     except ImportError as error:

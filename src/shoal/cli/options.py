@@ -207,8 +207,8 @@ class ModelSource(PlacedPair):
             return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
 
     def _quieten_transformers(self) -> None:
-        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded: it reads both when it is imported,
-        which no command does before its options are read."""
+        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded. It reads both when it is
+        imported, which no command does before its options are read."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if all(Path(name).is_dir() for name in self.models):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -231,3 +233,100 @@ def test_requests_to_an_open_server_need_no_key(opened: Callable[..., Any], serv
     exec(compile(copied(page, "Copy as Python"), "copied", "exec"), told)
     assert told["completion"].choices[0].text == page.locator("#samples pre").text_content()
     assert "authorization" not in copied(page, "Copy as curl")
+
+
+# ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved(page: Any, name: str) -> Path:
+    """The file that a button saves."""
+    with page.expect_download(timeout=30_000) as download:
+        page.get_by_role("button", name=name).click()
+    expect(page.get_by_role("status")).to_have_text(f"Saved {download.value.suggested_filename}.")
+    return Path(download.value.path())
+
+
+def test_a_run_is_saved_as_json(opened: Callable[..., Any], server: Served) -> None:
+    """With what the page holds: the tokens as the API tells them, rounds, models, and the plain run."""
+    page = opened(f"{server.url}/#n=2&max_tokens=16&seed=3&logprobs=2")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#gauge-note")).to_contain_text("Both measured")
+    run = json.loads(saved(page, "Save JSON").read_text())
+    body = run["request"]["body"]
+    assert (run["request"]["path"], body["n"], body["seed"]) == ("v1/completions", 2, 3)
+    assert run["model"]["id"] == "tiny"
+    assert run["model"]["names"] == {"target": "scripted", "drafter": "scripted"}
+    fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    choices = server.post(**{**fields, "shoal": {"details": True}}).json()["choices"]
+    assert [sample["text"] for sample in run["samples"]] == [choice["text"] for choice in choices]
+    for sample, choice in zip(run["samples"], choices, strict=True):
+        assert [{**token, "top": None} for token in sample["tokens"]] == [
+            {**token, "top": None} for token in choice["shoal"]["tokens"]
+        ]
+        assert all(len(token["top"]) == 2 for token in sample["tokens"])
+        rounds = sample["by_round"]
+        assert len(rounds) == sample["rounds"] < 16
+        assert sum(one["accepted"] for one in rounds) == sample["accepted"] == choice["shoal"]["accepted"] > 0
+        assert sum(one["accepted"] + len(one["rejected"]) for one in rounds) == sample["drafted"]
+        assert (sample["committed"], sample["ended_by"], sample["error"]) == (16, "length", None)
+    means = [sample["mean_logprob"] for sample in run["samples"]]
+    assert [sample["rank"] for sample in run["samples"]] == [1 + sum(other > mean for other in means) for mean in means]
+    assert run["usage"]["by_drafter"]["model"]["accepted"] == sum(sample["accepted"] for sample in run["samples"])
+    assert run["plain"]["same_texts"] == 2
+    assert min(run["seconds"], run["plain"]["seconds"], run["tokens_per_second"]) > 0
+
+
+WRITTEN = """() => { window.written = []; const write = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
+        window.written.push([text, Math.round(x), Math.round(y), this.fillStyle]);
+        write.call(this, text, x, y, ...more);
+    }; }"""
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_run_is_saved_as_an_image(opened: Callable[..., Any], server: Served, marked: bool) -> None:
+    """Every character of prompt and samples is in it, in the colours of the page; rejected drafts only if they are shown."""
+    pillow = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
+    page = opened(f"{server.url}/#n=3&max_tokens=30&seed=5&compare=false&prompt=ab%0A%09cd", color_scheme="dark")
+    run(page)
+    if not marked:
+        page.get_by_label("Show rejected drafts and rounds").uncheck()
+    page.evaluate(WRITTEN)
+    file = saved(page, "Save image")
+    image = pillow.open(file)
+    assert image.format == "PNG"
+    assert (image.width, image.height > 400) == (2 * 1204, True)
+    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+    shown = "names => names.map((name) => getComputedStyle(document.querySelector(name)).backgroundColor)"
+    for colour in page.evaluate(shown, ["body", ".sample", "#samples .draft"]):
+        assert tuple(map(int, re.findall(r"\d+", colour))) in colours
+    lines: dict[tuple[int, int], str] = {}  # what stands in a line of a box
+    for text, x, y, _ in page.evaluate("written"):
+        column = 0 if x < 1204 / 2 else 1
+        lines[y, column] = lines.get((y, column), "") + text
+    drawn = ["".join(text for (_, side), text in sorted(lines.items()) if side == column) for column in (0, 1)]
+    assert "ab    cd" in drawn[0]
+    samples = page.locator("#samples pre")
+    struck = samples.nth(1).locator("s").evaluate_all("nodes => nodes.map((node) => node.dataset.text)")
+    assert struck
+    nodes = samples.nth(1).locator("span, s" if marked else "span")
+    texts = nodes.evaluate_all("nodes => nodes.map((node) => node.dataset.text ?? node.textContent)")
+    assert "".join(texts).replace("\n", "") in drawn[1]
+    assert ("a round begins" in "".join(drawn)) is marked
+
+
+def test_a_large_run_is_drawn_in_part(opened: Callable[..., Any], server: Served) -> None:
+    """Canvases have a largest size; a phone's is 16 million pixels."""
+    pillow = pytest.importorskip("PIL.Image", reason="needs pillow, which matplotlib brings")
+    page = opened(f"{server.url}/#n=1&compare=false&prompt={'a' * 200}")
+    event = {"choices": [{"index": 0, "text": "x\n" * 2000, "finish_reason": None, "shoal": {
+        "tokens": [{"id": 1, "text": "x\n", "logprob": -0.5, "from_draft": False, "drafter": None}] * 2000,
+        "mean_logprob": -0.5, "committed": 2000, "drafted": 0, "accepted": 0, "rounds": 2000}}]}  # fmt: skip
+    asked(page, f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+    run(page)
+    page.evaluate(WRITTEN)
+    image = pillow.open(saved(page, "Save image"))
+    assert image.width * image.height <= 16e6
+    written = [text for text, *_ in page.evaluate("written")]
+    assert written.count("x") == 300
+    assert "…" in written

@@ -11,7 +11,7 @@ import { Samples } from "./samples.js";
 import { about } from "./served.js";
 import { offerToShare, share } from "./share.js";
 import { ApiError, ask, servedModel } from "./stream.js";
-import { paintSamples } from "./syntax.js";
+import { coloursOf, paintSamples } from "./syntax.js";
 import { offer } from "./watch.js";
 
 const at = (id) => document.getElementById(id);
@@ -24,7 +24,7 @@ let current = null; // the AbortController of what is running
 let shown = null; // the one whose samples are on the page
 let link = null; // the hash that brings these samples back, with the seed that was drawn
 let context = ""; // the text that these samples go on from
-let known = false; // whether the limits of the server are known
+let served = null; // the model and its limits, once they are known
 
 // ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -36,7 +36,7 @@ async function start() {
   stop.disabled = false;
   form.setAttribute("aria-busy", "true");
   try {
-    if (!known) await learn();
+    if (!served) await learn();
     await sample(mine);
   } catch (failure) {
     if (current === mine && shown !== mine) wipe(); // what is there is of another request
@@ -67,7 +67,7 @@ async function sample(controller) {
   const columns = clear(body, drafts);
   const result = { path, body, run: mine, columns };
   try {
-    await mine.follow(answer, (choice) => { columns.add(choice); showFigures(mine); }, (usage) => columns.end(usage));
+    await mine.follow(answer, (choice, tokens) => { columns.add(choice, tokens); showFigures(mine); }, (usage) => columns.end(usage));
   } finally {
     if (shown === controller) present(result); // also what was stopped, or broke off
   }
@@ -174,7 +174,7 @@ async function learn() {
   at("pair").textContent = at("pair").title = about(model.shoal);
   at("editor").hidden = !model.shoal.fill_in_middle;
   document.title = `${model.id} · shoal playground`;
-  known = true;
+  served = model;
 }
 
 function remember() {
@@ -229,7 +229,10 @@ theme.addEventListener("change", () => {
 });
 dress(localStorage.getItem("shoal-theme") ?? "");
 copies(at("link"), linkToThis, "The link");
-share(() => ({ model: at("model").textContent, keyed: key.value !== "" }));
+share({
+  server: () => ({ model: served, keyed: key.value !== "" }),
+  look: () => ({ marked: at("show-rejected").checked, coloured: (text) => coloursOf(text, language(), context) }),
+});
 addEventListener("told", ({ detail }) => say(detail));
 
 inspect(at("samples"));

@@ -1,32 +1,40 @@
 // One answer as it comes: its texts, its counts, and the time it took in this browser.
 
+import { withAlternatives } from "./alternatives.js";
+
 /** Adds up the choices of a streamed answer. Its clock starts when it is made. */
 export class Run {
   constructor() {
-    this.choices = new Map();
+    this.choices = new Map(); // by index: text, tokens (with their alternatives), by_round, and the last counts
+    this.usage = null; // what the server says at the end
     this.trace = []; // what came when: { seconds, index, text, committed, rounds }
     this.started = performance.now();
     this.seconds = 0; // until the last event
   }
 
-  /** Follows an answer to its end; `onChoice` sees each choice of each event after it is counted, `onEnd` the usage. */
+  /** Follows an answer to its end; `onChoice` sees each choice of each event after it is counted, with its tokens; `onEnd` the usage. */
   async follow(answer, onChoice = () => {}, onEnd = () => {}) {
     for await (const event of answer) {
       this.seconds = (performance.now() - this.started) / 1000;
       for (const choice of event.choices) {
-        this.count(choice);
-        onChoice(choice);
+        onChoice(choice, this.count(choice));
       }
-      if (event.usage) onEnd(event.usage);
+      if (event.usage) onEnd((this.usage = event.usage));
     }
   }
 
-  count({ index, text, delta, shoal }) {
-    const before = this.choices.get(index)?.text ?? "";
-    const piece = text ?? delta?.content ?? "";
-    this.choices.set(index, { ...shoal, text: before + piece });
+  /** Takes a choice of an event; returns its tokens. */
+  count(choice) {
+    const { index, shoal } = choice;
+    const piece = choice.text ?? choice.delta?.content ?? "";
+    const tokens = withAlternatives(choice);
     const { committed = 0, by_round: rounds = [] } = shoal ?? {};
+    const before = this.choices.get(index) ?? { text: "", tokens: [], by_round: [] };
+    before.tokens.push(...tokens);
+    before.by_round.push(...rounds);
+    this.choices.set(index, { ...before, ...shoal, text: before.text + piece, tokens: before.tokens, by_round: before.by_round });
     this.trace.push({ seconds: this.seconds, index, text: piece, committed, rounds });
+    return tokens;
   }
 
   /** The sum of one figure over all choices. */

@@ -3,7 +3,6 @@
 import { copies } from "./clipboard.js";
 import { remember } from "./inspect.js";
 import { Rounds } from "./rounds.js";
-import { withAlternatives } from "./alternatives.js";
 
 const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
 
@@ -18,6 +17,7 @@ function element(name, className, text = "") {
 class Sample {
   constructor(index, drafters) {
     this.drafters = drafters;
+    this.place = null; // its rank, once there is a token
     this.figures = { mean_logprob: null, committed: 0, drafted: 0, accepted: 0, rounds: 0 };
     this.node = element("article", "sample");
     const title = element("h2", "", `Sample ${index + 1}`);
@@ -56,6 +56,7 @@ class Sample {
   }
 
   showRank(rank) {
+    this.place = rank;
     this.rank.textContent = rank === null ? "" : `#${rank}`;
     this.rank.title = rank === null ? "" : `rank ${rank} by mean log-probability`;
     this.node.classList.toggle("best", rank === 1);
@@ -88,10 +89,10 @@ export class Samples {
     container.replaceChildren(...this.all.map((sample) => sample.node));
   }
 
-  /** Takes a choice of a chunk. */
-  add(choice) {
-    if (!choice.shoal) return; // the opening of a conversation has nothing yet
-    this.all[choice.index].add({ ...choice.shoal, tokens: withAlternatives(choice) });
+  /** Takes a choice of a chunk, and its tokens with what is known of them. */
+  add({ index, shoal }, tokens) {
+    if (!shoal) return; // the opening of a conversation has nothing yet
+    this.all[index].add({ ...shoal, tokens });
     this.rank();
   }
 

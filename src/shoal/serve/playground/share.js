@@ -1,20 +1,50 @@
-// What can be taken along of the run that is shown: its request, as a command of other clients.
+// What can be taken along of the run that is shown: its request as a command of other clients, and its result as files.
 
-import { copies } from "./clipboard.js";
+import { copies, tell } from "./clipboard.js";
+import { picture } from "./picture.js";
+import { record } from "./record.js";
 import { asCurl, asPython } from "./snippets.js";
 
+const KEPT = 60_000; // milliseconds that a browser has to take a file
 const at = (id) => document.getElementById(id);
 
-let shown = null; // { path, body }, of the samples that are shown
+let shown = null; // { path, body, run, columns, plain }
 
 /** Offers the run that is shown; null: there is none. */
 export function offerToShare(result) {
   shown = result;
 }
 
-/** Makes the buttons work. `server()`: its `model`'s name, and whether it is `keyed`. */
-export function share(server) {
-  const request = () => ({ ...shown, ...server(), origin: new URL(".", location.href).href });
+/** Makes the buttons work. `server()`: the `model`, as the server describes it, and whether it is `keyed`; `look()`: as `picture` wants it. */
+export function share({ server, look }) {
+  const request = () => {
+    const { model, keyed } = server();
+    return { ...shown, model: model.id, keyed, origin: new URL(".", location.href).href };
+  };
   copies(at("copy-curl"), () => asCurl(request()), "The command");
   copies(at("copy-python"), () => asPython(request()), "The program");
+  at("save-json").addEventListener("click", () => {
+    const { model } = server();
+    save(new Blob([`${JSON.stringify(record(shown, model), null, 1)}\n`], { type: "application/json" }), name(model, "json"));
+  });
+  at("save-image").addEventListener("click", () => {
+    const { model } = server();
+    const called = name(model, "png");
+    picture(record(shown, model), look()).toBlob((blob) => save(blob, called), "image/png");
+  });
+}
+
+function name({ id }, ending) {
+  const { seed } = shown.body;
+  return `shoal-${id.replace(/[^\w.-]+/g, "-")}${seed === undefined ? "" : `-seed${seed}`}.${ending}`;
+}
+
+function save(blob, called) {
+  if (!blob) return tell(document.body, "This browser could not draw the image.");
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = called;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), KEPT);
+  return tell(document.body, `Saved ${called}.`);
 }

@@ -59,18 +59,24 @@ function clear(element) {
 }
 
 function colour(element, { language, before }) {
-  const places = spans(highlighted(before + element.textContent, language));
   const ranges = [];
   const nodes = textNodes(element);
-  for (const { name, start, end } of places) {
-    if (end <= before.length) continue;
-    const range = rangeOf(nodes, Math.max(start - before.length, 0), end - before.length);
+  for (const { name, start, end } of coloursOf(element.textContent, language, before)) {
+    const range = rangeOf(nodes, start, end);
     if (!range) continue;
     if (!CSS.highlights.has(name)) CSS.highlights.set(name, new Highlight());
     CSS.highlights.get(name).add(range);
     ranges.push([name, range]);
   }
   painted.set(element, ranges);
+}
+
+/** Where a text has which colour, as { name, start, end } in order; nowhere before the library is loaded. As for `paint`. */
+export function coloursOf(text, language, before = "") {
+  if (!library || !language) return [];
+  const from = before.length;
+  const places = spans(highlighted(before + text, language)).filter(({ end }) => end > from);
+  return places.map(({ name, start, end }) => ({ name, start: Math.max(start - from, 0), end: end - from }));
 }
 
 /** highlight.js's answer: text in which &, < and the like are escaped, and span elements. */

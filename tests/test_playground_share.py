@@ -119,6 +119,7 @@ def test_a_sample_is_copied_by_key_and_by_touch(opened: Callable[..., Any], serv
     assert page.evaluate("navigator.clipboard.readText()") == texts[0]
     page.keyboard.press("Tab")  # from the button to the sample's tokens
     expect(page.locator("#samples .token").first).to_be_focused()
+    page.keyboard.press("Escape")  # its card
     second.tap()
     expect(second).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == texts[1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 from shoal.bench.quiet import TIMEOUT, QuietGate
 from shoal.cli.bench_progress import duration, progress_bar
 from shoal.cli.bench_report import ReportOptions, read_report
+from shoal.cli.console import StatusLine
 from shoal.cli.files import listed_prompts
 from shoal.cli.generate import EXIT_INTERRUPTED
 from shoal.cli.option_groups import models_option, option_groups, sampling_option, speed_option
@@ -150,9 +151,10 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, 
     require_place(output.json, output.results)
     if not job.cases:  # before a model is loaded
         raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
-    with progress_bar() as bar:
-        bar.say("loading ...")
+    with StatusLine() as status:
+        status.say("loading ...")
         pair = replace(source, max_batch=max(job.batches)).pair(job.seed)
+    with progress_bar() as bar:
         job = replace(job, eos=tuple(pair.eos) if work.eos else ())
         gate = QuietGate(timeout=wait, say=bar.note)
         runner = BenchmarkRunner(pair, job, _pool(pair, texts, work.prompt_tokens, job), bar.step, gate)

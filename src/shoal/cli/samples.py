@@ -28,7 +28,8 @@ def show_output(console: Console, output: Output, title: str | None, by_rank: bo
         (number, sample) for number, sample in enumerate(output.samples, 1) if cut or sample.finish_reason != "cancelled"
     ]
     for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
-        header = f"# sample {number}, rank {rank[id(sample)]} of {len(rank)}: {describe(sample)}"
+        place = f", rank {rank[id(sample)]} of {len(rank)}" if len(rank) > 1 else ""
+        header = f"# sample {number}{place}: {describe(sample)}"
         console.print(Text(header, style="bold"), soft_wrap=True)
         text = python_text(printable(sample.text)) if console.is_terminal else Text(sample.text)
         text.rstrip()

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal import load
 from shoal.api import Shoal
@@ -248,6 +249,17 @@ class Neighbour:
         return "mine"
 
 
+def alive(url: str) -> dict[str, float]:
+    """`shoal_up` by replica, as one answer of /metrics has it."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=SECONDS).text)
+    return {
+        sample.labels["replica"]: sample.value
+        for family in families
+        for sample in family.samples
+        if family.name == "shoal_up"
+    }
+
+
 @dataclass
 class Scaled:
     """What was seen while the demand rose and fell: answers by prompt, replicas by state, processes of replicas."""
@@ -256,6 +268,7 @@ class Scaled:
     both: list[Any] = field(default_factory=list)
     states: list[dict[str, int]] = field(default_factory=list)
     held_by: dict[str, int] = field(default_factory=dict)
+    alive: dict[str, float] = field(default_factory=dict)
     kept: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     ids: list[list[str]] = field(default_factory=list)
@@ -317,6 +330,8 @@ def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
                 break
             hold(asked, 2)
         seen.held_by = holders()
+        until(lambda: len(alive(seen.url)) == 2)
+        seen.alive = alive(seen.url)
         seen.kept = {process: prompt for prompt, process in seen.held_by.items()}  # one of each replica stays
         collect(asked, [prompt for prompt in asked if prompt not in seen.kept.values()])
         seen.both = [post("hello").json() for _ in range(8)]
@@ -378,6 +393,11 @@ def test_replicas_answer_as_one_server(scaled: Scaled) -> None:
     assert scaled.stream.strip().endswith("data: [DONE]")
     assert [len(ids) for ids in scaled.ids] == [1, 1], "Ray's proxy and ours would each send one"
     assert scaled.ids[1] == ["wrong"]
+
+
+def test_one_answer_has_the_metrics_of_both_replicas(scaled: Scaled) -> None:
+    assert list(scaled.alive.values()) == [1, 1]
+    assert set(scaled.alive) == {line["replica"] for line in scaled.log if "replica" in line}
 
 
 def test_replicas_log_as_one_server(scaled: Scaled) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal.serve.metrics import Metrics
+from shoal.serve.metrics import Metrics, text_of
 from shoal.serve.timeline import Timeline
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
@@ -32,7 +34,7 @@ class Seen:
 
 def found(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """Count and sum of each histogram."""
-    families = text_string_to_metric_families(metrics.text().decode())
+    families = text_string_to_metric_families(text_of({"": metrics.families()}).decode())
     values = {sample.name: sample.value for family in families for sample in family.samples}
     return {name: (values[f"shoal_{name}_seconds_count"], values[f"shoal_{name}_seconds_sum"]) for name in NAMES}
 
@@ -103,3 +105,32 @@ def test_what_is_measured_wrong_is_found(sabotage: object, monkeypatch: pytest.M
     monkeypatch.setattr(Timeline, "record", sabotage)
     with pytest.raises(AssertionError, match="request_queue" if sabotage is late else "inter_token"):
         compared()
+
+
+# ── several processes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def merged(name: Callable[[int], str] = str) -> None:
+    """The metrics of two processes in one text: what Prometheus adds up is what both counted."""
+    two = [Metrics(), Metrics()]
+    for metrics, seconds in zip(two, (0.2, 3.0), strict=True):
+        metrics.request_started(seconds)
+    families = {name(i): pickle.loads(pickle.dumps(metrics.families())) for i, metrics in enumerate(two)}
+    text = text_of(families).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    queue = [sample for sample in samples if sample.name.startswith("shoal_request_queue_seconds")]
+    assert {sample.labels["replica"] for sample in samples} == {"0", "1"}
+    assert sum(sample.value for sample in queue if sample.name.endswith("_sum")) == pytest.approx(3.2)
+    assert sum(sample.value for sample in queue if sample.labels.get("le") == "1.0") == 1
+    assert sum(sample.value for sample in queue if sample.labels.get("le") == "+Inf") == 2
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_metrics_of_several_processes_are_together() -> None:
+    merged()
+
+
+def test_metrics_of_one_process_in_place_of_all_are_found() -> None:
+    with pytest.raises(AssertionError):
+        merged(lambda _: "0")

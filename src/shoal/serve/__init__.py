@@ -17,6 +17,6 @@ loading.py           what is answered until a model is loaded
 exchanges.py         requests and their answers, for logs.py: a line for each, and metrics.py; timeline.py: when rows got tokens
 run.py               uvicorn, signals, draining; protocol.py: limits of connections; tls.py: certificates
 offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py
-serve_config.py      what a process needs to serve; cluster.py: replicas on Ray; relay.py: what they log
+serve_config.py      what a process needs to serve; cluster.py: replicas on Ray; relay.py: what they log; replica_metrics.py
 pool.py              batches in several processes on Ray; answerer.py: one of them; blocks.py: the lines dealt out
 """

@@ -66,9 +66,10 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         summary="Many samples at once, by exact batched speculative sampling.",
     )  # fmt: skip
     app.state.worker, app.state.draining = worker, False
+    app.state.metrics, app.state.metrics_text = metrics, metrics.text
     api_errors.install(app)
     app.include_router(_api_routes(handler))
-    app.include_router(ops_routes(worker, metrics))
+    app.include_router(ops_routes(worker))
     app.include_router(page())
     app.add_middleware(HostCheck, hosts=settings.hosts)
     if settings.origins:

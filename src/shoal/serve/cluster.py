@@ -22,6 +22,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve as ray_serve
 from ray._private import ray_constants
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from starlette.datastructures import MutableHeaders
@@ -31,6 +32,7 @@ from shoal.errors import ModelError, RequestError
 from shoal.serve import logs
 from shoal.serve.exchanges import HEADER
 from shoal.serve.relay import printed_logs, send_logs
+from shoal.serve.replica_metrics import REPORT_SECONDS, Reporter
 from shoal.serve.run import bind
 from shoal.serve.serve_config import ServeConfig
 
@@ -141,22 +143,25 @@ def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str, log
     """Deploys the server's application, and returns when it answers. `ray.serve.start` must have been called.
 
     Args:
-        name: of the application, and of the actor that takes what it logs; unique in the cluster.
+        name: of the application, and of the actor that takes what it logs and counts; unique in the cluster.
 
     Raises:
         RequestError: another application has the route already. ModelError: the replicas do not start, with the reason.
     """
 
     def app() -> FastAPI:
-        send_logs(name, ray_serve.get_replica_context().replica_id.unique_id, log.level, log.form)
+        replica = ray_serve.get_replica_context().replica_id.unique_id
+        send_logs(name, replica, log.level, log.form)
         made = config.app()
         made.add_middleware(WithoutRequestId)
+        made.state.reporter = Reporter(name, replica, made.state.metrics)
+        made.state.metrics_text = made.state.reporter.text
         return made
 
     deployment: Any = ray_serve.deployment(
         ray_serve.ingress(app)(Replica), name=DEPLOYMENT, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
         max_queued_requests=replicas.open, graceful_shutdown_timeout_s=replicas.drain,
-        autoscaling_config=replicas.autoscaling,
+        autoscaling_config=replicas.autoscaling, health_check_period_s=REPORT_SECONDS,
     )  # fmt: skip
     try:
         ray_serve.run(deployment.bind(), name=name)
@@ -175,9 +180,11 @@ class Replica:
     app: FastAPI
 
     def check_health(self) -> None:
-        """BaseRequest by Ray Serve, which starts a replica anew where this raises."""
+        """Called by Ray Serve, which starts a replica anew where this raises. Reports the metrics."""
         if not self.app.state.worker.thread.alive:
             raise RuntimeError("the engine has stopped")
+        with suppress(RayError, ValueError):  # whoever serves is about to end
+            self.app.state.reporter.report()
 
 
 class WithoutRequestId:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +114,36 @@ class Metrics:
         self._answers.labels(*labels).inc()
         self._duration.labels(*labels).observe(exchange.seconds)
 
-    def text(self) -> bytes:
+    def families(self) -> list[Metric]:
+        """All metrics as they are now; they can be pickled."""
+        return list(self._registry.collect())
+
+    async def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
+    """The metrics of several processes in Prometheus' text format, each sample with the label `replica`."""
+    together: dict[str, Metric] = {}
+    for replica, families in replicas.items():
+        for family in families:
+            found = together.setdefault(family.name, Metric(family.name, family.documentation, family.type, family.unit))
+            found.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Families(list(together.values())))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    """Metrics that are known."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._known = families
+
+    def collect(self) -> Sequence[Metric]:
+        """The same."""
+        return self._known
 
 
 class _Engine(Collector):

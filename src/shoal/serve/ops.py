@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from shoal.serve.metrics import Metrics
 from shoal.serve.response_models import Health
 from shoal.serve.worker import Worker
 
@@ -18,8 +17,8 @@ HUNG_PASS_SECONDS = 120.0
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now; the status says why."}}
 
 
-def ops_routes(worker: Worker, metrics: Metrics) -> APIRouter:
-    """`/health`, `/ready` and `/metrics`."""
+def ops_routes(worker: Worker) -> APIRouter:
+    """`/health`, `/ready` and `/metrics`, which the application's state writes (`metrics_text`)."""
     router = APIRouter()
 
     @router.get("/health", response_model=Health, responses=UNAVAILABLE)
@@ -33,9 +32,9 @@ def ops_routes(worker: Worker, metrics: Metrics) -> APIRouter:
         return _status(_unready(worker, request.app.state.draining))
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         """What is counted, in Prometheus' text format."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await request.app.state.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

@@ -1,6 +1,7 @@
 """What replicas on Ray log, printed by the process that started them, as if it were one server.
 
-An actor keeps the lines until they are asked for. It imports little, so that its process is small.
+An actor keeps the lines until they are asked for, and the last metrics of each replica (`shoal.serve.replica_metrics`). It imports
+little, so that its process is small.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,14 +25,17 @@ from shoal.serve import logs
 NAMESPACE = "shoal"
 MOST_LINES = 10_000
 """Lines that wait to be printed; older ones are dropped."""
+MAX_AGE_SECONDS = 30.0
+"""A replica that has not reported for so long has ended."""
 LAST_SECONDS = 10.0
 """Time for the last lines at the end."""
 
 
-class Lines:
-    """The actor: replicas put lines, one process takes them."""
+class Relay:
+    """The actor: replicas put lines, one process takes them; replicas report metrics, and get those of all."""
 
     def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, bytes]] = {}
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._news, self._closed = asyncio.Event(), False
 
@@ -47,6 +52,13 @@ class Lines:
         taken = list(self._lines)
         self._lines.clear()
         return taken or None
+
+    async def report(self, replica: str, metrics: bytes) -> dict[str, bytes]:
+        """Takes a replica's metrics; returns those of all that have not ended."""
+        now = time.monotonic()
+        self._reports[replica] = now, metrics
+        self._reports = {name: one for name, one in self._reports.items() if now - one[0] < MAX_AGE_SECONDS}
+        return {name: reported for name, (_, reported) in self._reports.items()}
 
     async def close(self) -> None:
         """No more lines."""
@@ -86,7 +98,7 @@ def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> Non
 @contextmanager
 def printed_logs(actor: str) -> Iterator[None]:
     """Prints what replicas send, on stderr, while the block lasts. Needs a connection to a cluster."""
-    lines: Any = ray.remote(Lines).options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0).remote()
+    lines: Any = ray.remote(Relay).options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0).remote()
     thread = threading.Thread(target=_print, args=(lines,), name="shoal-logs", daemon=True)
     thread.start()
     try:

@@ -346,6 +346,17 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
         eventually(lambda: server.post(max_tokens=1).status_code == 200)
 
 
+def test_clients_close_their_idle_connections_before_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = [httpx.Limits().keepalive_expiry or 0, 15, 60, 90]  # httpx, aiohttp, nginx, Go
+    assert run.PROTOCOL["timeout_keep_alive"] > max(clients)
+    with served(pair()) as server, connected(server) as connection:
+        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2)  # this one is for the first bytes of a connection
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            threading.Event().wait(0.5)
+
+
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -29,7 +29,13 @@ UNREAD_TIMEOUT_SECONDS = 30
 """A client that acknowledges nothing for so long is disconnected, where the system has TCP_USER_TIMEOUT (Linux)."""
 MAX_CONNECTIONS = 512
 """Most open connections; more if the server's capacity is larger."""
-PROTOCOL: dict[str, Any] = {"http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS}
+KEEP_ALIVE_SECONDS = 100
+"""Time after which an idle connection is closed. Clients close theirs before (httpx after 5 s, aiohttp 15, nginx 60, Go 90): a
+server that is first may do so while a request is on its way, which then fails."""
+PROTOCOL: dict[str, Any] = {
+    "http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS,
+    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+}  # fmt: skip
 """h11, because uvicorn's faster parser, httptools, accepts headers of any size."""
 
 

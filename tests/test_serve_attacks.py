@@ -350,7 +350,7 @@ def test_clients_close_their_idle_connections_before_the_server_does(monkeypatch
     clients = [httpx.Limits().keepalive_expiry or 0, 15, 60, 90]  # httpx, aiohttp, nginx, Go
     assert run.PROTOCOL["timeout_keep_alive"] > max(clients)
     with served(pair()) as server, connected(server) as connection:
-        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2)  # this one is for the first bytes of a connection
+        monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2)  # of a connection's first bytes
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")

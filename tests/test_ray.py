@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import ipaddress
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -260,6 +262,11 @@ def alive(url: str) -> dict[str, float]:
     }
 
 
+def nobody_listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
 @dataclass
 class Scaled:
     """What was seen while the demand rose and fell: answers by prompt, replicas by state, processes of replicas."""
@@ -412,6 +419,9 @@ def test_replicas_log_as_one_server(scaled: Scaled) -> None:
     assert [counts.pop(name) for name in ("hello", "wrong", "stream")] == [8, 1, 1]
     assert set(counts.values()) == {1}
     assert len({line["replica"] for line in lines.values()}) == 2
+    assert {line["replica"] for line in scaled.log if line["logger"] != "shoal.requests"} == {
+        line["replica"] for line in lines.values()
+    }
     (wrong,) = [line for line in scaled.log if line.get("request_id") == "wrong"]
     assert (wrong["status"], wrong["level"]) == (400, "info")
     assert "nn" in wrong["reason"]
@@ -467,8 +477,7 @@ def beside(scaled: Scaled, pair: tuple[Path, Path], tmp_path_factory: pytest.Tem
         seen.applications.append(list(ray_serve.status().applications))
         seen.others.append(ask(f"{url}/other").text)
         cluster._withdraw("other", 1, ours=True)  # the last application takes Ray Serve along
-        with pytest.raises(httpx.ConnectError):
-            ask(f"{url}/health")
+        until(lambda: nobody_listens(scaled.port))
         seen.gone = True
     finally:
         ray_serve.shutdown()

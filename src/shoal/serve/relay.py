@@ -70,7 +70,7 @@ class Relayed(logging.Handler):
     """In a replica: sends each line to the actor. Without one, to the replica's own stderr, which Ray keeps in a file.
 
     Args:
-        actor: its name. replica: added to the fields of a request.
+        actor: its name. replica: added to the fields of each record.
     """
 
     def __init__(self, actor: str, replica: str) -> None:
@@ -82,8 +82,7 @@ class Relayed(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Sends one line; what cannot be sent is lost."""
         try:
-            if (fields := getattr(record, "fields", None)) is not None:
-                record.fields = {**fields, "replica": self._replica}
+            record.fields = {**getattr(record, "fields", {}), "replica": self._replica}
             self._put(self.format(record))
         except Exception:
             self.handleError(record)

@@ -227,7 +227,9 @@ def test_the_command_line_prints_once(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(directory: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def served(
+    directory: Path, *, restarts: int = 0, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """torchrun with a server of two processes, and a client of it; whoever is left at the end is killed."""
     options = (
         f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32 --max-batch 4 -k 3 --port 0 --json"
@@ -238,6 +240,7 @@ def served(directory: Path, **environment: str) -> Iterator[tuple[subprocess.Pop
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={SIZE}",
+        f"--max-restarts={restarts}",
         "-m",
         "shoal",
         "serve",
@@ -319,7 +322,10 @@ def test_a_server_of_two_processes_answers_as_one_does_and_drains(directory: Pat
 @needs_proc
 @pytest.mark.limit(SECONDS)
 def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Path) -> None:
-    with served(directory) as (running, client):
+    """torchrun starts all again, as often as it may; then it ends."""
+    ask = {"prompt": "def shoal", "n": 2, "max_tokens": 24, "temperature": 0}
+    with served(directory, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as (running, client):
+        before = client.post("/v1/completions", json=ask).json()
         (follower,) = ranks_of(running, 1)
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             lines = stream.iter_lines()
@@ -327,6 +333,15 @@ def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Pat
             os.kill(follower, signal.SIGKILL)
             rest = "".join(lines)
         assert "engine_stopped" in rest
+        assert running.stdout is not None
+        said = map(json.loads, running.stdout)  # the first server tells why it ended
+        url = next(line["url"] for line in said if "url" in line)
+        after = httpx.post(f"{url}/completions", json=ask, timeout=SECONDS).json()
+        assert after["choices"] == before["choices"]
+        assert [[choice[name] for name in TOOK] for choice in after["usage"]["choices"]] == [
+            [choice[name] for name in TOOK] for choice in before["usage"]["choices"]
+        ]
+        os.kill(*ranks_of(running, 1), signal.SIGKILL)
         assert running.wait(SECONDS) != 0
         assert not ranks_of(running)
     assert "OutOfStep" in (directory / "stderr").read_text()

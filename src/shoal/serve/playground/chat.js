@@ -350,6 +350,7 @@ controls.addEventListener("change", () => {
 key.value = sessionStorage.getItem("shoal-key") ?? "";
 key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
 document.documentElement.dataset.theme = localStorage.getItem("shoal-theme") ?? "";
+addEventListener("told", ({ detail }) => say(detail));
 addEventListener("pagehide", () => { if (current) keep(conversation); });
 store.onChange((id) => {
   const other = store.read(conversation.id);

@@ -2,7 +2,8 @@
 // choose(message, candidate), edit(message, text), regenerate(); messages by their index.
 
 import { chosenOf } from "./chat_store.js";
-import { Markdown, copyButton } from "./markdown.js";
+import { copyButton } from "./clipboard.js";
+import { Markdown } from "./markdown.js";
 
 function element(name, className, ...content) {
   const made = document.createElement(name);
@@ -44,7 +45,7 @@ export class Thread {
   question({ text }, index, last) {
     const node = element("article", "message user", element("h2", "heard", "You"), element("div", "said", text));
     const tools = element("div", "tools", this.editing(node, index, text, "Send", last));
-    if (navigator.clipboard) tools.append(copyButton(() => text));
+    tools.append(copyButton(() => text, "The question"));
     if (last) tools.append(idle(button("Try again", () => this.actions.regenerate())));
     node.append(tools);
     return node;
@@ -65,7 +66,7 @@ export class Thread {
     const tools = element("div", "tools");
     if (last && !live) tools.append(idle(button("Regenerate", () => this.actions.regenerate())));
     if (!live) tools.append(this.editing(node, index, candidates[chosen].text, "Save", last));
-    if (navigator.clipboard) tools.append(copyButton(() => candidates[chosenOf(message)].text));
+    tools.append(copyButton(() => candidates[chosenOf(message)].text, "The answer"));
     node.append(tools);
     return node;
   }

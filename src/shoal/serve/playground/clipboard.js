@@ -16,6 +16,15 @@ export function copies(button, text, what) {
   });
 }
 
+/** A button that copies what `text` gives. */
+export function copyButton(text, what) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = "Copy";
+  copies(made, text, what);
+  return made;
+}
+
 /** Tells the page something: an event "told" on the window, with the sentence as its detail. */
 export function tell(element, sentence) {
   element.dispatchEvent(new CustomEvent("told", { bubbles: true, detail: sentence }));

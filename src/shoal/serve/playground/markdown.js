@@ -1,12 +1,12 @@
 // Markdown as elements: marked reads it, and each of its tokens becomes an element or text here. HTML stays text, and only links of
 // some schemes are links, so nothing a model writes can become markup or a script.
 
+import { copyButton } from "./clipboard.js";
 import { lexer } from "./vendor/marked.esm.js";
 import { paint } from "./syntax.js";
 
 const SCHEMES = ["http:", "https:", "mailto:"];
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
-const COPIED = 2000; // milliseconds for which a button says so
 
 /** The elements of one text, which may grow: blocks that are as they were keep their elements, and with them selections and colours. */
 export class Markdown {
@@ -98,21 +98,9 @@ function code({ text, lang }) {
   const language = lang?.match(/^[\w+#.-]*/)[0].toLowerCase() ?? "";
   paint(written, language);
   const head = element("figcaption", element("span", language));
-  if (navigator.clipboard) head.append(copyButton(() => text)); // only where the connection is secure, or local
+  head.append(copyButton(() => text, "The code"));
   const made = element("figure", head, element("pre", written));
   made.className = "code";
-  return made;
-}
-
-/** A button that copies what `text` gives. */
-export function copyButton(text) {
-  const made = element("button", "Copy");
-  made.type = "button";
-  made.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text());
-    made.textContent = "Copied";
-    setTimeout(() => { made.textContent = "Copy"; }, COPIED);
-  });
   return made;
 }
 

@@ -1,6 +1,6 @@
 """`python benchmarks/clients.py`: a table of client libraries and features, each tried against a live server with the bundled pair.
 
-The clients (`pip install 'shoal[clients,lm-eval]'`) belong into an environment of their own: `--python` names its interpreter. The
+The clients (`pip install '.[clients,lm-eval]'`) belong into an environment of their own: `--python` names its interpreter. The
 server is started here, `client_checks.py` runs there, one process per client, and prints what each check found.
 """
 

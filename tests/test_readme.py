@@ -1,4 +1,4 @@
-"""What the README, two how-tos and the help page show is true: blocks run, commands parse."""
+"""What the README, how-tos and the help page show is true: blocks run, commands parse."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ def blocks(text: str, language: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
 
 
+def run_blocks(page: Path) -> dict[str, Any]:
+    """Runs the Python of a page, in order, and returns the names that it has defined."""
+    python = blocks(page.read_text(encoding="utf-8"), "python")
+    assert python, f"{page.name} shows no Python"
+    names: dict[str, Any] = {"__name__": "readme"}
+    for line, source in python:
+        padded = "\n" * (line - 1) + source  # so that a traceback names the page's own lines
+        exec(compile(padded, str(page), "exec", dont_inherit=True), names)
+    return names
+
+
 def shoal_commands(console: str) -> list[list[str]]:
     """The arguments of every `shoal` call after a `$` prompt, pipes and redirections taken apart."""
     commands = []
@@ -51,13 +62,8 @@ def shoal_commands(console: str) -> list[list[str]]:
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = blocks(page.read_text(encoding="utf-8"), "python")
-    assert python, f"{page.name} shows no Python"
     monkeypatch.chdir(tmp_path)  # whatever an example writes
-    names: dict[str, Any] = {"__name__": "readme"}
-    for line, source in python:
-        padded = "\n" * (line - 1) + source  # so that a traceback names the page's own lines
-        exec(compile(padded, str(page), "exec", dont_inherit=True), names)
+    run_blocks(page)
 
 
 def test_the_first_screen_says_what_it_is_and_how_to_start() -> None:

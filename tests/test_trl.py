@@ -16,6 +16,7 @@ from shoal.errors import RequestError
 from shoal.integrations import trl as ours
 from shoal.models.loading import bundled
 from shoal.testing import tiny_model
+from test_readme import ROOT, run_blocks
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -91,6 +92,15 @@ def test_the_policy_itself_makes_the_rollouts_of_every_step(tokenizer: Any, tmp_
         assert not torch.equal(before, model.lm_head.weight)
         runs.append(checked)
     assert runs[0].ids == runs[1].ids
+
+
+@pytest.mark.limit(300)
+def test_the_blocks_of_the_page_on_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks(ROOT / "docs" / "how-to" / "train.md")
+    mask = names["rollouts"].completion_mask
+    assert (names["ratio"][mask] - 1).abs().max().item() < 2e-4
+    assert names["trainer"].state.global_step == STEPS
 
 
 @pytest.mark.parametrize("follows", [True, False])

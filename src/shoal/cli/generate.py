@@ -18,6 +18,7 @@ from shoal.cli.board import Board
 from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress, stderr, stdout
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
+from shoal.cli.grammars import GrammarOptions
 from shoal.cli.option_groups import option_groups, output_option, sampling_option
 from shoal.cli.options import (
     JsonOption,
@@ -197,8 +198,8 @@ class OutputOptions:
 
 @option_groups()
 def generate(
-    prompts: PromptOptions, chats: ChatOptions, sampling: GenerateSampling, speculation: SpeculationOptions,
-    source: ModelSource, output: OutputOptions,
+    prompts: PromptOptions, chats: ChatOptions, sampling: GenerateSampling, grammars: GrammarOptions,
+    speculation: SpeculationOptions, source: ModelSource, output: OutputOptions,
 ) -> int:  # fmt: skip
     """Generate n samples of every prompt.
 
@@ -207,6 +208,8 @@ def generate(
     """
     asked = prompts.read()
     options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    grammar = grammars.given()
+    options |= {} if grammar is None else {"grammar": grammar}
     merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
     chats.before()
     run = Run(asked, chats, sampling, output, options)

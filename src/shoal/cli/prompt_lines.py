@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shoal.cli import grammars
 from shoal.cli.files import listed_prompts, read_text
 from shoal.config import Limits, Sampling, require_text
 from shoal.errors import RequestError
@@ -16,7 +17,7 @@ from shoal.types.options import split_options
 
 OWN = ("prompt", "n", "id")
 OPTIONS = tuple(f.name for cls in (Sampling, Limits) for f in fields(cls) if f.name not in ("processors", "grammar"))
-"""What a line may set: the fields of the two settings that JSON can write."""
+"""What a line may set: the fields of the two settings that JSON can write; beside them `grammars.FIELDS`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _of_line(row: str, where: str) -> PromptLine:
     line = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
         raise RequestError(f'{where} must be a text or an object with a text "prompt"')
-    known = (*OWN, *OPTIONS)
+    known = (*OWN, *OPTIONS, *grammars.FIELDS)
     for name in line:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -71,7 +72,12 @@ def _of_line(row: str, where: str) -> PromptLine:
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
         raise RequestError(f"{where}: n must be an integer >= 1, got {n!r}")
     require_text(line["prompt"], f"the prompt of {where}")
-    options = {name: value for name, value in line.items() if name not in OWN and value is not None}
+    options = {name: value for name, value in line.items() if name in OPTIONS and value is not None}
+    try:
+        grammar = grammars.grammar_of(line)
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from error
+    options |= {} if grammar is None else {"grammar": grammar}
     if isinstance(options.get("logit_bias"), dict):
         options["logit_bias"] = _by_ids(options["logit_bias"], where)
     return PromptLine(line["prompt"], n, options, where, line.get("id"))

@@ -16,8 +16,9 @@ from typing import Any
 import tokenizers
 
 from shoal.config import Grammar
-from shoal.constraints.grammar import GrammarConstraint, llguidance_or_refuse, short
+from shoal.constraints.grammar import GrammarConstraint, short
 from shoal.constraints.json_schemas import numbers, prepared
+from shoal.constraints.library import llguidance_or_refuse
 from shoal.errors import RequestError
 
 _END = "<|end of a text|>"

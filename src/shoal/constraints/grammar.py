@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.constraints.library import llguidance_or_refuse
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.errors import RequestError
 from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05
@@ -226,15 +226,6 @@ def short(text: str) -> str:
     if text == "NoExtensionBias":
         return "no text fits it"
     return text if len(text) <= 500 else f"{text[:500]} ..."
-
-
-def llguidance_or_refuse() -> Any:
-    """The library. Raises RequestError: it is not installed."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise RequestError("grammars need llguidance: pip install '.[grammar]'") from error
-    return llguidance
 
 
 def _filling() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.config import Grammar
-from shoal.constraints.grammar import llguidance_or_refuse
+from shoal.constraints.library import as_lark
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
 
@@ -66,23 +66,10 @@ def _of(kind: str, value: Any, field: str, compact: bool = False) -> Grammar:
         if kind == "choice":
             return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value))
         if kind == "grammar":
-            return Grammar("lark", _lark(value, field))
+            return Grammar("lark", as_lark(value))
         whitespace = "compact" if compact else "bounded"
         return Grammar("json_object", "", whitespace) if kind == "json_object" else _schema(value, whitespace)
 
 
 def _schema(value: Any, whitespace: str) -> Grammar:
     return Grammar("json_schema", value if isinstance(value, str) else json.dumps(value), whitespace)
-
-
-def _lark(text: str, field: str) -> str:
-    """A grammar that may be one of llama.cpp's (GBNF), as Lark writes it."""
-    if "::=" not in text:
-        return text
-    llguidance_or_refuse()
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(text))
-    except Exception as error:  # whatever it meets in a text that is no grammar
-        raise ApiError(400, f"{field} is no GBNF: {error!s:.300}", param=field, code="invalid_value") from error

@@ -13,7 +13,7 @@ worker.py            admission and updates; engine_thread.py: the thread that ow
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
 api_paths.py         paths; api_errors.py: errors as OpenAI writes them; absent_routes.py: what is said of paths that do not exist
 app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py: its parts
-loading.py           what is answered until a model is loaded
+loading.py           what is answered until a model is loaded; freed_memory.py: what is freed goes back to the system
 exchanges.py         requests and their answers, for logs.py: a line for each, and metrics.py; timeline.py: when rows got tokens
 run.py               uvicorn, signals, draining; protocol.py: limits of connections; tls.py: certificates
 offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py

@@ -25,6 +25,7 @@ from shoal.serve.api_errors import ApiError
 from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.exchanges import Exchanges
+from shoal.serve.freed_memory import give_back_freed_memory
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
@@ -56,9 +57,11 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         worker.thread.start(asyncio.get_running_loop())
+        giving_back = asyncio.create_task(give_back_freed_memory())
         try:
             yield
         finally:
+            giving_back.cancel()
             await run_in_threadpool(worker.stop)
 
     app = FastAPI(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,15 @@ def test_pairs_are_noted_by_the_command_line(plugin: Any, tmp_path: Path) -> Non
     assert runner.invoke(cli, ["shoal", "add", "shoal", "--target", "DIR"]).exit_code == 1
     (tmp_path / "shoal.json").write_text("[1]")
     assert "not what" in runner.invoke(cli, ["shoal", "list"]).output
+
+
+@pytest.mark.parametrize(("given", "bars"), [({}, False), ({"target": "some/target", "draft": "ngram"}, True)])
+def test_bars_of_loading_are_off_where_nothing_is_downloaded(
+    given: dict[str, Any], bars: bool, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers reads the environment when it is imported, which `shoal.load` does."""
+    name = "HF_HUB_DISABLE_PROGRESS_BARS"
+    monkeypatch.setenv(name, "")  # so that it is restored
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(shoal, "load", lambda **_: os.environ.get(name))
+    assert (plugin.ShoalModel("some", given).pair is None) is bars

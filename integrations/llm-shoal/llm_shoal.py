@@ -99,7 +99,10 @@ class ShoalModel(llm.Model):
         """What `shoal.load` returns."""
         if self._pair is None:
             import shoal  # takes a second or two: not before it is needed
+            from shoal.cli.options import PairNames
+            from shoal.models.sources import quieten_transformers
 
+            quieten_transformers(PairNames(self._given.get("target"), self._given.get("draft")).models)
             self._pair = shoal.load(**self._given)
         return self._pair
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +17,7 @@ from shoal.config import Limits
 from shoal.drafting.names import named
 from shoal.drafting.specs import BUNDLED, WITH_MODEL
 from shoal.errors import RequestError
-from shoal.models.sources import directory_of, require_source
+from shoal.models.sources import directory_of, quieten_transformers, require_source
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -189,7 +188,7 @@ class ModelSource(PlacedPair):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._quieten_transformers()
+        quieten_transformers(self.models)  # no command imports Transformers before its options are read
 
     def target_alone(self) -> ModelSource:
         """The same without the drafter."""
@@ -205,13 +204,6 @@ class ModelSource(PlacedPair):
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
         with loading_shown():
             return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
-
-    def _quieten_transformers(self) -> None:
-        """Keeps its warnings off stderr, and its progress bars unless something may be downloaded. It reads both when it is
-        imported, which no command does before its options are read."""
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        if all(Path(name).is_dir() for name in self.models):
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def parse_lookahead(text: str) -> str | int:

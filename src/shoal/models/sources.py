@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,6 +60,14 @@ def require_source(source: str | Path, revision: str | None = None, local_files_
     if not cached:
         raise RequestError(f"{source} is no directory here and not in the Hub's cache, and {why}: give a directory")
     return True
+
+
+def quieten_transformers(models: Iterable[str]) -> None:
+    """Keeps the warnings of Transformers off stderr, and its progress bars unless one of these models may be downloaded. It reads
+    both in the environment when it is imported; what stands there already stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if all(Path(name).is_dir() for name in models):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _unreachable(endpoint: str) -> bool:

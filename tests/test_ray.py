@@ -503,11 +503,11 @@ def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
     """Probes, too, at the level debug."""
     lines = beside.log.splitlines()
     time = r"\d{4}-\d\d-\d\dT\S+"
-    assert [re.fullmatch(time + r" DEBUG +GET '/health' 200 \S+ s id \S+", line) is not None for line in lines].count(
+    assert [re.fullmatch(time + r" DEBUG +GET /health 200 \S+ s id \S+", line) is not None for line in lines].count(
         True
     ) == 1
     answered = [
-        line for line in lines if re.match(time + r" INFO +POST '/v1/completions' 200 \S+ s 4\+2 tokens, 1 samples", line)
+        line for line in lines if re.match(time + r" INFO +POST /v1/completions 200 \S+ s 4\+2 tokens, 1 samples", line)
     ]
     assert len(answered) == beside.flood.count(200)
     assert any("prompts that are kept for later requests" in line for line in lines)

@@ -148,11 +148,22 @@ def test_a_fault_that_nobody_foresaw_is_500(kept: Kept, monkeypatch: pytest.Monk
 
 def test_paths_cannot_write_lines_of_their_own(kept: Kept) -> None:
     with served(pair()) as server:
-        httpx.get(f"{server.url}/a%0aINFO%20all%20is%20well")
-        eventually(lambda: bool(kept.records))
-    text = TextFormatter().format(kept.records[0])
-    assert "\n" not in text
-    assert re.match(TIME + r" INFO +GET '/a\\nINFO all is well' 404 ", text)
+        for path in (
+            "a%0aINFO%20all%20is%20well",
+            "a%20404",
+            "a%27%22",
+            "a%1b[2J%e2%80%ae",
+            "v1/models/%c3%a9",
+            "v1/models",
+        ):
+            httpx.get(f"{server.url}/{path}")
+        eventually(lambda: len(kept.records) == 6)
+    shown = [
+        r"'/a\nINFO all is well' 404", "'/a 404' 404", r"""'/a\'"' 404""", r"'/a\x1b[2J\u202e' 404", "/v1/models/é 404",
+        "/v1/models 200",
+    ]  # fmt: skip
+    for record, said in zip(kept.records, shown, strict=True):
+        assert re.match(TIME + " INFO +GET " + re.escape(said) + " ", TextFormatter().format(record))
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -34,11 +34,16 @@ def log(exchange: Exchange) -> None:
 
 
 def _sentence(fields: dict[str, Any]) -> str:
-    parts = [f"{fields['method']} {fields['path']!r}"[:200], str(fields["status"]), f"{fields['seconds']:.3f} s"]
+    parts = [f"{fields['method']} {_shown(fields['path'])}"[:200], str(fields["status"]), f"{fields['seconds']:.3f} s"]
     if "completion_tokens" in fields:
         parts.append(f"{fields['prompt_tokens']}+{fields['completion_tokens']} tokens, {fields['samples']} samples")
     parts.append(f"id {fields['request_id']}")
     return " ".join(parts) + (f": {fields['reason']!r}" if "reason" in fields else "")
+
+
+def _shown(path: str) -> str:
+    """A path as it is; in quotes and escaped if it has blanks, quotes, backslashes or what cannot be printed."""
+    return path if path.isprintable() and not set(path) & set(" '\"\\") else repr(path)
 
 
 class TextFormatter(logging.Formatter):

@@ -15,7 +15,7 @@ from shoal.bench import methods
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
 from shoal.cli.check_case import Case, Measured
-from shoal.cli.check_pair import WORTHWHILE, _speed_up
+from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths
 from shoal.cli.check_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, check_prompts
 from shoal.cli.files import listed_prompts
 from shoal.errors import RequestError
@@ -60,6 +60,21 @@ def test_every_figure_says_on_which_prompts_it_was_measured(check: Callable[...,
     assert not any("Python" in one["figure"] for one in found.values())
     seeded = found["seeded identity"]["data"]  # by the coupled rule: rejection sampling promises no seed's tokens
     assert (seeded["same"], seeded["drafted"] > 0) == (seeded["rows"], True)
+
+
+def test_in_text_the_prompts_are_said_once(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", *pair, *WORK[:-1], "-p", "def", "-p", "class"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "ok prompts 2 prompts, from --prompt" in told
+    assert told.count("; on ") == told.count("; on 1 of 2 prompts, from --prompt") == 1  # passes are timed on the first
+    assert told.count("from --prompt") == 2
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"), [(-0.13, "< 0.1"), (0.0, "< 0.1"), (0.099, "< 0.1"), (0.1, "0.1"), (2.34, "2.3")]
+)
+def test_noise_is_no_figure(measured: float, said: str) -> None:
+    assert _tenths(measured) == said
 
 
 def test_without_prompts_each_kind_is_measured_and_the_user_warned(check: Callable[..., Any]) -> None:

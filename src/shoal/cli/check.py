@@ -90,13 +90,13 @@ def check(
     given = prompts.read()
     trimming = None if trim is None else (trim, [read_text(path) for path in trim_text or []])
     console = stdout()
-    results = []
+    results: list[CheckResult] = []
     with StatusLine() as status:
         for result in checks_of(source, given, measuring, repeats, status.say, trimming):
-            results.append(result)
             if not json_output:
                 status.clear()
-                show(console, result)
+                show(console, result, any(result.on in earlier.whole for earlier in results))
+            results.append(result)
     if json_output:
         print(json.dumps({"verdict": overall(results), "checks": [result.to_dict() for result in results]}))
     else:
@@ -148,11 +148,11 @@ def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[
     return built_in([CODE] if bundled else list(BUILT_IN), tokenizer)
 
 
-def show(console: Console, result: CheckResult) -> None:
-    """Status, name and figure; the advice under the figure."""
+def show(console: Console, result: CheckResult, said: bool) -> None:
+    """Status, name and figure; the advice under the figure. said: on which prompts it was measured stands above already."""
     style = STYLES[result.status]
     width = max(20, console.width - INDENT)
-    first, *more = textwrap.wrap(result.figure, width)
+    first, *more = textwrap.wrap(result.figure if said else result.whole, width)
     console.print(Text.assemble((f"{result.status:5}", style), (f"{result.name:{INDENT - 5}}", "bold"), first))
     for line in more:
         console.print(" " * INDENT + line, markup=False)

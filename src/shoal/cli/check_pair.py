@@ -56,7 +56,7 @@ def costs(case: Case) -> Iterator[CheckResult]:
     overhead, plain_overhead = measured.overhead(case.k), measured.overhead(0)
     figure = (
         f"{case.n} rows, ms: target pass {passes}; draft pass {measured.draft:.1f}; "
-        f"bookkeeping {overhead:.1f} per round at k={case.k}, {plain_overhead:.1f} at k=0"
+        f"bookkeeping {_tenths(overhead)} per round at k={case.k}, {_tenths(plain_overhead)} at k=0"
     )
     data = {
         "rows": case.n,
@@ -67,6 +67,11 @@ def costs(case: Case) -> Iterator[CheckResult]:
         "plain_overhead_ms": plain_overhead,
     }
     yield measured_on(CheckResult("costs", "ok", figure, data=data), case.sets[0].first())
+
+
+def _tenths(milliseconds: float) -> str:
+    """To tenths. What is less, also below zero, is not told from zero: it is the difference of two medians of measured times."""
+    return "< 0.1" if milliseconds < 0.1 else f"{milliseconds:.1f}"
 
 
 def speed_up(case: Case) -> Iterator[CheckResult]:

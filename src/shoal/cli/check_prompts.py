@@ -114,7 +114,7 @@ def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
     """The same result, saying on which prompts it was measured."""
     said = str(sets[0]) if len(sets) == 1 else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
     data = found.data | {"prompts": [one.to_dict() for one in sets]}
-    return replace(found, figure=f"{found.figure}; on {said}", data=data)
+    return replace(found, on=said, data=data)
 
 
 def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:

@@ -14,7 +14,7 @@ class CheckResult:
 
     Attributes:
         name: what was looked at. figure: what was seen. advice: what to do about it; "" if nothing.
-        data: the figures, for JSON.
+        data: the figures, for JSON. on: the prompts that they were measured on; "" where prompts do not matter.
     """
 
     name: str
@@ -22,10 +22,16 @@ class CheckResult:
     figure: str
     advice: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    on: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The figure and what it was measured on."""
+        return f"{self.figure}; on {self.on}" if self.on else self.figure
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"name": self.name, "verdict": self.status, "figure": self.figure, "advice": self.advice, "data": self.data}
+        return {"name": self.name, "verdict": self.status, "figure": self.whole, "advice": self.advice, "data": self.data}
 
 
 def overall(results: list[CheckResult]) -> CheckStatus:

@@ -107,7 +107,8 @@ def test_a_weak_sandbox_is_refused_before_anything_is_executed(
     code, summary, err = shoal(capsys, *COMMON, backend="limits")
     assert (code, summary["judged"]) == (0, 4)
     assert err.startswith("programs are executed in: limits")
-    assert "NOT kept from: " in err
+    assert "\n  NOT kept from: " in err
+    assert "\n  limits, and why: docs/explanation/sandbox.md\n" in err
 
 
 def test_the_sandbox_is_chosen_before_a_model_is_loaded(

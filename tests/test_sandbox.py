@@ -629,8 +629,12 @@ def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(sandbox_exec, "landlock_version", lambda: 0)
     assert "kept from: nothing; NOT kept from" in isolation.describe("limits", cgroup=False)
+    first, open_ = isolation.essentials("limits", cgroup=False)
+    assert first == "limits; no cgroup, none is delegated here"
+    assert open_.startswith("NOT kept from: the network by TCP, ")
     monkeypatch.setattr(seccomp, "program", lambda: b"a filter")
     assert "NOT" not in isolation.describe("bubblewrap", cgroup=False)
+    assert isolation.essentials("bubblewrap", cgroup=True) == ["bubblewrap; a cgroup for each program"]
 
 
 def test_a_user_id_is_spare_and_differs_between_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from shoal.cli.console import stderr
 if TYPE_CHECKING:
     from shoal.evaluation.sandbox import Sandbox
 
+PAGE = "docs/explanation/sandbox.md"
 Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
 
 
@@ -38,5 +39,11 @@ class SandboxOptions:
         from shoal.evaluation.sandbox import Sandbox
 
         with Sandbox(self.sandbox) as sandbox:
-            stderr().print(f"programs are executed in: {sandbox.isolation}", markup=False, soft_wrap=True)
+            first, *more = sandbox.essentials
+            for line in (
+                f"programs are executed in: {first}",
+                *(f"  {line}" for line in more),
+                f"  limits, and why: {PAGE}",
+            ):
+                stderr().print(line, markup=False, highlight=False, soft_wrap=True)
             yield sandbox

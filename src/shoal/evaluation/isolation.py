@@ -67,14 +67,31 @@ def protections(backend: str) -> dict[str, bool]:
 
 
 def describe(backend: str, *, cgroup: bool) -> str:
-    """One line on what a backend prevents on this machine and what it does not; `cgroup`: each program has one."""
-    user = " with a user id for each program" if supervisor.spare_uid() is not None else ""
-    by = "a cgroup for each program" if cgroup else "no cgroup, none is delegated here"
-    always = f"limits on time, memory, files, processes and output ({by}); killed whole, daemons included"
-    kept, open_ = (
-        ", ".join(name for name, holds in protections(backend).items() if holds is wanted) for wanted in (True, False)
-    )
-    return f"{backend}{user}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
+    """All on one line, for reports: what a backend prevents on this machine and what not; `cgroup`: each program has one."""
+    always = f"limits on time, memory, files, processes and output ({_groups(cgroup)}); killed whole, daemons included"
+    kept, open_ = _reach(backend)
+    return f"{_users(backend)}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
+
+
+def essentials(backend: str, *, cgroup: bool) -> list[str]:
+    """The same in short lines, for people: which backend, and what it does not prevent."""
+    _, open_ = _reach(backend)
+    return [f"{_users(backend)}; {_groups(cgroup)}", *([f"NOT kept from: {open_}"] if open_ else [])]
+
+
+def _users(backend: str) -> str:
+    return backend + (" with a user id for each program" if supervisor.spare_uid() is not None else "")
+
+
+def _groups(cgroup: bool) -> str:
+    return "a cgroup for each program" if cgroup else "no cgroup, none is delegated here"
+
+
+def _reach(backend: str) -> tuple[str, str]:
+    """What is prevented, and what is not."""
+    known = protections(backend).items()
+    kept, open_ = (", ".join(name for name, holds in known if holds is wanted) for wanted in (True, False))
+    return kept, open_
 
 
 def _bubblewrap(workdir: str, visible: list[str]) -> list[str]:

@@ -60,6 +60,7 @@ class Sandbox:
         self._groups = cgroup.delegated()
         self.backend = self._first_that_isolates() if backend == "auto" else self._named(backend)
         self.isolation = isolation.describe(self.backend, cgroup=bool(self._groups))
+        self.essentials = isolation.essentials(self.backend, cgroup=bool(self._groups))
 
     def __enter__(self) -> Sandbox:
         return self

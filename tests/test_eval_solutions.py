@@ -108,7 +108,7 @@ def test_a_weak_sandbox_is_refused_before_anything_is_executed(
     assert (code, summary["judged"]) == (0, 4)
     assert err.startswith("programs are executed in: limits")
     assert "\n  NOT kept from: " in err
-    assert "\n  limits, and why: docs/explanation/sandbox.md\n" in err
+    assert "\n  what it prevents, and how: docs/explanation/sandbox.md\n" in err
 
 
 def test_the_sandbox_is_chosen_before_a_model_is_loaded(

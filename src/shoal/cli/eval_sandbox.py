@@ -43,7 +43,7 @@ class SandboxOptions:
             for line in (
                 f"programs are executed in: {first}",
                 *(f"  {line}" for line in more),
-                f"  limits, and why: {PAGE}",
+                f"  what it prevents, and how: {PAGE}",
             ):
                 stderr().print(line, markup=False, highlight=False, soft_wrap=True)
             yield sandbox

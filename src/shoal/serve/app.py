@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -17,8 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from shoal import __version__
 from shoal.api import Shoal
-from shoal.constraints.fim import middle_tokens
-from shoal.constraints.syntax.requests import LANGUAGES
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, openapi, response_models
 from shoal.serve.api_errors import ApiError
@@ -31,8 +28,7 @@ from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
-from shoal.serve.model_identity import people_call
-from shoal.serve.openapi import REFUSALS
+from shoal.serve.model_routes import model_routes
 from shoal.serve.ops import ops_routes
 from shoal.serve.page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
@@ -85,82 +81,62 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
 
 def _api_routes(handler: ApiHandler) -> APIRouter:
     """The routes for clients, which need the key if there is one."""
-    settings = handler.settings
+    keys = handler.settings.keys
+    router = APIRouter(dependencies=[Depends(_key_check(keys))] if keys else [])
+    for routes in (_answer_routes, model_routes, token_routes):
+        router.include_router(routes(handler))
+    return router
+
+
+def _key_check(keys: Collection[str]) -> Callable[..., Awaitable[None]]:
+    """What refuses requests without a valid key, and notes whose request it is."""
 
     async def authorised(
         request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
     ) -> None:  # fmt: skip
-        if not is_valid_key(settings.keys, given.credentials if given else ""):
+        if not is_valid_key(keys, given.credentials if given else ""):
             message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         request.state.owner = owner_of(given.credentials if given else "")
 
-    router = APIRouter(dependencies=[Depends(authorised)] if settings.keys else [])
-    models_by_name = {name: _model(handler, name) for name in settings.names}
+    return authorised
 
-    async def answer(request: Request, path: str) -> Response:
-        fields, owner = await bodies.read(request, settings.max_body), getattr(request.state, "owner", "")
-        response = await (handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner))
-        headers, request.state.computed = response.parsed.headers, response.computed
-        if response.parsed.stream:
-            events = response.events()
-            return EventStream(await anext(events), events, headers)
-        return await _unless_gone(request, response.whole(), headers)
+
+def _answer_routes(handler: ApiHandler) -> APIRouter:
+    """What the model answers."""
+    router = APIRouter()
 
     @router.post(COMPLETIONS, response_model=None, **openapi.described(CompletionRequest, response_models.Completion))
     async def completions(request: Request) -> Response:
         """Continues texts."""
-        return await answer(request, COMPLETIONS)
+        return await _answer(handler, request, COMPLETIONS)
 
     @router.post(CHAT, response_model=None, **openapi.described(ChatRequest, response_models.ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
-        return await answer(request, CHAT)
+        return await _answer(handler, request, CHAT)
 
     @router.post(RESPONSES, response_model=None, **openapi.described(ResponsesRequest, response_models.ItemAnswer))
     async def responses(request: Request) -> Response:
         """Continues a conversation; the answer has items."""
-        return await answer(request, RESPONSES)
+        return await _answer(handler, request, RESPONSES)
 
     @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, response_models.Infill))
     async def infill(request: Request) -> Response:
         """Fills in at a cursor, for clients of llama.cpp's server."""
-        return await answer(request, INFILL)
+        return await _answer(handler, request, INFILL)
 
-    @router.get("/v1/models", responses={401: REFUSALS[401]})
-    async def models() -> response_models.ModelList:
-        """The model that is served, under each of its names."""
-        return response_models.ModelList(object="list", data=list(models_by_name.values()))
-
-    @router.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
-    async def one_model(name: str) -> response_models.Model:
-        """The same by its name."""
-        handler.require_model(name)
-        return models_by_name[name]
-
-    router.include_router(token_routes(handler))
     return router
 
 
-def _model(handler: ApiHandler, name: str) -> response_models.Model:
-    shoal, settings, engine = handler.shoal, handler.settings, handler.worker.thread.engine
-    about = {
-        "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
-        "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
-        "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
-        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "members": settings.members,
-        "loaded": shoal.loaded, "names": _names(shoal),
-        "lossy": engine.stats.lossy or None,
-    }  # fmt: skip
-    return response_models.Model(
-        id=name, object="model", created=int(time.time()), owned_by="shoal", max_model_len=engine.context, shoal=about
-    )  # fmt: skip
-
-
-def _names(shoal: Shoal) -> dict[str, str | None]:
-    """What people call the two models, see `people_call`."""
-    drafter = shoal.drafter_name
-    return {"target": people_call(shoal.target.name), "drafter": None if drafter is None else people_call(drafter)}
+async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
+    fields, owner = await bodies.read(request, handler.settings.max_body), getattr(request.state, "owner", "")
+    response = await (handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner))
+    headers, request.state.computed = response.parsed.headers, response.computed
+    if response.parsed.stream:
+        events = response.events()
+        return EventStream(await anext(events), events, headers)
+    return await _unless_gone(request, response.whole(), headers)
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Json], headers: Mapping[str, str]) -> Response:

@@ -24,8 +24,6 @@ BODY_TIMEOUT_SECONDS = 60.0
 """Time within which a body must arrive."""
 CLIENT_GONE = 499
 """Status under which requests are counted whose client disconnected before the answer."""
-MAX_VALIDATION_ERRORS = 100
-"""Errors that the validation of a body may find at most."""
 CLOSE = {"connection": "close"}
 
 

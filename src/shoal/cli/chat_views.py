@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.text import Text
 from shoal.cli.board import Board
 from shoal.cli.console import Progress, printable, stderr, stdout
 from shoal.cli.generate import BESIDE_ROWS, sample_document
+from shoal.cli.views import Unseen
 
 if TYPE_CHECKING:
     from shoal.cli.conversation import Answer
@@ -55,21 +55,6 @@ class ChatView(Protocol):
 
     def error(self, kind: str, text: str) -> None:
         """Shows why there is no answer."""
-
-
-class Unseen:
-    """Shows nothing."""
-
-    def __enter__(self) -> Unseen:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def add(self, increment: Increment) -> None:
-        """Nothing."""
 
 
 class Counted(Progress):

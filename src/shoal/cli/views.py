@@ -34,7 +34,22 @@ class View(Protocol):
         """What a round added to a row."""
 
 
-class RunningText:
+class Unseen:
+    """Shows nothing; what views that need neither a beginning nor an end build on."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def add(self, increment: Increment) -> None:
+        """Nothing."""
+
+
+class RunningText(Unseen):
     """The text of one sample, as it is committed; accepted draft tokens are green in a terminal."""
 
     def __init__(self, console: Console, decode: Decode) -> None:
@@ -42,12 +57,7 @@ class RunningText:
         self._ids: list[int] = []
         self._line_begins = True
 
-    def __enter__(self) -> RunningText:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         if not self._line_begins:
             self._console.file.write("\n")
             self._console.file.flush()
@@ -70,7 +80,7 @@ def show_end(sample: Sample) -> None:
     stderr().print(Text(f"# {describe(sample)}", style="dim"), soft_wrap=True)
 
 
-class Events:
+class Events(Unseen):
     """A JSON object per line: "increment" for what a round added to a row, "sample" for a row that has ended, "end" at last.
 
     Args:
@@ -79,14 +89,6 @@ class Events:
 
     def __init__(self, document: Callable[[Sample], dict[str, Any]]) -> None:
         self._document = document
-
-    def __enter__(self) -> Events:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        return None
 
     def add(self, increment: Increment) -> None:
         """One or two events."""

@@ -368,6 +368,45 @@ def test_a_server_of_which_a_process_hangs_fails_what_it_has_and_ends(directory:
     assert "has not answered for 5 seconds (SHOAL_RANK_TIMEOUT)" in (directory / "stderr").read_text()
 
 
+HEARS_ONE = """
+import time
+import torch.distributed as dist
+from shoal.errors import OutOfStep
+from shoal.models.ranks import Ranks
+
+dist.init_process_group("gloo")
+ranks = Ranks()
+if dist.get_rank():
+    print("heard", ranks.hear()[:2])
+    time.sleep(1000)
+with ranks.broadcast("pass", 1):
+    pass
+try:
+    with ranks.broadcast("pass", 2):
+        print("a pass that the other did not hear of")
+except OutOfStep as error:
+    print(error)
+"""
+
+
+@needs_two
+def test_a_process_that_hangs_between_passes_is_found_as_well(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits until the others take its message."""
+    monkeypatch.setenv(VARIABLE, "2")
+    (program := directory / "hears_one.py").write_text(HEARS_ONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}", str(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        try:
+            assert running.stdout is not None
+            said = {running.stdout.readline() for _ in range(2)}
+        finally:
+            running.terminate()
+    assert said == {
+        "heard ('pass', 1)\n",
+        f"a process of the model has not answered for 2 seconds ({VARIABLE}): start them all again\n",
+    }
+
+
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
 def test_a_wrong_time_to_wait_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, given)

@@ -23,9 +23,10 @@ from torch.distributed import distributed_c10d
 from shoal.errors import OutOfStep, RequestError
 
 TIMEOUT = timedelta(days=365)
-"""How long a rank waits for the next message: rank 0 may wait for its user."""
+"""How long the other ranks wait for the next message of rank 0, which may wait for its user."""
 PASS_SECONDS = 300.0
-"""How long a rank waits within a pass for the others, unless the environment says otherwise: one that is stopped would not end."""
+"""How long a rank waits within a pass for the others, and rank 0 until they hear it, unless the environment says otherwise: one
+that is stopped would not end."""
 VARIABLE = "SHOAL_RANK_TIMEOUT"
 AGREEMENT = timedelta(minutes=10)
 """How long a rank that has built something, or failed to, waits for the others to say the same."""
@@ -44,7 +45,8 @@ class Ranks:
         self._pass_seconds = pass_seconds()
         for group in list(distributed_c10d._world.pg_map):  # Transformers gives them two hours, for loading
             distributed_c10d._set_pg_timeout(timedelta(seconds=self._pass_seconds), group)
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        speaks = dist.get_rank() == 0
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._pass_seconds) if speaks else TIMEOUT)
         self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
         self._lock = threading.RLock()
         self._numbers = count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import re
@@ -73,6 +74,9 @@ class Screen:
     def __init__(self, state: Path, *options: str) -> None:
         self.master, self.slave = pty.openpty()
         self.settings, self.shown = termios.tcgetattr(self.slave), ""
+        self.decode = codecs.getincrementaldecoder(
+            "utf-8"
+        )().decode  # a read may end within a character, or an escape sequence
         environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state), "COLUMNS": "100"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, "chat", *options], stdin=self.slave, stdout=self.slave, stderr=self.slave,
@@ -96,7 +100,8 @@ class Screen:
             if keys and not select.select([self.master], [], [], 3)[0]:
                 self.type(keys)
             if select.select([self.master], [], [], 1)[0]:
-                self.shown += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self.master, 65536).decode())
+                more = self.decode(os.read(self.master, 65536))
+                self.shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown + more)
         before, _, self.shown = self.shown.partition(text)
         return before
 

@@ -13,6 +13,7 @@ import pytest
 from shoal.cli import run
 from shoal.cli.grammars import GrammarOptions
 from shoal.config import Grammar
+from shoal.constraints.sources import require_readable
 from shoal.testing import save_pair
 
 pytest.importorskip("llguidance")
@@ -106,11 +107,40 @@ def assert_refused(answer: tuple[int, str, str], said: str) -> None:
         (["--grammar", "nowhere.lark"], "cannot read the grammar 'nowhere.lark'"),
         (["--regex", ""], "--regex: text of a regex grammar must be not empty"),
         (["--regex", "a", "--json-schema", "{}"], "--regex does not go with --json-schema"),
-        (["--regex", "(a"], "regex"),
+        (["--regex", "(a"], '--regex: the regex grammar cannot be used: at 1(8): invalid regex "(a"'),
+        (["--regex", r"a(?=b)"], "look-around, including look-ahead and look-behind, is not supported"),
+        (["--json-schema", '{"type": "nothing"}'], "--json-schema: the json_schema grammar cannot be used: Invalid type"),
     ],
 )
-def test_what_is_no_grammar_is_refused(given: list[str], said: str, ask: Ask) -> None:
-    assert_refused(ask("-p", "x", *given), said)
+def test_what_is_no_grammar_is_refused_before_a_model_is_loaded(given: list[str], said: str, ask: Ask) -> None:
+    assert_refused(ask("-p", "x", *given, "--model", "nowhere"), said)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ("start: nothing", '--grammar: the lark grammar cannot be used: at 1(8): unknown name: "nothing"'),
+        ("x: /a/", "no start rule found"),
+        ("root ::= (", "--grammar: the grammar is no GBNF"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_before_a_model_is_loaded(grammar: str, said: str, ask: Ask, tmp_path: Path) -> None:
+    file = tmp_path / "a.lark"
+    file.write_text(grammar)
+    assert_refused(ask("-p", "x", "--grammar", file, "--model", "nowhere"), said)
+
+
+def test_special_tokens_of_a_grammar_are_looked_up_once_a_model_is_loaded(ask: Ask, tmp_path: Path) -> None:
+    file = tmp_path / "a.lark"
+    file.write_text("start: <|nothing|>")
+    assert_refused(ask("-p", "x", "--grammar", file, "--model", "nowhere"), "nowhere is no directory")
+    assert_refused(ask("-p", "x", "--grammar", file), "unknown special token")
+
+
+def test_rules_that_refer_to_each_other_do_not_end_the_process() -> None:
+    """llguidance recurses into them without a limit: on a thread whose stack is large enough."""
+    rules = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3000))
+    require_readable(Grammar("lark", f'start: r0\n{rules}r3000: "b"\n'))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +150,7 @@ def test_what_is_no_grammar_is_refused(given: list[str], said: str, ask: Ask) ->
         ({"regex": 3}, "asked.jsonl:1: regex: expected a text, got 3"),
         ({"regex": "a", "grammar": LARK}, "asked.jsonl:1: grammar does not go with regex"),
         ({"grammar": "root ::= ("}, "asked.jsonl:1: grammar: the grammar is no GBNF"),
+        ({"regex": "(a"}, "asked.jsonl:1: regex: the regex grammar cannot be used"),
     ],
 )
 def test_lines_without_a_grammar_are_refused_by_place(line: dict[str, Any], said: str, ask: Ask, tmp_path: Path) -> None:

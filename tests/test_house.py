@@ -73,7 +73,7 @@ DEFERRED = (
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "
     "types.stats engine.scheduler engine.admission engine.waiting engine.deadlines engine.prefix_store engine.detokenizer "
-    "engine.samples constraints.json_schemas constraints.disjoint constraints.unique_items models.sources "
+    "engine.samples constraints.json_schemas constraints.disjoint constraints.unique_items constraints.sources models.sources "
     "drafting.names drafting.specs drafting.trained drafting.model_trees drafting.self_drafting"
 )
 """Pure Python: tested and reasoned about without a tensor."""

@@ -22,6 +22,7 @@ from serving import TIMEOUT_SECONDS, Served, pair
 from shoal.config import Grammar
 from shoal.constraints import compiler as reading
 from shoal.constraints.compiler import grammars_of
+from shoal.constraints.sources import source_of
 from shoal.errors import RequestError
 from shoal.serve import grammar_probe, grammars
 from shoal.serve.grammars import GrammarReader, Probe
@@ -138,7 +139,7 @@ def test_what_is_wrong_is_said_in_the_same_words(kind: str) -> None:
     one = Probe(known)
     try:
         with pytest.raises(RequestError) as there:
-            one.check(wrong, known.written(wrong))
+            one.check(wrong, source_of(wrong))
     finally:
         one.close()
     assert str(there.value) == str(here.value)

@@ -12,6 +12,7 @@ from shoal.cli.files import read_text
 from shoal.cli.option_groups import sampling_option
 from shoal.config import Grammar
 from shoal.constraints.library import as_lark, llguidance_or_refuse
+from shoal.constraints.sources import require_readable
 from shoal.errors import RequestError
 
 FIELDS = ("json_schema", "regex", "grammar")
@@ -51,7 +52,7 @@ def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
             in messages.
 
     Raises:
-        RequestError: several are given, one is not of its form, or llguidance is not installed.
+        RequestError: several are given, one is not of its form, llguidance cannot read it, or is not installed.
     """
     found = [name for name in FIELDS if given.get(name) is not None]
     if not found:
@@ -63,10 +64,13 @@ def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
     [name], value = found, given[found[0]]
     try:
         if name == "json_schema":
-            return Grammar("json_schema", _schema(value))
-        if not isinstance(value, str):
+            grammar = Grammar("json_schema", _schema(value))
+        elif not isinstance(value, str):
             raise RequestError(f"expected a text, got {value!r:.80}")
-        return Grammar("regex", value) if name == "regex" else Grammar("lark", as_lark(value))
+        else:
+            grammar = Grammar("regex", value) if name == "regex" else Grammar("lark", as_lark(value))
+        require_readable(grammar)
+        return grammar
     except RequestError as error:
         raise RequestError(f"{said[0]}: {error}") from error
 

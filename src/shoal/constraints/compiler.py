@@ -5,26 +5,22 @@ The end of a text is one more symbol of llguidance's alphabet, beyond the tokeni
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import Future
 from typing import Any
 
 import tokenizers
 
 from shoal.config import Grammar
-from shoal.constraints.grammar import GrammarConstraint, short
-from shoal.constraints.json_schemas import numbers, prepared
+from shoal.constraints.grammar import GrammarConstraint
+from shoal.constraints.json_schemas import numbers
 from shoal.constraints.library import llguidance_or_refuse
+from shoal.constraints.sources import reader, source_of, unusable
 from shoal.errors import RequestError
 
 _END = "<|end of a text|>"
-STACK = 2**28
-"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and without a limit: on a stack of
-8 MB a grammar of 20 KB ends the process."""
 KEPT = 32
 """Compiled grammars that are kept, the most recently used ones: a large one takes a second to compile."""
 
@@ -73,7 +69,7 @@ class Grammars:
             known = self.known(grammar)
             if known is not None:
                 return known
-            reading = self._reading.get(grammar) or _reader().submit(self._read, grammar, **limits)
+            reading = self._reading.get(grammar) or reader().submit(self._read, grammar, **limits)
             self._reading[grammar] = reading
             self._reading.move_to_end(grammar)
             if len(self._reading) > KEPT:
@@ -84,32 +80,9 @@ class Grammars:
         """The same, if it has been compiled."""
         return self._alive.get(grammar)
 
-    def written(self, grammar: Grammar) -> str:
-        """The grammar as llguidance reads it."""
-        source = self._without_surroundings(grammar)
-        return source if not (grammar.before or grammar.between or grammar.behind) else self._surrounded(grammar, source)
-
-    def _surrounded(self, grammar: Grammar, source: str) -> str:
-        """With what stands before, between and behind its texts."""
-        between, behind = (json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind))
-        texts = "@text" + (f" ({between} @text)*" if grammar.between else "") + (f" {behind}" if grammar.behind else "")
-        parts = [{"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"}, _part("text", source)]
-        if grammar.before:
-            parts.append(_part("before", self._library.LLMatcher.grammar_from_regex(grammar.before)))
-        return json.dumps({"grammars": parts})
-
-    def _without_surroundings(self, grammar: Grammar) -> str:
-        matcher = self._library.LLMatcher
-        if grammar.kind == "regex":
-            return str(matcher.grammar_from_regex(grammar.text))
-        if grammar.kind == "lark":
-            return str(matcher.grammar_from_lark(grammar.text))
-        schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
-        return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
-
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
         """Compiles a grammar: its matcher, and for JSON that of the numbers."""
-        starts = [self._started(grammar, self.written(grammar), **limits)]
+        starts = [self._started(grammar, source_of(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers(grammar.before).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
@@ -132,26 +105,8 @@ class Grammars:
         if not made.is_error():
             made.compute_bitmask()
         if made.is_error():
-            raise RequestError(f"the {grammar.kind} grammar cannot be used: {short(made.get_error())}")
+            raise unusable(grammar, made.get_error())
         return made
-
-
-def _part(name: str, source: str) -> dict[str, Any]:
-    """A grammar of llguidance as a part of another one, which refers to it by the name."""
-    own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
-    return {**own, "name": name}
-
-
-@cache
-def _reader() -> ThreadPoolExecutor:
-    """A thread with a stack of `STACK` bytes."""
-    usual = threading.stack_size(STACK)
-    try:
-        pool = ThreadPoolExecutor(1, "shoal-grammars")
-        pool.submit(int).result()  # its thread begins with the first job
-    finally:
-        threading.stack_size(usual)
-    return pool
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDictionary()

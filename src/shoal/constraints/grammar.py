@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.constraints.library import llguidance_or_refuse
 from shoal.constraints.protocol import Allowed, Constraint
+from shoal.constraints.sources import short
 from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05
@@ -218,14 +219,6 @@ def _fill_one_by_one(track: Track, states: Sequence[TextState], places: Sequence
 
 def _first_line(text: str) -> str:
     return short(text).partition("\n")[0]
-
-
-def short(text: str) -> str:
-    """An error of llguidance, which may quote all of a grammar."""
-    text = text.strip().removesuffix("<non-verbose/>").strip()
-    if text == "NoExtensionBias":
-        return "no text fits it"
-    return text if len(text) <= 500 else f"{text[:500]} ..."
 
 
 def _filling() -> Any:

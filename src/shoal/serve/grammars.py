@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Grammar
-from shoal.constraints.compiler import STACK, Grammars, grammars_of
-from shoal.constraints.grammar import GrammarConstraint, short
+from shoal.constraints.compiler import Grammars, grammars_of
+from shoal.constraints.grammar import GrammarConstraint
+from shoal.constraints.sources import STACK, source_of, unusable
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 
@@ -115,7 +116,7 @@ class GrammarReader:
     def _job(self, grammar: Grammar) -> GrammarConstraint:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
-            self._probe(grammars).check(grammar, grammars.written(grammar))
+            self._probe(grammars).check(grammar, source_of(grammar))
         return grammars.constraint(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
@@ -143,9 +144,9 @@ class Probe:
         result = self._request({"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK})
         if result is None:
             raise ApiError(503, "the process that reads grammars has ended; try again", code="grammar_failed")
-        why = short(result["why"]) if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
+        why = result["why"] if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
-            raise RequestError(f"the {grammar.kind} grammar cannot be used: {why}")
+            raise unusable(grammar, why)
 
     def _request(self, request: dict[str, object]) -> dict[str, str] | None:
         try:

@@ -1,0 +1,88 @@
+"""Grammars as llguidance reads them, and whether it can read them, which is known without a tokenizer. Without torch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from shoal.config import Grammar
+from shoal.constraints.json_schemas import prepared
+from shoal.constraints.library import llguidance_or_refuse
+from shoal.errors import RequestError
+
+STACK = 2**28
+"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and without a limit: on a stack of
+8 MB a grammar of 20 KB ends the process."""
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it. Raises RequestError: llguidance is not installed."""
+    source = _without_surroundings(grammar)
+    return source if not (grammar.before or grammar.between or grammar.behind) else _surrounded(grammar, source)
+
+
+def require_readable(grammar: Grammar) -> None:
+    """Refuses what llguidance cannot read, for commands that check what they are given before a model is loaded.
+
+    Whether the special tokens that a grammar names exist, and whether any text fits, is known only once it is compiled.
+
+    Raises:
+        RequestError: with the message of `Grammars.constraint`; or llguidance is not installed.
+    """
+    error = reader().submit(llguidance_or_refuse().LLMatcher.validate_grammar, source_of(grammar)).result()
+    if error:
+        raise unusable(grammar, error)
+
+
+def unusable(grammar: Grammar, error: str) -> RequestError:
+    """What is raised for a grammar and an error of llguidance."""
+    return RequestError(f"the {grammar.kind} grammar cannot be used: {short(error)}")
+
+
+def short(text: str) -> str:
+    """An error of llguidance, which may quote all of a grammar."""
+    text = text.strip().removesuffix("<non-verbose/>").strip()
+    if text == "NoExtensionBias":
+        return "no text fits it"
+    return text if len(text) <= 500 else f"{text[:500]} ..."
+
+
+@cache
+def reader() -> ThreadPoolExecutor:
+    """A thread with a stack of `STACK` bytes."""
+    usual = threading.stack_size(STACK)
+    try:
+        pool = ThreadPoolExecutor(1, "shoal-grammars")
+        pool.submit(int).result()  # its thread begins with the first job
+    finally:
+        threading.stack_size(usual)
+    return pool
+
+
+def _without_surroundings(grammar: Grammar) -> str:
+    matcher = llguidance_or_refuse().LLMatcher
+    if grammar.kind == "regex":
+        return str(matcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(matcher.grammar_from_lark(grammar.text))
+    schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
+    return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
+
+
+def _surrounded(grammar: Grammar, source: str) -> str:
+    """With what stands before, between and behind its texts."""
+    between, behind = (json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind))
+    texts = "@text" + (f" ({between} @text)*" if grammar.between else "") + (f" {behind}" if grammar.behind else "")
+    parts = [{"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"}, _part("text", source)]
+    if grammar.before:
+        parts.append(_part("before", llguidance_or_refuse().LLMatcher.grammar_from_regex(grammar.before)))
+    return json.dumps({"grammars": parts})
+
+
+def _part(name: str, source: str) -> dict[str, Any]:
+    """A grammar of llguidance as a part of another one, which refers to it by the name."""
+    own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    return {**own, "name": name}

@@ -190,7 +190,7 @@ def test_scripts_refuse_before_they_measure(script: str, results: Path) -> None:
 
 def test_measurements_become_files_in_one_way_only() -> None:
     """A module that wrote JSON by itself would name no commit; virtual's prices go back into itself, process.py keeps logs, and
-    chaos.py and clients.py write what servers and clients read."""
+    chaos.py, clients.py and evalplus_*.py write what servers, clients and evaluators read."""
     found = []
     for file in [
         *(ROOT / "src/shoal/bench").glob("*.py"),
@@ -199,7 +199,8 @@ def test_measurements_become_files_in_one_way_only() -> None:
     ]:
         text = file.read_text()
         found += [file.name] * len(re.findall(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w", text))
-    known = "chaos.py chaos.py client_checks.py clients.py clients.py process.py process.py provenance.py virtual.py"
+    known = "chaos.py chaos.py client_checks.py clients.py clients.py evalplus_checks.py evalplus_outcomes.py "
+    known += "evalplus_outcomes.py process.py process.py provenance.py virtual.py"
     assert sorted(found) == known.split()
 
 

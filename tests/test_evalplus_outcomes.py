@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import evalplus_checks
-import evalplus_programs
 import evalplus_outcomes
-from evalplus_outcomes import Programs, Outcomes
+import evalplus_programs
+from evalplus_outcomes import Outcomes, Programs
 from shoal.evaluation.problems import Problem, read_humaneval
 
 RECORD = {

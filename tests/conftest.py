@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads on
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
+import inspect
 import ipaddress
 import logging
 import shutil
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 import torch
@@ -39,7 +41,7 @@ from transformers.utils import logging as transformers_logging
 from shoal.engine.engine import Engine
 from shoal.types.stats import Stats
 
-SECONDS_PER_TEST = 120  # `@pytest.mark.limit(seconds)` sets another
+SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
 
 transformers_logging.disable_progress_bar()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that Ctrl-C is ignored
@@ -111,6 +113,18 @@ def no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patient_clients() -> Iterator[None]:
+    """httpx gives up after 5 seconds unless a call says otherwise, and a busy machine may need more: a hang is found by the test's
+    own limit."""
+    default = inspect.signature(httpx.get).parameters["timeout"].default  # one object, the default of all functions and clients
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(default, name, float(SECONDS_PER_TEST))
+        assert httpx.Client().timeout.read == SECONDS_PER_TEST
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number format and form of weights follow the CPU (shoal.models.formats); in tests it has MKL, no 16-bit instructions, and
@@ -140,7 +154,7 @@ def require_bare_logger() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Ends a test that hangs, so that one bug costs two minutes and not the whole run."""
+    """Ends a test that hangs, so that one bug costs five minutes and not the whole run."""
     if not hasattr(signal, "SIGALRM"):
         return (yield)
     marker = item.get_closest_marker("limit")

@@ -27,7 +27,7 @@ from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
-TIMEOUT_SECONDS = 110  # seconds until a wait is a hang
+TIMEOUT_SECONDS = 280  # seconds until a wait is a hang
 
 
 def eventually(what: Callable[[], bool]) -> None:

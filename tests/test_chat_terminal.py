@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_SECONDS = 110  # seconds until a wait is a hang
+TIMEOUT_SECONDS = 280  # seconds until a wait is a hang
 CHILD = """
 import fcntl, sys, termios, time
 from types import SimpleNamespace

@@ -597,7 +597,7 @@ def test_chats_and_middles_from_end_to_end(
     assert asked[0].endswith(ends)
 
 
-@pytest.mark.limit(240)
+@pytest.mark.limit(900)
 def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The bundled pair and the real sandbox."""
     arguments = [

@@ -29,7 +29,7 @@ DEFAULT_SHARED_MEMORY = 99 * 1024  # what a program may have on GPUs of compute 
 
 
 @needs_triton
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 def test_the_cases_in_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("fused_cases.py"))],

@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 @pytest.mark.parametrize("cases", ["layers_cases.py", "layer_models_cases.py", "steps_cases.py"])
 def test_the_cases_in_the_interpreter(cases: str) -> None:
     run = subprocess.run(

@@ -87,7 +87,7 @@ def disagreement(scores: Tensor, sampling: Sampling, candidates: int) -> str:
     st.sampled_from([0.0, 0.0625, 1.0]), st.sampled_from([0.0, 0.5, 0.999]), st.sampled_from([1, 4, 40, 1024]),
     st.sampled_from(CUTS),
 )  # fmt: skip
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 def test_what_stays_is_what_a_sort_keeps(
     seed: int, vocab: int, spread: float, grid: float, forbidden: float, candidates: int, cut: dict[str, Any]
 ) -> None:

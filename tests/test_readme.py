@@ -59,7 +59,7 @@ def shoal_commands(console: str) -> list[list[str]]:
     return commands
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # whatever an example writes

@@ -568,7 +568,7 @@ def refused(url: str) -> bool:
     return False
 
 
-@pytest.mark.limit(300)  # a process of its own loads the pair
+@pytest.mark.limit(900)  # a process of its own loads the pair
 def test_the_command_leaves_nothing_behind() -> None:
     command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", "--name", "small"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -239,7 +239,7 @@ def test_passes_of_every_dense_architecture_stay_on_the_device(architecture: str
     assert device.counts["replay"] == 2
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 def test_the_tests_of_static_passes_run_on_the_device() -> None:
     """Those that tests/test_static.py has for a GPU: a few of each part."""
     tests = str(Path(__file__).with_name("test_static.py"))

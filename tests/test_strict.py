@@ -229,7 +229,7 @@ def test_load_makes_both_models_strict(tmp_path: Any) -> None:
     assert coupled.stats.accepted > 0
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 def test_the_bundled_pair_in_bfloat16() -> None:
     """Plain and one by one against six drafted tokens and four rows."""
     prompts = ["def mean(values):\n", "import os\n\n\ndef walk(path):\n", "def f(n):\n    if n", "x = [1, 2"]

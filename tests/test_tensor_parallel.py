@@ -29,7 +29,7 @@ from shoal.models.tensor_parallel import capture_obstacle, require_ranks
 from shoal.testing.tiny import save_pair
 
 SIZE = 2
-SECONDS = 240  # most of them import Transformers, twice
+SECONDS = 600  # most of them import Transformers, twice
 needs_two = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")),
     reason="needs torch.distributed with gloo, and accelerate",

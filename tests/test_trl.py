@@ -94,7 +94,7 @@ def test_the_policy_itself_makes_the_rollouts_of_every_step(tokenizer: Any, tmp_
     assert runs[0].ids == runs[1].ids
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(900)
 def test_the_blocks_of_the_page_on_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_blocks(ROOT / "docs" / "how-to" / "train.md")

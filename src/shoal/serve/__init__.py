@@ -1,13 +1,14 @@
 """`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs the extra `shoal[serve]`.
 
-A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (request_parser) and a `Submission`
+A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (parsed_request) and a `Submission`
 (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat` (api_formats) writes as JSON.
 
 handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
 request_models.py    fields of requests; request_fields.py: their types; bodies.py: reading them; response_models.py: answers
 vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of a request, by whichever field
 tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
-request_parser.py    requests -> engine requests; prompts.py and sampling_params.py: their parts; settings.py: limits
+request_parser.py    requests -> engine requests; infill_parser.py: those of /infill; request_builder.py: within the limits of
+                     settings.py; prompts.py and sampling_params.py: their parts
 item_models.py       requests of /v1/responses as chat requests; item_response.py: answers; item_format.py: items and typed events
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
 from shoal.serve.api_paths import CHAT, COMPLETIONS, Json
+from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.request_parser import ParsedRequest
 from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
 from shoal.serve.tool_calls import Call, CallReader

@@ -16,12 +16,15 @@ from shoal.serve.api_formats import FORMATS, ApiFormat
 from shoal.serve.api_paths import RESPONSES
 from shoal.serve.infill import InfillResponse
 from shoal.serve.infill_models import InfillRequest
+from shoal.serve.infill_parser import parsed_infill
 from shoal.serve.item_format import ItemFormat
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse, parsed_items
 from shoal.serve.metrics import Metrics
+from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_parser import ParsedRequest, RequestParser
+from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import ApiResponse
 from shoal.serve.settings import Settings
 from shoal.serve.worker import Worker
@@ -43,9 +46,10 @@ class ApiHandler:
         engine, capacity = self.worker.thread.engine, self.worker.capacity
         self.context = engine.context
         self.encoder = PromptEncoder(shoal.tokenizer, engine.target.vocab_size, settings.chat_template)
-        self._parser = RequestParser(
+        self._builder = RequestBuilder(
             self.encoder, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
         )  # fmt: skip
+        self._parser = RequestParser(self._builder)
 
     async def handle(self, path: str, fields: dict[str, Any], owner: str = "") -> ApiResponse:
         """Validates a request, on another thread: long texts take time.
@@ -75,7 +79,7 @@ class ApiHandler:
 
     def _parsed_infill(self, fields: dict[str, Any]) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
         request = bodies.validated(InfillRequest, fields)
-        return request, self._parser.infill(request)
+        return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:
         """Raises ApiError for a name that is not one of the served model's; None is the model itself."""

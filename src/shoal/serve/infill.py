@@ -11,7 +11,7 @@ from shoal.serve.api_errors import api_error_of, naming
 from shoal.serve.api_formats import finite
 from shoal.serve.api_paths import Json
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.request_parser import ParsedRequest
+from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_names import name_and_bytes

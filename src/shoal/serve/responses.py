@@ -15,7 +15,7 @@ from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, api_error_of, naming, public
 from shoal.serve.api_formats import ApiFormat, finite
 from shoal.serve.api_paths import Json
-from shoal.serve.request_parser import ParsedRequest
+from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_names import name_and_bytes

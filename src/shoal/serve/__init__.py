@@ -9,7 +9,8 @@ vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of
 tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
 request_parser.py    requests -> engine requests; infill_parser.py: those of /infill; request_builder.py: within the limits of
                      settings.py; prompts.py and sampling_params.py: their parts
-item_models.py       requests of /v1/responses as chat requests; item_response.py: answers; item_format.py: items and typed events
+item_models.py       requests of /v1/responses as chat requests; item_response.py, item_answers.py: answers;
+                     item_format.py: items and typed events
 worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
 grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
 api_paths.py         paths; api_errors.py: errors as OpenAI writes them; absent_routes.py: what is said of paths that do not exist

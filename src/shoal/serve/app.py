@@ -25,7 +25,8 @@ from shoal.serve.exchanges import Exchanges
 from shoal.serve.freed_memory import give_back_freed_memory
 from shoal.serve.handler import ApiHandler
 from shoal.serve.hosts import HostCheck
-from shoal.serve.infill_models import InfillRequest
+from shoal.serve.infill_models import Infill, InfillRequest
+from shoal.serve.item_answers import ItemAnswer
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.keys import is_valid_key, owner_of
 from shoal.serve.model_routes import model_routes
@@ -116,12 +117,12 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
         """Continues a conversation."""
         return await _answer(handler, request, CHAT)
 
-    @router.post(RESPONSES, response_model=None, **openapi.described(ResponsesRequest, response_models.ItemAnswer))
+    @router.post(RESPONSES, response_model=None, **openapi.described(ResponsesRequest, ItemAnswer))
     async def responses(request: Request) -> Response:
         """Continues a conversation; the answer has items."""
         return await _answer(handler, request, RESPONSES)
 
-    @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, response_models.Infill))
+    @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, Infill))
     async def infill(request: Request) -> Response:
         """Fills in at a cursor, for clients of llama.cpp's server."""
         return await _answer(handler, request, INFILL)

@@ -1,10 +1,10 @@
-"""The requests of /infill, as the clients of llama.cpp's server send them, and what they mean here."""
+"""The requests of /infill, as the clients of llama.cpp's server send them, what they mean here, and the answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -129,3 +129,29 @@ class InfillRequest(BaseModel):
     def _given(self, name: str) -> Any:
         value = getattr(self, name)
         return DEFAULTS.get(name) if value is None else value
+
+
+def _selected(schema: dict[str, Any]) -> None:
+    """Any field may be left out."""
+    del schema["required"]
+
+
+class Infill(BaseModel):
+    """Answer of /infill; of a stream the last event, before which others bring the text. `response_fields` selects fields."""
+
+    model_config = ConfigDict(json_schema_extra=_selected)
+    index: int
+    content: str
+    tokens: list[int] = Field(description="Always empty.")
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: int = Field(description="Those that write removed characters of a partial token again included.")
+    tokens_evaluated: int
+    has_new_line: bool
+    truncated: bool = Field(description="The context did not hold all text that was sent.")
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str = Field(description="Always empty.")
+    tokens_cached: int
+    timings: dict[str, float]
+    completion_probabilities: list[dict[str, Any]] | None = None

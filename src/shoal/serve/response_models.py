@@ -1,10 +1,10 @@
-"""What clients get, for the API's own description and those who generate clients from it."""
+"""What clients get, for the API's own description and those who generate clients from it; of /v1/responses: item_answers.py."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 Ending = Literal["stop", "length", "error", "tool_calls"]
 
@@ -233,133 +233,6 @@ class ChatCompletion(Answer, OfPrompt):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-
-
-class OutputText(BaseModel):
-    """The text of a message."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] = Field(description="Always empty.")
-    logprobs: list[ContentLogprob]
-
-
-class MessageOutput(BaseModel):
-    """A message of an answer of /v1/responses."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
-
-
-class CallOutput(BaseModel):
-    """A call of a function in an answer of /v1/responses."""
-
-    id: str
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str = Field(description="A JSON object, as a text.")
-    status: Literal["in_progress", "completed"]
-
-
-class InputUsage(PromptUsage):
-    """Of the tokens of the input."""
-
-    cache_write_tokens: int = Field(description="Always 0: what is kept is not counted.")
-
-
-class OutputUsage(BaseModel):
-    """Of the tokens of the output."""
-
-    reasoning_tokens: int = Field(description="Of the output tokens.")
-
-
-class ItemUsage(BaseModel):
-    """What a request of /v1/responses took."""
-
-    input_tokens: int
-    input_tokens_details: InputUsage
-    output_tokens: int
-    output_tokens_details: OutputUsage
-    total_tokens: int
-    by_drafter: dict[str, DraftUsage]
-    lossy: str | None = Field(None, description="Only under a lossy --rule: what it changes.")
-    choices: list[ChoiceUsage] = Field(description="The one sample that there is.")
-
-
-class FailedAnswer(BaseModel):
-    """Why an answer ended."""
-
-    code: str
-    message: str
-
-
-class IncompleteAnswer(BaseModel):
-    """Why an answer did not end by itself; `usage.choices` knows more."""
-
-    reason: Literal["max_output_tokens"]
-
-
-class ReasoningPart(BaseModel):
-    """The text of reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningOutput(BaseModel):
-    """What stands before a message, between <think> and </think>."""
-
-    id: str
-    type: Literal["reasoning"]
-    summary: list[str] = Field(description="Always empty.")
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[ReasoningPart]
-
-
-class ItemAnswer(BaseModel):
-    """Answer of /v1/responses; of a stream the last event has it. Beside these it has the fields of the request."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: FailedAnswer | None
-    incomplete_details: IncompleteAnswer | None
-    model: str
-    output: list[ReasoningOutput | MessageOutput | CallOutput]
-    usage: ItemUsage | None
-    shoal: Details | None = None
-
-
-def _selected(schema: dict[str, Any]) -> None:
-    """Any field may be left out."""
-    del schema["required"]
-
-
-class Infill(BaseModel):
-    """Answer of /infill; of a stream the last event, before which others bring the text. `response_fields` selects fields."""
-
-    model_config = ConfigDict(json_schema_extra=_selected)
-    index: int
-    content: str
-    tokens: list[int] = Field(description="Always empty.")
-    id_slot: int
-    stop: bool
-    model: str
-    tokens_predicted: int = Field(description="Those that write removed characters of a partial token again included.")
-    tokens_evaluated: int
-    has_new_line: bool
-    truncated: bool = Field(description="The context did not hold all text that was sent.")
-    stop_type: Literal["eos", "word", "limit"]
-    stopping_word: str = Field(description="Always empty.")
-    tokens_cached: int
-    timings: dict[str, float]
-    completion_probabilities: list[dict[str, Any]] | None = None
 
 
 class Model(BaseModel):

@@ -19,9 +19,8 @@ from typer import TyperException
 
 from shoal.cli import batch, bench, chat, check, complete, demo, evaluate, generate, index, serve, train
 from shoal.cli.commands import Command, Group
+from shoal.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.errors import ModelError, RequestError
-
-EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="shoal",

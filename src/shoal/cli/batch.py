@@ -13,6 +13,7 @@ import typer
 
 from shoal.cli.batch_progress import BatchProgress, displayed
 from shoal.cli.console import stderr, stdout
+from shoal.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED
 from shoal.cli.files import read_template, turn_ends
 from shoal.cli.option_groups import (
     limits_option,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from shoal.serve.settings import Settings
 
     Answer = Callable[[Sequence[BatchLine], Callable[[Json], None]], None]
-
-EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True)

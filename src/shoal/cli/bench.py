@@ -12,8 +12,8 @@ from shoal.bench.quiet import TIMEOUT, QuietGate
 from shoal.cli.bench_progress import duration, progress_bar
 from shoal.cli.bench_report import ReportOptions, read_report
 from shoal.cli.console import StatusLine
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.files import listed_prompts
-from shoal.cli.generate import EXIT_INTERRUPTED
 from shoal.cli.option_groups import models_option, option_groups, sampling_option, speed_option
 from shoal.cli.options import PROMPTS_HELP, ModelSource, NewTokensOption, PairNames, parse_lookahead
 from shoal.errors import RequestError

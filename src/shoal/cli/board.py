@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.types.samples import Increment
 
 ACCEPTED, DRAWN = "green", "yellow"
+BESIDE_ROWS = 4
+"""Lines of a board that are no rows."""
 
 
 def tinted(increment: Increment, ids: list[int], decode: Callable[[list[int]], str], drawn: str = DRAWN) -> Text:

@@ -14,10 +14,11 @@ from shoal.cli.chat_views import ChatView, JsonView, TextView, say
 from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress
 from shoal.cli.conversation import Conversation, read_conversation
+from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.files import turn_ends
-from shoal.cli.generate import EXIT_INTERRUPTED, EXIT_REQUEST, GenerateSampling
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import ModelSource, SpeculationOptions, display_name, parse_lookahead
+from shoal.cli.sampling_options import GenerateSampling
 from shoal.errors import ModelError, RequestError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from shoal.cli.chat_settings import ChatSettings
 from shoal.cli.chat_views import Answered, ChatView
 from shoal.cli.conversation import Answer, Conversation
-from shoal.cli.generate import decoder
 from shoal.cli.messages import ChatWriter
 from shoal.cli.streaming import follow
+from shoal.cli.views import decoder
 from shoal.config import require_text
 from shoal.errors import RequestError
 

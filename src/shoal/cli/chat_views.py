@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.board import Board
+from shoal.cli.board import BESIDE_ROWS, Board
 from shoal.cli.console import Progress, printable, stderr, stdout
-from shoal.cli.generate import BESIDE_ROWS, sample_document
+from shoal.cli.documents import sample_document
 from shoal.cli.views import Unseen
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from rich.text import Text
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
 from shoal.cli.board import Board
 from shoal.cli.console import StatusLine, plain_table, printable, stdout
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
@@ -44,7 +45,6 @@ PROMPT = '''def multiply_above_4(values):
     60
     """
 '''
-EXIT_INTERRUPTED = 130
 WARM_UP_TOKENS = 16
 CHECKED_LENGTH = 4  # draft length of the greedy comparison where `auto` drafts nothing
 NOT_DRAFTED = (

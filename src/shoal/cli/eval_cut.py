@@ -10,10 +10,9 @@ from shoal.cli.console import plain_table, stderr, stdout
 from shoal.cli.eval_output import with_progress
 from shoal.cli.eval_sandbox import SandboxOptions
 from shoal.cli.eval_set import EvalSet
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
-
-EXIT_INTERRUPTED = 130
 
 
 def evaluate_cuts(

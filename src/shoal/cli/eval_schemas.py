@@ -9,9 +9,8 @@ from typing import Any
 
 from shoal.cli.console import plain_table, printable, stderr, stdout
 from shoal.cli.eval_output import with_progress
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.options import ModelSource
-
-EXIT_INTERRUPTED = 130
 
 
 def evaluate_schemas(

@@ -10,12 +10,11 @@ from shoal.cli.console import stderr
 from shoal.cli.eval_output import show_solutions, with_progress
 from shoal.cli.eval_sandbox import SandboxOptions
 from shoal.cli.eval_set import EvalSet, digest
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.evaluation.sandbox import Sandbox
-
-EXIT_INTERRUPTED = 130
 
 
 def execute_solutions(eval_set: EvalSet, solutions: str, programs: SandboxOptions, directory: Path, *, as_json: bool) -> int:

@@ -19,6 +19,7 @@ from shoal.cli.eval_output import show_summary, with_progress
 from shoal.cli.eval_sandbox import SandboxOptions
 from shoal.cli.eval_set import EvalSet, SetOptions
 from shoal.cli.eval_solutions import execute_solutions
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from shoal.evaluation.grading import Grader
     from shoal.evaluation.run import Evaluation
     from shoal.evaluation.sampling import SamplingConfig
-
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

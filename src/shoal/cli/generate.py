@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from shoal.cli.board import Board
+from shoal.cli.board import BESIDE_ROWS, Board
 from shoal.cli.chats import ChatOptions
 from shoal.cli.console import Progress, stderr, stdout
+from shoal.cli.documents import document, sample_document
+from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
 from shoal.cli.grammars import GrammarOptions
-from shoal.cli.option_groups import option_groups, output_option, sampling_option
-from shoal.cli.options import (
-    JsonOption,
-    ModelSource,
-    SampleOptions,
-    SamplesOption,
-    SpeculationOptions,
-    TopPOption,
-    parse_lookahead,
-)
+from shoal.cli.option_groups import option_groups, output_option
+from shoal.cli.options import JsonOption, ModelSource, SpeculationOptions, parse_lookahead
 from shoal.cli.prompt_lines import PromptLine, lines_of, merged
-from shoal.cli.samples import show_output
+from shoal.cli.samples import report_failures, show_output
+from shoal.cli.sampling_options import GenerateSampling, SamplingOptions
 from shoal.cli.streaming import follow
-from shoal.cli.views import Events, RunningText, View, show_end
-from shoal.config import Sampling
+from shoal.cli.views import Events, RunningText, View, decoder, show_end
 from shoal.errors import RequestError
-from shoal.types.counts import as_dicts
-from shoal.types.samples import Output, Result, Sample
+from shoal.types.samples import Result, Sample
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.cli.views import Decode
     from shoal.engine.stream import Stream
 
-EXIT_REQUEST, EXIT_INTERRUPTED = 2, 130
 FILE_WIDTH = 100
-BESIDE_ROWS = 4
-"""Lines of a board that are no rows."""
-NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
-"""Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 
 @dataclass(frozen=True)
@@ -80,66 +66,6 @@ class PromptOptions:
         if texts or files or not found:
             found = [PromptLine(text) for text in read_prompts(texts, files)] + found
         return found
-
-
-@dataclass(frozen=True)
-class SamplingOptions(SampleOptions):
-    """How tokens are sampled, and where samples end."""
-
-    n: SamplesOption = 1
-    temperature: Annotated[float | None, sampling_option(help="0 = greedy.", show_default=str(Sampling.temperature))] = None
-    top_p: TopPOption = Sampling.top_p
-    top_k: Annotated[int, sampling_option(help="The k most probable tokens; 0 = off.")] = Sampling.top_k
-    min_p: Annotated[
-        float, sampling_option(help="Tokens with at least this times the probability of the best one; 0 = off.")
-    ] = Sampling.min_p
-    greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = False
-    seed: Annotated[int | None, sampling_option(help="The same seed gives the same samples; fresh entropy without it.")] = (
-        None
-    )
-    stop: Annotated[list[str] | None, sampling_option(metavar="TEXT", help="A string that ends a sample; repeatable.")] = (
-        None
-    )
-    time_budget: Annotated[
-        float | None, sampling_option(help="Seconds; samples unfinished then are returned as they are.")
-    ] = None
-
-    align: Annotated[
-        bool, sampling_option("--align", help="Prompts may end inside a token, whose bytes every sample writes again.")
-    ] = False
-    exact: Annotated[
-        Literal["weights", "smc", "asap", "asap+smc"] | None,
-        sampling_option(
-            "--exact",
-            metavar="KIND",
-            help="weights: weigh samples under --align so that they are samples of p; smc: and resample them while they run; asap: "
-            "and draw them by what earlier ones have shown; asap+smc: both.",
-        ),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """The options of `Shoal.generate` that have a value; the others keep the library's defaults."""
-        if self.greedy and self.temperature:
-            raise RequestError(
-                f"--greedy means --temperature 0, but --temperature {self.temperature:g} was given: leave one out"
-            )
-        options = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING and value is not None}
-        return options | ({"temperature": 0.0} if self.greedy else {})
-
-
-@dataclass(frozen=True)
-class GenerateSampling(SamplingOptions):
-    """With penalties, which code at a cursor does not want."""
-
-    repetition_penalty: Annotated[
-        float, sampling_option(help="Scores of tokens that have occurred are divided by it; 1 = off.")
-    ] = Sampling.repetition_penalty
-    presence_penalty: Annotated[
-        float, sampling_option(help="Taken once from the score of each token of the output; 0 = off.")
-    ] = Sampling.presence_penalty
-    frequency_penalty: Annotated[
-        float, sampling_option(help="Taken from the score of a token as often as it is in the output; 0 = off.")
-    ] = Sampling.frequency_penalty
 
 
 @dataclass(frozen=True)
@@ -180,7 +106,7 @@ class OutputOptions:
         """
         console, rows = stdout(), sum(counts)
         if self.json:
-            return (lambda _console, _decode: Events(partial(sample_document, shown=self))) if self.stream else None
+            return (lambda _console, _decode: Events(self.sample)) if self.stream else None
         if self.output is not None or not (console.is_terminal if self.stream is None else self.stream):
             return None
         if rows == 1:
@@ -191,9 +117,9 @@ class OutputOptions:
             return None
         return lambda console, decode: Board(console, counts, decode, transient=True)
 
-    def samples(self, output: Output) -> Sequence[Sample]:
-        """A prompt's samples in the order in which they are shown."""
-        return output.ranked if self.ranked else output.samples
+    def sample(self, sample: Sample) -> dict[str, Any]:
+        """A sample's JSON object."""
+        return sample_document(sample, logprobs=self.logprobs, top_logprobs=bool(self.top_logprobs))
 
 
 @option_groups()
@@ -280,81 +206,10 @@ class Run:
 
     def _print(self, result: Result, console: Console, *, cut: bool = False) -> None:
         if self.shown.json:
-            console.file.write(json.dumps(document(result, self.asked, self.shown), allow_nan=False) + "\n")
+            written = document(result, self.asked, self.shown.sample, ranked=self.shown.ranked)
+            console.file.write(json.dumps(written, allow_nan=False) + "\n")
             return
         for index, (output, one) in enumerate(zip(result, self.asked, strict=True), 1):
             first_line = next((line for line in one.text.splitlines() if line.strip()), "")
             title = f"prompt {index} of {len(self.asked)}: {first_line}" if len(self.asked) > 1 else None
             show_output(console, output, title, self.shown.ranked, cut=cut)
-
-
-def decoder(tokenizer: Any) -> Decode:
-    """Ids as the text that is shown."""
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def report_failures(result: Result) -> bool:
-    """Whether samples failed, each on its own, and a line that says so."""
-    samples = [sample for output in result for sample in output.samples]
-    failed = [sample.error for sample in samples if sample.error]
-    if failed:
-        line = " ".join(f"error: {len(failed)} of {len(samples)} samples failed; the first: {failed[0]}".split())
-        stderr().print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return bool(failed)
-
-
-def document(result: Result, asked: Sequence[PromptLine], shown: OutputOptions) -> dict[str, Any]:
-    """The JSON object of a result."""
-    return {
-        "prompts": [
-            {"prompt": one.text, "samples": [sample_document(sample, shown) for sample in shown.samples(output)]}
-            | ({} if one.id is None else {"id": one.id})
-            | _worth(output)
-            for output, one in zip(result, asked, strict=True)
-        ],
-        "stats": result.stats.to_dict(),
-    }
-
-
-def _worth(output: Output) -> dict[str, Any]:
-    """What weighted samples are worth together."""
-    number, mass = output.effective_samples, output.log_mass
-    return {} if number is None or mass is None else {"effective_samples": number, "log_mass": _finite(mass)}
-
-
-def sample_document(sample: Sample, shown: OutputOptions | None = None) -> dict[str, Any]:
-    """The JSON object of a sample."""
-    shown = shown or OutputOptions()
-    entry: dict[str, Any] = {
-        "text": sample.text,
-        "token_ids": list(sample.token_ids),
-        "mean_logprob": _finite(sample.mean_logprob),
-        "finish_reason": sample.finish_reason,
-        "finished": sample.finished,
-        "finished_at_s": sample.finished_at,
-        "rounds": sample.rounds,
-        "drafted": sample.drafted,
-        "accepted": sample.accepted,
-        "by_drafter": as_dicts(sample.by_drafter),
-    }
-    if sample.syntax is not None:
-        entry["syntax"] = sample.syntax
-    if sample.log_weight is not None:
-        entry["log_weight"] = _finite(sample.log_weight)
-    if sample.error:
-        entry["error"] = sample.error
-    if shown.logprobs:
-        entry["logprobs"] = [_finite(value) for value in sample.logprobs]
-        entry["processed_logprobs"] = [_finite(value) for value in sample.processed_logprobs]
-    if shown.top_logprobs:
-        entry["top_logprobs"] = [{"raw": _pairs(top.raw), "processed": _pairs(top.processed)} for top in sample.top_logprobs]
-    return entry
-
-
-def _pairs(pairs: Sequence[tuple[int, float]]) -> list[list[int | float | None]]:
-    return [[token, _finite(value)] for token, value in pairs]
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinities: null."""
-    return value if math.isfinite(value) else None

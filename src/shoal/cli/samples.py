@@ -9,10 +9,10 @@ from rich.rule import Rule
 from rich.syntax import Syntax
 from rich.text import Text
 
-from shoal.cli.console import printable
+from shoal.cli.console import printable, stderr
 
 if TYPE_CHECKING:
-    from shoal.types.samples import Output, Sample
+    from shoal.types.samples import Output, Result, Sample
 
 
 def show_output(console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False) -> None:
@@ -52,3 +52,13 @@ def describe(sample: Sample) -> str:
         f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
         f"acceptance length {per_pass:.2f}"
     )
+
+
+def report_failures(result: Result) -> bool:
+    """Whether samples failed, each on its own, and a line that says so."""
+    samples = [sample for output in result for sample in output.samples]
+    failed = [sample.error for sample in samples if sample.error]
+    if failed:
+        line = " ".join(f"error: {len(failed)} of {len(samples)} samples failed; the first: {failed[0]}".split())
+        stderr().print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return bool(failed)

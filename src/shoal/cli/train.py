@@ -12,6 +12,7 @@ import typer
 
 from shoal.cli.commands import Command, Group
 from shoal.cli.console import plain_table, stderr, stdout
+from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.files import listed_documents, listed_prompts
 from shoal.cli.options import JsonOption
 from shoal.drafting.specs import BUNDLED
@@ -20,7 +21,6 @@ from shoal.errors import RequestError
 if TYPE_CHECKING:
     from shoal.train.stages import Figures, Stage, StagedTrainer
 
-EXIT_INTERRUPTED = 130
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,

@@ -106,3 +106,8 @@ class Events(Unseen):
     def _write(event: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(event, allow_nan=False) + "\n")
         sys.stdout.flush()
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Ids as the text that is shown."""
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,74 @@
+"""Options of how tokens are sampled, of commands that generate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from shoal.cli.option_groups import sampling_option
+from shoal.cli.options import SampleOptions, SamplesOption, TopPOption
+from shoal.config import Sampling
+from shoal.errors import RequestError
+
+NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
+"""Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions(SampleOptions):
+    """How tokens are sampled, and where samples end."""
+
+    n: SamplesOption = 1
+    temperature: Annotated[float | None, sampling_option(help="0 = greedy.", show_default=str(Sampling.temperature))] = None
+    top_p: TopPOption = Sampling.top_p
+    top_k: Annotated[int, sampling_option(help="The k most probable tokens; 0 = off.")] = Sampling.top_k
+    min_p: Annotated[
+        float, sampling_option(help="Tokens with at least this times the probability of the best one; 0 = off.")
+    ] = Sampling.min_p
+    greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = False
+    seed: Annotated[int | None, sampling_option(help="The same seed gives the same samples; fresh entropy without it.")] = (
+        None
+    )
+    stop: Annotated[list[str] | None, sampling_option(metavar="TEXT", help="A string that ends a sample; repeatable.")] = (
+        None
+    )
+    time_budget: Annotated[
+        float | None, sampling_option(help="Seconds; samples unfinished then are returned as they are.")
+    ] = None
+
+    align: Annotated[
+        bool, sampling_option("--align", help="Prompts may end inside a token, whose bytes every sample writes again.")
+    ] = False
+    exact: Annotated[
+        Literal["weights", "smc", "asap", "asap+smc"] | None,
+        sampling_option(
+            "--exact",
+            metavar="KIND",
+            help="weights: weigh samples under --align so that they are samples of p; smc: and resample them while they run; asap: "
+            "and draw them by what earlier ones have shown; asap+smc: both.",
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The options of `Shoal.generate` that have a value; the others keep the library's defaults."""
+        if self.greedy and self.temperature:
+            raise RequestError(
+                f"--greedy means --temperature 0, but --temperature {self.temperature:g} was given: leave one out"
+            )
+        options = {name: value for name, value in vars(self).items() if name not in NOT_SAMPLING and value is not None}
+        return options | ({"temperature": 0.0} if self.greedy else {})
+
+
+@dataclass(frozen=True)
+class GenerateSampling(SamplingOptions):
+    """With penalties, which code at a cursor does not want."""
+
+    repetition_penalty: Annotated[
+        float, sampling_option(help="Scores of tokens that have occurred are divided by it; 1 = off.")
+    ] = Sampling.repetition_penalty
+    presence_penalty: Annotated[
+        float, sampling_option(help="Taken once from the score of each token of the output; 0 = off.")
+    ] = Sampling.presence_penalty
+    frequency_penalty: Annotated[
+        float, sampling_option(help="Taken from the score of a token as often as it is in the output; 0 = off.")
+    ] = Sampling.frequency_penalty

@@ -121,7 +121,9 @@ class CallReader:
         for i, piece in enumerate(found):  # the last one is a text
             if isinstance(piece, str):
                 shown.append(self._without_margins(piece, ended and i == len(found) - 1))
-            elif self._rules.parallel or not self.found:
+                continue
+            self._blank = ""
+            if self._rules.parallel or not self.found:
                 self.found += 1
                 shown.append(piece)
         return [piece for piece in shown if piece]
@@ -165,7 +167,8 @@ class CallReader:
         blanks = rest.lstrip()
         if closing and not ended and len(blanks) < len(closing) and closing.startswith(blanks):
             return "", []  # the closing may follow
-        self._waiting = blanks.removeprefix(closing) if closing else rest
+        cut = ended and closing.startswith(blanks)  # of the closing there is the beginning at most
+        self._waiting = "" if cut else blanks.removeprefix(closing) if closing else rest
         self._inside, self._at_start = False, True
         return "", calls
 
@@ -190,14 +193,11 @@ class CallReader:
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
-        """Text without the blanks around calls: those at the end wait until other text follows."""
+        """Text without the blanks before calls and at the end: they wait until other text follows."""
         text = self._blank + shown
         if ended and not self.found:
             return text
         body = text.rstrip()
-        if not body:
-            self._blank = "" if self.found else text
-            return ""
         self._blank = text[len(body) :]
         return body
 

@@ -357,7 +357,17 @@ def hooked(hf: Any) -> None:
     hf.model.layers[-1].self_attn.v_proj.register_forward_hook(lambda module, asked, out: out * -2)
 
 
-@pytest.mark.parametrize("change", [written_in_place, merged, hooked])
+def rows_of_the_table(hf: Any) -> None:
+    """Which a pass over a few tokens does not read."""
+    hf.model.embed_tokens.weight.data[20:] *= -2
+
+
+def a_row_in_place(hf: Any) -> None:
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[SYSTEM[0]] *= -2
+
+
+@pytest.mark.parametrize("change", [written_in_place, merged, hooked, rows_of_the_table, a_row_in_place])
 @pytest.mark.parametrize("looks", [True, False])
 def test_other_weights_forget_what_is_kept(
     change: Callable[[Any], None], looks: bool, monkeypatch: pytest.MonkeyPatch

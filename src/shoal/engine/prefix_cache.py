@@ -7,9 +7,10 @@ only sample. An owner's tokens are not used for another's rows: nobody finds the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.slots import DraftSlots
@@ -20,6 +21,8 @@ from shoal.types.requests import Row
 
 PROBED = 8
 """Tokens of the pass by which a target is recognised."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 
 
 class PrefixMemory:
@@ -38,6 +41,8 @@ class PrefixMemory:
         self.draft_model = None if draft_model is None else draft_model.hf
         self._tokens = nbytes // (target.token_bytes + (0 if draft_model is None else draft_model.token_bytes))
         self._probed: Tensor | None = None
+        self._tables: list[Tensor] = []
+        self._versions: list[int] = []
         self.clear()
 
     def clear(self) -> None:
@@ -53,17 +58,33 @@ class PrefixMemory:
     def recognise(self, target: Runner) -> None:
         """Forgets all if the target computes something else than it did when this was last called: its weights may be others.
 
-        It takes a pass over `PROBED` tokens; whatever is changed in a model, such a pass tells it. That weights of the draft model
-        are others is not looked for, as it changes no distribution.
+        Writes in place are known by PyTorch's count of them. What else was changed a pass over `PROBED` tokens tells, and in
+        tables of embeddings, of which it reads a few rows, sums of their bits. What is left are writes to `weight.data` of those
+        experts of a mixture that none of these tokens is sent to. That weights of the draft model are others is not looked for,
+        as it changes no distribution.
         """
         runner = target.fork_for_ordinary_passes()
         runner.reserve(1, PROBED)
         runner.cache.rollback(0, 0)
         ids = torch.arange(PROBED, device=runner.device)[None] % min(runner.known_ids, runner.vocab_size)
-        logits = runner.feed([0], ids, [PROBED])
-        if self._probed is None or not torch.equal(logits, self._probed):
+        logits, tables, versions = runner.feed([0], ids, [PROBED]).clone(), _table_sums(runner.hf), _versions(runner.hf)
+        known = self._probed is not None and torch.equal(logits, self._probed) and versions == self._versions
+        if not known or len(tables) != len(self._tables) or not all(map(torch.equal, tables, self._tables)):
             self.clear()
-            self._probed = logits.clone()
+        self._probed, self._tables, self._versions = logits, tables, versions
+
+
+def _versions(hf: nn.Module) -> list[int]:
+    """How often each weight was written in place; writes to `weight.data` are not counted."""
+    return [0 if weight.is_inference() else weight._version for weight in hf.parameters()]
+
+
+def _table_sums(hf: Any) -> list[Tensor]:
+    """Of each table of embeddings that is not the head as well, of which a pass reads all, sums [width] of its bits as integers."""
+    head = hf.get_output_embeddings().weight
+    weights = [module.weight for module in hf.modules() if isinstance(module, nn.Embedding)]
+    tables = [weight.detach() for weight in weights if weight is not head and weight.is_contiguous()]
+    return [table.view(INTEGERS[table.element_size()]).sum(0) for table in tables]
 
 
 class PrefixCache:

@@ -117,7 +117,9 @@ def no_network() -> Iterator[None]:
 def patient_clients() -> Iterator[None]:
     """httpx gives up after 5 seconds unless a call says otherwise, and a busy machine may need more: a hang is found by the test's
     own limit."""
-    default = inspect.signature(httpx.get).parameters["timeout"].default  # one object, the default of all functions and clients
+    default = (
+        inspect.signature(httpx.get).parameters["timeout"].default
+    )  # one object, the default of all functions and clients
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect", "read", "write", "pool"):
             patch.setattr(default, name, float(SECONDS_PER_TEST))

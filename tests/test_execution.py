@@ -122,8 +122,9 @@ def test_results_of_a_language(box: Sandbox, language: str) -> None:
     ],
 )
 def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str, detail: str) -> None:
-    quick = replace(LANGUAGES["python"], bounds=replace(LANGUAGES["python"].bounds, cpu_seconds=1, wall_seconds=3.0))
-    monkeypatch.setitem(LANGUAGES, "python", quick)
+    if outcome == "time":  # only then: on a busy machine the others may take long
+        quick = replace(LANGUAGES["python"], bounds=replace(LANGUAGES["python"].bounds, cpu_seconds=1, wall_seconds=3.0))
+        monkeypatch.setitem(LANGUAGES, "python", quick)
     prompt, _, tests = ADD["python"]
     result = execute(problem("python", prompt, tests), f"    {body}", box)
     assert result.outcome == outcome

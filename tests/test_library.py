@@ -373,7 +373,7 @@ def test_the_loop_goes_on_while_a_round_is_computed(pair: Shoal) -> None:
     told, advance = threading.Event(), stream._advance
 
     def waiting() -> bool:
-        assert told.wait(30)
+        assert told.wait(280)
         return advance()
 
     stream._advance = waiting  # type: ignore[method-assign]
@@ -411,7 +411,7 @@ def test_cancelling_the_task_cancels_the_rows(pair: Shoal) -> None:
     def slowly() -> bool:
         if rounds:
             inside.set()
-            assert go_on.wait(30)
+            assert go_on.wait(280)
         rounds.append(advance())
         return rounds[-1]
 

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from serving import Served, pair, served
+from serving import TIMEOUT_SECONDS, Served, pair, served
 from test_playground import CHROMIUM, asked, browser, eventually, expect, fits, opened, server
 
 __all__ = ["browser", "opened", "server"]  # fixtures
@@ -213,7 +213,9 @@ def test_copied_requests_give_the_same_text(
     answers = [told["completion"].model_dump()]
     command = copied(page, "Copy as curl")
     if shutil.which("curl"):
-        done = subprocess.run(["sh", "-c", command], capture_output=True, env=dict(os.environ), timeout=60, check=True)
+        done = subprocess.run(
+            ["sh", "-c", command], capture_output=True, env=dict(os.environ), timeout=TIMEOUT_SECONDS, check=True
+        )
         answers.append(json.loads(done.stdout))
     for answer in answers:
         got = [choice["message"]["content"] if kind == "chat" else choice["text"] for choice in answer["choices"]]
@@ -240,7 +242,7 @@ def test_requests_to_an_open_server_need_no_key(opened: Callable[..., Any], serv
 
 def saved(page: Any, name: str) -> Path:
     """The file that a button saves."""
-    with page.expect_download(timeout=30_000) as download:
+    with page.expect_download() as download:
         page.get_by_role("button", name=name).click()
     expect(page.get_by_role("status")).to_have_text(f"Saved {download.value.suggested_filename}.")
     return Path(download.value.path())

@@ -498,7 +498,7 @@ def test_the_network_is_not_reached(attack: Callable[..., StepResult], box: Sand
     kind = socket.SOCK_STREAM if protocol == "TCP" else socket.SOCK_DGRAM
     with socket.socket(type=kind) as server, socket.socket(type=kind) as client:
         server.bind(("127.0.0.1", 0))
-        server.settimeout(10)
+        server.settimeout(200)
         if protocol == "TCP":
             server.listen()
         source = f"""

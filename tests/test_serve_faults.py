@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import openai
 import pytest
@@ -27,7 +28,7 @@ from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legi
 from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
-from shoal.serve import run
+from shoal.serve import protocol, run
 from shoal.serve.keys import is_valid_key, owner_of, read_keys, weights_of
 from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
@@ -129,7 +130,8 @@ def test_one_connection_serves_many_requests(server: Served) -> None:
     assert got.count(b"HTTP/1.1 200") == 3
 
 
-def test_three_hundred_clients_at_once() -> None:
+def test_three_hundred_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)  # so many threads take long to send
     limits = httpx.Limits(max_connections=300)
     with (
         served(pair(), queue=200) as server,
@@ -529,7 +531,8 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (TIMEOUT_SECONDS, 2)], ids=["too long", "twice"])
-def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int) -> None:
+def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "GRACE_SECONDS", TIMEOUT_SECONDS)
     gate = Gate(legible(0), length=20)
     app = application(pair(gate))
     worker = app.state.worker

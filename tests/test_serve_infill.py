@@ -58,7 +58,7 @@ def server() -> Iterator[Served]:
 
 
 def asked(server: Served, body: dict[str, Any], **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/infill", json=body | more, timeout=60)
+    return httpx.post(f"{server.url}/infill", json=body | more)
 
 
 def text(server: Served, **options: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -163,8 +162,10 @@ def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.Monke
 
 def test_an_answer_in_one_piece_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 1.0)
+    cut, lost = threading.Event(), LimitedProtocol.connection_lost
+    monkeypatch.setattr(LimitedProtocol, "connection_lost", lambda self, exc: (lost(self, exc), cut.set()))
     with serving.served(pair()) as server, reader(server, n=4, stream=False) as connection:
-        time.sleep(2.5)
+        assert cut.wait(TIMEOUT_SECONDS)
         got = b""
         with suppress(ConnectionError):
             while part := connection.recv(2**16):

@@ -54,7 +54,7 @@ def chat(server: Served, messages: Any, **fields: Any) -> Any:
 
 def streamed(server: Served, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, each checked against the client's own types, and numbered."""
-    response = httpx.post(f"{server.url}/v1/responses", json={"input": "hi", "stream": True, **body}, timeout=100)
+    response = httpx.post(f"{server.url}/v1/responses", json={"input": "hi", "stream": True, **body})
     assert response.status_code == 200, response.text
     blocks = [block.split("\n") for block in response.text.split("\n\n") if block]
     found = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
@@ -143,7 +143,7 @@ def test_what_was_ignored_or_lowered_is_named(server: Served) -> None:
         "text": {"verbosity": "low"}, "stream_options": {"include_obfuscation": False}, "include": ["reasoning.encrypted_content"],
         "background": False, "truncation": "disabled", "previous_response_id": None,
     }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/responses", json=body, headers={"x-request-id": "mine"}, timeout=100)
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, headers={"x-request-id": "mine"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-shoal-clamped"] == "max_output_tokens=100"
     assert answer.headers["x-request-id"] == "mine"

@@ -145,7 +145,7 @@ def test_a_quiet_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(pair(gate)) as server:
         lines: list[str] = []
         body = {"prompt": "hello", "max_tokens": 8, "stream": True, "seed": 1}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 if line == ": keep-alive" and lines.count(line) == 3:

@@ -42,6 +42,7 @@ from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 from test_exact_distribution import ALPHA, P, joint
+from test_text_drafters import passes_of
 
 V, WIDTH, DRAFTS = 260, 32, 120
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -253,7 +254,9 @@ def sampled(kind: type[Eagle3Drafter], rule: Rule, lookahead: int | str) -> tupl
     target = table_model(P)
     heads = random_heads(SMALL | {"draft_vocab_size": 3}, 3 * 4, 4, own=True).double()
     heads.target_ids.copy_(torch.tensor([0, 2, 3]))
-    engine = Engine(target, kind(heads, (0, 1, 2), target), by_name(lookahead), max_batch=120, rule=rule)
+    engine = Engine(
+        target, kind(heads, (0, 1, 2), target), by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target)
+    )
     rows = engine.submit(Request((0, 0), 2400, Sampling(seed=3), Limits(max_new_tokens=4)))
     while engine.step():
         pass

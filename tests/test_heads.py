@@ -38,6 +38,7 @@ from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 from test_exact_distribution import ALPHA, P, joint
 from test_text_drafters import decoded as decoded_by
+from test_text_drafters import passes_of
 
 V, HEADS = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -101,7 +102,7 @@ def sampled(drafter: Drafter, rule: Rule, lookahead: int | str, n: int = 2400) -
         return table[(0, 0, *ids)[-2:]]
 
     target = table_model(P, features=ahead(script, HEADS + 1))
-    engine = Engine(target, drafter, by_name(lookahead), max_batch=120, rule=rule)
+    engine = Engine(target, drafter, by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target))
     rows = engine.submit(Request((0, 0), n, Sampling(seed=3), Limits(max_new_tokens=4)))
     while engine.step():
         pass

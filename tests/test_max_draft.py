@@ -14,13 +14,15 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 from shoal.types.samples import Sample
+from test_text_drafters import passes_of
 
 V, NEW = 23, 24
 
 
 def run(bounds: list[int | None], lookahead: Any, **sampling: Any) -> list[Sample]:
     """One row per bound, all in one batch, with a drafter that is always right."""
-    engine = engine_of(scripted(hashed(V), V), scripted(hashed(V), V), lookahead, rule=Coupled())
+    target = scripted(hashed(V), V)
+    engine = engine_of(target, scripted(hashed(V), V), lookahead, rule=Coupled(), clock=passes_of(target))
     limits = Limits(max_new_tokens=NEW)
     rows = [
         engine.submit(Request((1, i + 2), 1, Sampling(seed=i, **sampling), limits, max_draft=bound))[0]

@@ -43,6 +43,7 @@ from shoal.types.rounds import Verdict
 from test_exact_distribution import ALPHA, P, joint
 from test_self_drafting import PASSES, runner_of
 from test_text_drafters import decoded as decoded_by
+from test_text_drafters import passes_of
 
 V, M = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -109,7 +110,9 @@ def sampled(rule: Rule, lookahead: int | str) -> tuple[Engine, list[Row]]:
     table[:4, :4] = P
     table[:, 4:] = P.mean((0, 1))  # what prompt tokens say
     target = table_model(table)
-    engine = Engine(target, PpdDrafter(scripted_tokens(4), 8), by_name(lookahead), max_batch=120, rule=rule)
+    engine = Engine(
+        target, PpdDrafter(scripted_tokens(4), 8), by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target)
+    )
     rows = engine.submit(Request((0, 0), 700, Sampling(seed=3), Limits(max_new_tokens=4)))
     while engine.step():
         pass

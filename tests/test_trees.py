@@ -221,7 +221,7 @@ def test_generate_takes_any_drafter() -> None:
     for lookahead in (4, "auto"):
         found = pair.generate([list(PROMPTS[1])], 3, seed=1, lookahead=lookahead, drafter=drafter, max_new_tokens=12)
         assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-        assert found.stats.accepted > 0
+        assert found.stats.accepted > 0 or lookahead == "auto"  # which goes by the clock
         assert found.stats.draft_passes == 0
     streamed = pair.stream([list(PROMPTS[1])], 3, seed=1, lookahead=4, drafter=drafter, max_new_tokens=12)
     assert {i.accepted for i in streamed} > {0}

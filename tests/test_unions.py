@@ -39,6 +39,7 @@ from shoal.types.requests import Request, Row
 from shoal.types.siblings import Siblings
 from shoal.types.trees import DraftTree
 from test_exact_distribution import ALPHA, PAIRS, P, Q, joint
+from test_text_drafters import passes_of
 from test_tree_drafters import run
 from test_tree_rules import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing
 
@@ -280,7 +281,8 @@ def test_a_chain_that_was_left_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
 def counted(shape: str, rule: Rule, lookahead: int | str, rows: int = 400) -> tuple[Engine, Tensor]:
     """Joint counts of three tokens."""
     made = SumDrafter([SuffixDrafter("group", nodes=4)], model(shape, table_model(Q), 4))
-    engine = Engine(table_model(P), made, by_name(lookahead), max_batch=50, rule=rule)
+    target = table_model(P)
+    engine = Engine(target, made, by_name(lookahead), max_batch=50, rule=rule, clock=passes_of(target))
     found = engine.submit(Request((0, 0), rows, Sampling(seed=3), Limits(max_new_tokens=3)))
     while engine.step():
         pass

@@ -30,6 +30,7 @@ from shoal.testing.tiny import save_pair
 
 SIZE = 2
 SECONDS = 600  # most of them import Transformers, twice
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}")
 needs_two = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")),
     reason="needs torch.distributed with gloo, and accelerate",
@@ -40,15 +41,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 def torchrun(*arguments: str | Path) -> str:
     """stdout of two processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={SIZE}",
-        *map(str, arguments),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command, environment = [*TORCHRUN, *map(str, arguments)], os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -234,17 +227,7 @@ def served(
     options = (
         f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32 --max-batch 4 -k 3 --port 0 --json"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={SIZE}",
-        f"--max-restarts={restarts}",
-        "-m",
-        "shoal",
-        "serve",
-    ]
+    command = [*TORCHRUN, f"--max-restarts={restarts}", "-m", "shoal", "serve"]
     with (directory / "stderr").open("w") as said:
         running = subprocess.Popen(
             [*command, *options.split(), "--tensor-parallel"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True,
@@ -394,8 +377,9 @@ def test_a_process_that_hangs_between_passes_is_found_as_well(directory: Path, m
     """Rank 0 waits until the others take its message."""
     monkeypatch.setenv(VARIABLE, "2")
     (program := directory / "hears_one.py").write_text(HEARS_ONE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}", str(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+    with subprocess.Popen(
+        [*TORCHRUN, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as running:
         try:
             assert running.stdout is not None
             said = {running.stdout.readline() for _ in range(2)}

@@ -81,7 +81,7 @@ def sampled(humaneval: Path, directory: Path, n: int, limit: int) -> Programs:
     """Samples of the bundled pair, drawn, executed and exported by `shoal eval`."""
     out, files = directory / "samples", {name: directory / f"samples{FORMATS[name].suffix}" for name in FORMATS}
     words = ["eval", "humaneval", "--data", str(humaneval), "-n", str(n), "--limit", str(limit), "--methods", "batched"]
-    words += ["--seed", "0", "--no-plot", "--out", str(out)]
+    words += ["--seed", "0", "--no-plot", "--output", str(out)]
     words += [word for name, file in files.items() for word in ("--export", f"{name}:{file}")]
     _call([sys.executable, "-m", "shoal", *words], {})
     grades = {entry["task_id"]: entry["grades"].get("batched") for _, entry in records(out / GRADES)}

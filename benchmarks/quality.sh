@@ -11,6 +11,6 @@ budgets=0.1,0.15,0.2,0.25,0.3,0.4,0.5,0.75,1,2,inf
 
 for temperature in 0.2 0.8; do
   common="functions -n 8 --temperature $temperature --top-p 0.95 --max-new-tokens 128"
-  $shoal eval $common --seed 1 --time-budget $budgets --out "$out/seeded-$temperature"
-  $shoal eval $common --methods plain,batched --out "$out/fresh-$temperature"
+  $shoal eval $common --seed 1 --time-budget $budgets --output "$out/seeded-$temperature"
+  $shoal eval $common --methods plain,batched --output "$out/fresh-$temperature"
 done

@@ -235,7 +235,7 @@ def test_the_command_refuses_and_prints_no_table(
 ) -> None:
     monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))
     file = tmp_path / "out.json"
-    assert command_line([*COMMAND, "--json", str(file)]) == 1
+    assert command_line([*COMMAND, "--output", str(file)]) == 1
     answer = capsys.readouterr()
     assert "differs from plain decoding" in answer.err
     assert "Speed" not in answer.out
@@ -431,7 +431,7 @@ COMMAND = (*"bench --shape tiny --prompt-tokens 6 --batch-sizes 1,2 --max-new-to
 def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
-    assert command_line([*COMMAND, "--json", str(data), "--plot", str(picture), "--results", str(tmp_path)]) == 0
+    assert command_line([*COMMAND, "--output", str(data), "--plot", str(picture), "--results", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("Speed: all prompts different, T=0.8, 6 new tokens, float32") == 1
     assert "measuring will take about" in shown.err
@@ -447,6 +447,8 @@ def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[s
     assert named.name.startswith(found["machine"]["date"])
     assert command_line(["bench", "--replay", str(data)]) == 0
     assert capsys.readouterr().out == shown.out
+    assert command_line(["bench", "--replay", str(data), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
 
 
 def test_an_interrupted_run_shows_what_was_measured(
@@ -463,7 +465,7 @@ def test_an_interrupted_run_shows_what_was_measured(
 
     monkeypatch.setitem(methods.BASELINES, "hf", interrupted)
     data = tmp_path / "out.json"
-    assert command_line([*COMMAND, "--json", str(data)]) == 130
+    assert command_line([*COMMAND, "--output", str(data)]) == 130
     assert "interrupted" in capsys.readouterr().out
     found = json.loads(data.read_text())
     assert not found["complete"]
@@ -493,7 +495,9 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (["--layout", "grouped", "-n", "2", "--batch-sizes", "3"], "3 rows cannot be filled with groups of 2"),
         (["--baselines", "vllm"], "baseline must be one of"),
         (["--lookahead", "soon"], "lookahead must be"),
-        (["--json", "no/such/place.json"], "no directory"),
+        (["--output", "no/such/place.json"], "no directory"),
+        (["--json", "out.json"], "unexpected extra argument"),
+        (["--json", "--markdown"], "--json prints no tables"),
         (["--prompts", "no-such-file"], "cannot read"),
         (["--replay", "no-such-file"], "cannot replay"),
     ],

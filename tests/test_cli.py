@@ -738,6 +738,6 @@ def test_help_names_kinds_of_values_and_none_for_flags(shoal: Command) -> None:
         assert "--json" in page
         assert not re.search(r"<(bool|str|path|list\[)", page), name
     train = shoal("train", "drafter", "--help").out
-    assert re.search(r"--target +-m +TEXT", train)
+    assert re.search(r"--model +-m +TEXT", train)
     assert re.search(r"--corpus +PATH", train)
     assert re.search(r"--json +One JSON", train)

@@ -206,13 +206,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (folder / "b.jsonl").write_text(f'{{"text": {json.dumps(CODE)}}}\n\n{{"prompt": "def f():"}}\n"x = 1"\n')
     (folder / "c.bin").write_bytes(b"\xff\xff")
     out = tmp_path / "i"
-    assert run(["index", str(folder), "--out", str(out), "--json"]) == 0
+    assert run(["index", str(folder), "--output", str(out), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
     assert (about["files"], about["texts"], about["parts"]) == (2, 4, 1)
     assert about["bytes"] == out.stat().st_size > 8 * about["tokens"]
     index = open_index(str(out))
     assert (index.tokenizer, len(index.parts[0].places)) == (about["tokenizer"], about["tokens"])
-    assert run(["index", str(folder / "b.jsonl"), "--out", str(out)]) == 0  # anew, and read anew
+    assert run(["index", str(folder / "b.jsonl"), "--output", str(out)]) == 0  # anew, and read anew
     assert len(open_index(str(out)).parts[0].places) < about["tokens"]
     options: dict[str, Any] = {"n": 2, "max_new_tokens": 8, "seed": 1}
     with shoal.load(draft=f"suffix:index={out}", dtype="float32") as pair:

@@ -44,7 +44,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target, draft = save_pair(root / "pair")
     found = {"root": root, "target": target, "draft": draft, "index": root / "code.index", "answers": root / "answers"}
     (root / "code.txt").write_text(CODE * 4)
-    made = ["index", "--tokenizer", str(target), "--out", str(found["index"]), str(root / "code.txt")]
+    made = ["index", "--tokenizer", str(target), "--output", str(found["index"]), str(root / "code.txt")]
     assert run(made) == 0
     found["other"] = root / "other"
     tiny_model("llama", vocab_size=len(sentence_piece()), layers=1, eos_token_id=2).save_pretrained(found["other"])
@@ -85,7 +85,7 @@ def test_other_commands_take_what_batches_take(places: dict[str, Path], tmp_path
     found, prompt = tmp_path / "bench.json", tmp_path / "prompts.txt"
     prompt.write_text(CODE)
     spec = SPECS[0].format(**places)
-    assert run(["bench", "--wait", "0", "--json", str(found), "--prompts", str(prompt), *work, *common(places, spec)]) == 0
+    assert run(["bench", "--wait", "0", "--output", str(found), "--prompts", str(prompt), *work, *common(places, spec)]) == 0
     assert json.loads(found.read_text())["lines"]
     for spec in (SPECS[3], SPECS[5].format(**places)):
         with shoal.load(places["target"], spec, dtype="float32", max_batch=4) as pair:
@@ -220,7 +220,7 @@ def unfit(places: dict[str, Path], root: Path) -> dict[str, tuple[str, str]]:
         "index",
         "--tokenizer",
         str(places["other"]),
-        "--out",
+        "--output",
         str(root / "other.index"),
         str(places["root"] / "code.txt"),
     ]

@@ -435,7 +435,7 @@ def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], 
         "--temperature",
         1,
     ]
-    code, out, _ = shoal(capsys, *common, "--out", tmp_path / "out", "--time-budget", "1e-6,inf", "--json")
+    code, out, _ = shoal(capsys, *common, "--output", tmp_path / "out", "--time-budget", "1e-6,inf", "--json")
     assert code == 0
     summary = json.loads(out)
     assert summary["scores"] == ["rougeL", "rouge1", "rouge2"]
@@ -443,14 +443,14 @@ def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     assert all(pair["same_ids"] == pair["samples"] == 4 for pair in summary["against"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"settings.json", SAMPLES, GRADES, SUMMARY, FIGURE, PAGE}
     samples = (tmp_path / "out" / SAMPLES).read_bytes()
-    code, out, _ = shoal(capsys, *common, "--out", tmp_path / "out")  # complete: reported again, nothing is sampled
+    code, out, _ = shoal(capsys, *common, "--output", tmp_path / "out")  # complete: reported again, nothing is sampled
     assert code == 0
     for name in ("budget", *(f"ROUGE-{kind}@{which}" for kind in "L12" for which in ("First", "All"))):
         assert name in out  # however narrow the terminal
     assert "…" not in out
     assert "the same token ids in 4 of 4 samples" in out
     assert (tmp_path / "out" / SAMPLES).read_bytes() == samples
-    code, _, err = shoal(capsys, *common, "--out", tmp_path / "out", "--top-p", 0.5)
+    code, _, err = shoal(capsys, *common, "--output", tmp_path / "out", "--top-p", 0.5)
     assert code == 2
     assert "top_p = 0.95, asked for is 0.5" in err
 
@@ -477,7 +477,7 @@ def test_an_interrupted_run_says_how_to_go_on(
         1,
         "--max-new-tokens",
         2,
-        "--out",
+        "--output",
         tmp_path / "out",
     )
     assert (code, out) == (130, "")
@@ -610,7 +610,7 @@ def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], 
         48,
         "--seed",
         1,
-        "--out",
+        "--output",
         tmp_path,
         "--no-plot",
         "--json",

@@ -130,7 +130,7 @@ def test_the_command_tells_what_alignment_is_worth(capsys: pytest.CaptureFixture
     ("options", "said"),
     [
         (["functions", "--cut", "word", "--chat"], "leave out --chat"),
-        (["functions", "--cut", "word", "--time-budget", "1"], "leave out --methods, --time-budget and --out"),
+        (["functions", "--cut", "word", "--time-budget", "1"], "leave out --methods, --time-budget and --output"),
         (["functions", "--cut", "word", "--methods", "plain"], "leave out --methods"),
         (["functions", "--cut", "letter"], "letter"),
     ],

@@ -92,7 +92,7 @@ def test_samples_are_written_after_a_run_and_from_a_finished_one(
     files = {"evalplus": tmp_path / "out.jsonl", "bigcode": tmp_path / "out.json"}
     common = [
         "humaneval", "--data", tmp_path / "set.jsonl", "--model", target, "--draft", drafter, "-n", 2, "--max-new-tokens", 6,
-        "--temperature", 1, "--methods", "plain,batched", "--out", tmp_path / "out", "--no-plot", "--json",
+        "--temperature", 1, "--methods", "plain,batched", "--output", tmp_path / "out", "--no-plot", "--json",
     ]  # fmt: skip
     code, out, err = shoal(capsys, *common)
     assert (code, json.loads(out)["problems"]) == (0, 2), err

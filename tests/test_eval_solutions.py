@@ -44,7 +44,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_ctrl_c_keeps_the_results(capsys: pytest.CaptureFixture[str], tmp_path: Path, executed: list[str]) -> None:
-    code, summary, err = shoal(capsys, *COMMON, "--out", tmp_path)
+    code, summary, err = shoal(capsys, *COMMON, "--output", tmp_path)
     assert code == 130
     assert "interrupted: 2 of 4 judged" in err
     assert (summary["judged"], summary["solutions"]) == (2, 4)
@@ -52,7 +52,7 @@ def test_ctrl_c_keeps_the_results(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert [failure["task_id"] for failure in summary["failures"]] == executed[:1]
     assert [json.loads(line)["task_id"] for line in (tmp_path / RESULTS).read_text().splitlines()] == executed[:2]
     assert json.loads((tmp_path / SUMMARY).read_text()) == summary
-    code, summary, _ = shoal(capsys, *COMMON, "--out", tmp_path)  # goes on: the first two are not executed again
+    code, summary, _ = shoal(capsys, *COMMON, "--output", tmp_path)  # goes on: the first two are not executed again
     assert (code, summary["judged"]) == (0, 4)
     assert (len(executed), len(set(executed))) == (5, 5)
     assert summary["languages"]["python"]["passed"] == 3
@@ -69,12 +69,12 @@ def test_every_completion_of_a_problem_is_kept(capsys: pytest.CaptureFixture[str
     lines = [json.dumps({"task_id": "a", "completion": f"    return {value}"}) for value in (1, 2, 1)]
     (tmp_path / "given.jsonl").write_text("\n".join(lines))
     command = ("humaneval", "--data", tmp_path / "set.jsonl", "--solutions", tmp_path / "given.jsonl", "--json")
-    code, summary, _ = shoal(capsys, *command, "--out", tmp_path / "out")
+    code, summary, _ = shoal(capsys, *command, "--output", tmp_path / "out")
     assert (code, summary["judged"], summary["languages"]["python"]["passed"]) == (0, 3, 2)
     outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "out" / RESULTS).read_text().splitlines()]
     assert outcomes == ["passed", "failed", "passed"]
     (tmp_path / "given.jsonl").write_text("\n".join(lines[:2]))
-    code, summary, _ = shoal(capsys, *command, "--out", tmp_path / "out")
+    code, summary, _ = shoal(capsys, *command, "--output", tmp_path / "out")
     assert code == 2
     assert "holds results with solutions_fingerprint" in summary["error"]["message"]
 

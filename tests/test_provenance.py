@@ -136,7 +136,7 @@ def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("work began")
 
 
-@pytest.mark.parametrize("option", [("--json", "a.json"), ("--results", ".")])
+@pytest.mark.parametrize("option", [("--output", "a.json"), ("--results", ".")])
 def test_bench_refuses_before_it_loads(
     option: tuple[str, str], results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +144,7 @@ def test_bench_refuses_before_it_loads(
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", _never)
     assert run(["bench", option[0], str(results / option[1])]) == 2
     assert "commit the changes first" in capsys.readouterr().err
-    assert run(["eval", "functions", "--out", str(results)]) == 2
+    assert run(["eval", "functions", "--output", str(results)]) == 2
     assert "commit the changes first" in capsys.readouterr().err
 
 

@@ -244,7 +244,7 @@ def test_check_needs_no_draft_model(places: tuple[Path, Path], capsys: pytest.Ca
 
 def test_bench_and_demo_need_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--batch-sizes", "2", "--max-new-tokens", "8", "--repeats", "1", "--lookahead", "off,3", "--baselines", ""]
-    assert run(["bench", "--draft", "ngram", "--wait", "0", "--json", str(tmp_path / "found.json"), *work]) == 0
+    assert run(["bench", "--draft", "ngram", "--wait", "0", "--output", str(tmp_path / "found.json"), *work]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["config"]["draft"] == {"name": "ngram:min=2,max=4"}
     for stats in (one["stats"] for line in found["lines"] for one in line["runs"] if one["stats"]):

@@ -175,8 +175,8 @@ def test_check_names_the_command(place: Path) -> None:
     measuring = MeasureOptions(n=2, max_new_tokens=8, k=2)
     given = ("from --prompt", ["def f(x):"])
     found = {one.name: one.advice for one in checks_of(ModelSource(str(place)), given, measuring, 1, lambda _: None)}
-    assert f"shoal train drafter --target {place} --out DIR" in found["drafter"]
+    assert f"shoal train drafter --model {place} --output DIR" in found["drafter"]
     source = ModelSource(str(place), str(place.parent / "drafter"))
     checks = checks_of(source, given, measuring, 1, lambda _: None)
     advice = next(one.advice for one in checks if one.name.startswith("acceptance"))
-    assert f"shoal train drafter --target {place} --out DIR --prompts FILE" in advice
+    assert f"shoal train drafter --model {place} --output DIR --prompts FILE" in advice

@@ -53,7 +53,7 @@ def _bench(batch: int, on: dict[str, str], tokens: int, repeats: int) -> tuple[s
         PYTHON, "-m", "shoal", "bench", "--shape", on["shape"], "--acceptance", "0.8", "--dtype", on["dtype"],
         "--device", on["device"], "--batch-sizes", str(batch), "--lookahead", "off,fixed:6,auto", "--baselines", "hf",
         "--temperature", "0.8", "--max-new-tokens", str(tokens), "--repeats", str(repeats), "--wait", "5",
-        "--json", "{results}/bench.json",
+        "--output", "{results}/bench.json",
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, 
     from shoal.bench.provenance import require_place
     from shoal.bench.runner import BenchmarkRunner
 
-    require_place(output.json, output.results)
+    require_place(output.output, output.results)
     if not job.cases:  # before a model is loaded
         raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
     with StatusLine() as status:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from shoal.cli.files import require_writable, write_whole
 from shoal.cli.option_groups import output_option
+from shoal.cli.options import JsonOption
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,15 +23,20 @@ if TYPE_CHECKING:
 class ReportOptions:
     """Files for the results, and how the tables look."""
 
-    json: Annotated[Path | None, output_option("--json", help="Write every repeat to a JSON file.")] = None
+    output: Annotated[Path | None, output_option("--output", "-o", help="Write every repeat to a JSON file.")] = None
     plot: Annotated[Path | None, output_option("--plot", help="Write two plots (.png, .svg).")] = None
     results: Annotated[Path | None, output_option(help="Directory for a JSON file named by date and machine.")] = None
     replay: Annotated[Path | None, output_option(help="Show a JSON file again instead of measuring.")] = None
     markdown: Annotated[bool, output_option("--markdown", help="Tables as Markdown.")] = False
+    json: JsonOption = False
+
+    def __post_init__(self) -> None:
+        if self.json and self.markdown:
+            raise RequestError("--json prints no tables: leave out --markdown")
 
     def require_writable(self) -> None:
         """Raises RequestError for a file that could not be written, before anything is measured."""
-        for path in (self.json, self.plot):
+        for path in (self.output, self.plot):
             if path is not None:
                 require_writable(path)
         if self.results is not None and not self.results.is_dir():
@@ -41,11 +47,11 @@ class ReportOptions:
             require_matplotlib()
 
     def deliver(self, report: Report, with_regret: bool) -> None:
-        """Files first, then the tables on stdout."""
+        """Files first, then the tables, or every repeat as JSON, on stdout."""
         from shoal.bench import regret, tables
         from shoal.bench.provenance import write_results
 
-        files = [self.json] if self.json else []
+        files = [self.output] if self.output else []
         files += [self.results / _file_name(report)] if self.results else []
         for path in files:
             write_results(path, report.to_dict(), write_whole)
@@ -53,6 +59,9 @@ class ReportOptions:
             from shoal.bench.plots import plot
 
             plot(report, self.plot)
+        if self.json:
+            print(json.dumps(report.to_dict()))
+            return
         if self.markdown:
             print(tables.markdown(report))
             return
@@ -77,7 +86,7 @@ def _file_name(report: Report) -> str:
 
 
 def read_report(file: Path) -> Report:
-    """A report that `--json` wrote. Raises RequestError for any other file."""
+    """A report that `--output` wrote. Raises RequestError for any other file."""
     from shoal.bench.report import Report
 
     try:

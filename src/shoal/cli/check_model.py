@@ -43,7 +43,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
 def training_command(target: Runner) -> str:
     """What trains a draft model for a target."""
     name = display_name(target)
-    return f"shoal train drafter --target {BUNDLED if name != target.name else name} --out DIR"
+    return f"shoal train drafter --model {BUNDLED if name != target.name else name} --output DIR"
 
 
 def _tokenizers(model: Shoal, draft: Runner) -> CheckResult:

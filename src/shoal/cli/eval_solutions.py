@@ -31,7 +31,9 @@ def execute_solutions(eval_set: EvalSet, solutions: str, programs: SandboxOption
         try:
             held.execute(sandbox, programs.workers, with_progress)
         except KeyboardInterrupt:
-            stderr().print(f"interrupted: {len(held.results)} of {len(pairs)} judged; with --out, the same command goes on")
+            stderr().print(
+                f"interrupted: {len(held.results)} of {len(pairs)} judged; with --output, the same command goes on"
+            )
             code = EXIT_INTERRUPTED
     summary = held.report(eval_set.problems, {"isolation": sandbox.isolation})
     if as_json:

@@ -88,9 +88,13 @@ class OutputOptions:
 
     out: Annotated[
         Path | None,
-        output_option(help="Directory for results, summary, figure and report. The same command goes on where it stopped."),
+        output_option(
+            "--output",
+            "-o",
+            help="Directory for results, summary, figure and report. The same command goes on where it stopped.",
+        ),
     ] = None
-    plot: Annotated[bool, output_option("--plot/--no-plot", help="Draw the figure (with --out).")] = True
+    plot: Annotated[bool, output_option("--plot/--no-plot", help="Draw the figure (with --output).")] = True
     export: Annotated[list[str] | None, output_option("--export", metavar="FORMAT:FILE", help=EXPORT_HELP)] = None
     json: JsonOption = False
 
@@ -190,7 +194,7 @@ def _evaluate_schemas(
 def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) -> None:
     """Raises RequestError where several runs are asked for, or files of one."""
     if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
-        raise RequestError(f"{why}: leave out --methods, --time-budget and --out")
+        raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
 
 
 def _options(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[str, Any]:
@@ -243,7 +247,7 @@ def _evaluate(
             evaluation.grade(grader, with_progress)
     except KeyboardInterrupt:
         done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)
-        stderr().print(f"interrupted: {done} of {many} problems sampled; with --out, the same command goes on")
+        stderr().print(f"interrupted: {done} of {many} problems sampled; with --output, the same command goes on")
         return EXIT_INTERRUPTED
     import torch
 

@@ -25,7 +25,7 @@ SENT = 64
 
 def index(
     files: Annotated[list[Path], typer.Argument(help="Text, code, .jsonl with a text or prompt per line; or directories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The index.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="The index.")],
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", "-t", help="Of the target: Hub id or directory; bundled: the bundled target.")
     ] = BUNDLED,
@@ -40,7 +40,7 @@ def index(
         raise RequestError(f"cannot write {str(out)!r}: it is no file")
     found = files_of(files)
     if out.resolve() in {file.resolve() for file in found}:
-        raise RequestError(f"--out {str(out)!r} is one of the files to read")
+        raise RequestError(f"--output {str(out)!r} is one of the files to read")
     if tokenizer != BUNDLED:
         require_source(tokenizer)
     started = time.perf_counter()

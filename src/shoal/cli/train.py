@@ -28,8 +28,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TargetOption = Annotated[str, typer.Option("--target", "-m", help="Hub id or directory; bundled: the bundled target.")]
-OutOption = Annotated[Path, typer.Option("--out", "-o", help="Directory for the drafter; a rerun goes on from there.")]
+TargetOption = Annotated[
+    str, typer.Option("--model", "-m", help="Target: Hub id or directory; bundled: the bundled target.")
+]
+OutOption = Annotated[Path, typer.Option("--output", "-o", help="Directory for the drafter; a rerun goes on from there.")]
 PromptsOption = Annotated[
     list[Path] | None,
     typer.Option("--prompts", help="JSON Lines of prompts that the target continues. Without: small programming problems."),
@@ -172,7 +174,7 @@ def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | 
     texts = listed_prompts(prompts or [])
     source = None if target == BUNDLED else target
     if source is not None and Path(source).resolve() == out.resolve():
-        raise RequestError("--out must be another directory than that of the target")
+        raise RequestError("--output must be another directory than that of the target")
     return source, texts
 
 

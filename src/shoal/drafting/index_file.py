@@ -162,7 +162,7 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start != MAGIC:
-            raise RequestError(f"{path!r} is no index: `shoal index --out FILE` makes one")
+            raise RequestError(f"{path!r} is no index: `shoal index --output FILE` makes one")
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     length, checksum, magic = TRAILER.unpack(mapped[-TRAILER.size :])
     data = mapped[max(size - TRAILER.size - length, 0) : size - TRAILER.size]

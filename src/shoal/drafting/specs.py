@@ -87,7 +87,7 @@ class Suffix:
         if self.min < 1 or not 0 <= self.nodes <= MOST_NODES or self.limit < 64:
             raise RequestError(f"suffix needs min >= 1, nodes in 0..{MOST_NODES} and limit >= 64, got {self.name}")
         if self.index and not Path(self.index).is_file():
-            raise RequestError(f"there is no index {self.index!r}: `shoal index --out FILE` makes one")
+            raise RequestError(f"there is no index {self.index!r}: `shoal index --output FILE` makes one")
         if self.answers and not Path(self.answers).parent.is_dir():
             raise RequestError(f"cannot keep answers in {self.answers!r}: there is no such directory")
 

@@ -82,5 +82,5 @@ def open_directory(directory: Path, settings: dict[str, Any]) -> None:
         if before.get(name) != settings.get(name):
             raise RequestError(
                 f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked for is {settings.get(name)!r}: "
-                "give another --out, or the same settings to go on"
+                "give another --output, or the same settings to go on"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -197,9 +198,7 @@ def serve(
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
     allowed = _settings(naming.name or [served_name(source.model)], naming.chat_template, rule, address, limits)
     if rule in LOSSY_RULES:
-        from shoal.cli.console import stderr
-
-        stderr().print(LOSSY_RULES[rule], style="yellow", markup=False, soft_wrap=True)
+        _say(LOSSY_RULES[rule], "yellow")
     memory = in_bytes(limits.kv_memory), in_bytes(0 if source.tensor_parallel else limits.prefix_memory)
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
     encryption = tls.read()
@@ -258,16 +257,22 @@ def _settings(
 
 def _print_address(host: str, settings: Settings, json_output: bool, tls: Tls | None, port: int) -> None:
     """Prints the address, and a warning if everybody may use it."""
-    from shoal.cli.console import stderr
-
     url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
     said = f"shoal serves {settings.model} at {url}, with a page to try it at {url.removesuffix('v1')} (Ctrl-C stops)"
-    stderr().print(said, markup=False, highlight=False, soft_wrap=True)
+    _say(said)
     closed = settings.keys or (tls is not None and tls.client_certificates == "required")
     if not closed and not any(f"//{place}" in url for place in LOOPBACK):
-        stderr().print("no API key is set: whoever reaches this address may use it", style="yellow")
+        _say("no API key is set: whoever reaches this address may use it", "yellow")
+
+
+def _say(text: str, style: str | None = None) -> None:
+    """Prints a line on stderr, and goes on where that is a file on a full disk, as the log does."""
+    from shoal.cli.console import stderr
+
+    with suppress(OSError):
+        stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def served_name(model: str | None) -> str:

@@ -111,4 +111,5 @@ def printed_logs(actor: str) -> Iterator[None]:
 def _print(lines: Any) -> None:
     with suppress(RayError):  # the actor has died, and with it what it had
         while (taken := ray.get(lines.take.remote())) is not None:
-            print(*taken, sep="\n", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the disk of the log is full: these lines are lost, later ones may have room
+                print(*taken, sep="\n", file=sys.stderr, flush=True)

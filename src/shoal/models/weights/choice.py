@@ -175,9 +175,13 @@ def _remember(place: Path | None, new: Mapping[str, Any]) -> dict[str, Any]:
     if place is not None:
         try:
             handle, beside = tempfile.mkstemp(dir=place.parent, prefix=f"{place.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"facts": _facts(), "choices": known}, file, indent=1)
-            Path(beside).replace(place)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"facts": _facts(), "choices": known}, file, indent=1)
+                Path(beside).replace(place)
+            except BaseException:
+                Path(beside).unlink()
+                raise
         except OSError as error:
             LOG.warning("cannot remember how weights are multiplied fastest, so each process measures it: %s", error)
     return known

@@ -70,7 +70,12 @@ def tried(
             seen.killed += kill_workers(process, chance)
         elif chance.random() < trouble.kill:
             seen.killed += killed_at_work(process, answers, chance)
-        said = process.communicate(timeout=PATIENCE)[1]
+        try:
+            said = process.communicate(timeout=PATIENCE)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            seen.faults.append("a run hangs")
+            break
         code = process.returncode
         if code not in (0, -signal.SIGKILL):
             seen.refused += 1

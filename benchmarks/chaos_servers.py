@@ -110,7 +110,10 @@ def live(trouble: Trouble, machine: Machine, shared: Asked, seen: Outcome, chanc
     process = start(trouble, machine, port)
     shared.life, kills = [], 0
     try:
-        ready(port, process)
+        if not ready(port, process):
+            shared.faults.append(f"the server did not start: {process.poll()}")
+            shared.over.set()
+            return
         most = 0 if chance.random() >= trouble.kill else 1 if trouble.victims == "process" else MOST_REPLICAS
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(client, f"http://127.0.0.1:{port}", process, shared) for _ in range(CLIENTS)]
@@ -153,17 +156,17 @@ def start(trouble: Trouble, machine: Machine, port: int) -> subprocess.Popen[str
         return machine.start(arguments, machine.folder / "none", stdout=subprocess.DEVNULL, stderr=stderr)
 
 
-def ready(port: int, process: subprocess.Popen[str]) -> None:
-    """Waits until the server answers."""
+def ready(port: int, process: subprocess.Popen[str]) -> bool:
+    """Waits until the server answers; whether it does."""
     until = time.perf_counter() + PATIENCE
     while time.perf_counter() < until and process.poll() is None:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200:
-                return
+                return True
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise SystemExit(f"the server did not start: {process.poll()}")
+    return False
 
 
 def killed_at_work(

@@ -25,11 +25,12 @@ import importlib.util
 import inspect
 import ipaddress
 import logging
+import random
 import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -38,6 +39,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from shoal.engine import validation
 from shoal.engine.engine import Engine
 from shoal.types.stats import Stats
 
@@ -124,6 +126,25 @@ def patient_clients() -> Iterator[None]:
         for name in ("connect", "read", "write", "pool"):
             patch.setattr(default, name, float(SECONDS_PER_TEST))
         assert httpx.Client().timeout.read == SECONDS_PER_TEST
+        yield
+
+
+SEEDS = random.Random()
+"""Where requests without a seed get theirs."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same in every run, whatever ran before it in its process."""
+    SEEDS.seed(item.nodeid)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_seeds() -> Iterator[None]:
+    """Requests without a seed take theirs from `SEEDS`, not from the system."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "secrets", SimpleNamespace(randbits=SEEDS.getrandbits))
         yield
 
 

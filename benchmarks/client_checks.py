@@ -8,45 +8,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PROMPT, MODEL, KEY = "def add(a, b):\n    return", "bundled", "none"
-CHAT = [{"role": "user", "content": "Write a function that adds."}]
-AGE = {"type": "integer", "minimum": 0, "maximum": 99}
-SCHEMA = {
-    "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": AGE}, "required": ["name", "age"],
-    "additionalProperties": False,
-}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "person", "description": "Notes a person.", "parameters": SCHEMA}}
-FORCED = {"type": "function", "function": {"name": "person"}}
-Checks = dict[str, Callable[[], None] | None]
-"""By feature; None: the client has no such thing."""
-
-
-def is_person(value: Any) -> None:
-    assert set(value) == {"name", "age"}, value
-    assert isinstance(value["name"], str), value
-    assert 0 <= value["age"] <= 99, value
-
-
-def same(answers: Sequence[Any]) -> None:
-    """A seed's answers."""
-    assert answers[0], answers
-    assert answers[0] == answers[1], answers
-
-
-def refused(call: Callable[[], Any]) -> None:
-    """By an error that says what is missing, not by a crash of the client's parser."""
-    try:
-        call()
-    except Exception as error:
-        said = str(error)
-    else:
-        raise AssertionError("embeddings were answered")
-    assert "404" in said or "embeddings" in said.lower(), said
+import client_requests as shared
+from client_frameworks import of_dspy, of_evalplus, of_haystack, of_outlines, of_pydantic_ai
+from client_requests import CHAT, FORCED, JSON_SCHEMA, KEY, PROMPT, SCHEMA, TOOL, Checks, is_person, refused, same
 
 
 def of_openai(url: str) -> Checks:
@@ -55,10 +24,10 @@ def of_openai(url: str) -> Checks:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
     def complete(**options: Any) -> Any:
-        return client.completions.create(model=MODEL, prompt=PROMPT, **{"max_tokens": 12, "seed": 1, **options})
+        return client.completions.create(model=shared.MODEL, prompt=PROMPT, **{"max_tokens": 12, "seed": 1, **options})
 
     def chat(**options: Any) -> Any:
-        return client.chat.completions.create(model=MODEL, messages=CHAT, **{"max_tokens": 12, "seed": 1, **options})
+        return client.chat.completions.create(model=shared.MODEL, messages=CHAT, **{"max_tokens": 12, "seed": 1, **options})
 
     def completion() -> None:
         assert complete().choices[0].text
@@ -90,11 +59,10 @@ def of_openai(url: str) -> Checks:
         is_person(json.loads(call.function.arguments))
 
     def schema() -> None:
-        kind = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
-        is_person(json.loads(chat(response_format=kind, max_tokens=80).choices[0].message.content))
+        is_person(json.loads(chat(response_format=JSON_SCHEMA, max_tokens=80).choices[0].message.content))
 
     def responses() -> None:
-        asked: dict[str, Any] = {"model": MODEL, "input": CHAT, "extra_body": {"seed": 5}}
+        asked: dict[str, Any] = {"model": shared.MODEL, "input": CHAT, "extra_body": {"seed": 5}}
         answer = client.responses.create(**asked, max_output_tokens=12)
         assert answer.output_text == chat(seed=5).choices[0].message.content
         events = list(client.responses.create(**asked, max_output_tokens=12, stream=True))
@@ -110,7 +78,7 @@ def of_openai(url: str) -> Checks:
         "completion": completion, "chat": chats, "responses": responses, "stream": stream,
         "n": several, "logprobs": logprobs, "stop": stop, "tools": tools,
         "JSON schema": schema, "seed": lambda: same([complete(temperature=1.0, seed=5).choices[0].text for _ in range(2)]),
-        "refusal of embeddings": lambda: refused(lambda: client.embeddings.create(model=MODEL, input="x")),
+        "refusal of embeddings": lambda: refused(lambda: client.embeddings.create(model=shared.MODEL, input="x")),
     }  # fmt: skip
 
 
@@ -118,7 +86,7 @@ def of_langchain(url: str) -> Checks:
     from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
-    common: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": KEY, "model": MODEL, "max_retries": 0}
+    common: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": KEY, "model": shared.MODEL, "max_retries": 0}
 
     def chat(**options: Any) -> Any:
         return ChatOpenAI(**common, **{"max_tokens": 12, "seed": 1, **options})
@@ -178,7 +146,7 @@ def of_llama_index(url: str) -> Checks:
     from llama_index.llms.openai_like import OpenAILike
 
     def model(**options: Any) -> Any:
-        common = {"api_base": f"{url}/v1", "api_key": KEY, "model": MODEL, "max_retries": 0, "max_tokens": 12}
+        common = {"api_base": f"{url}/v1", "api_key": KEY, "model": shared.MODEL, "max_retries": 0, "max_tokens": 12}
         extra = {"seed": 1, **options.pop("more", {})}
         return OpenAILike(**{**common, "additional_kwargs": extra, **options})
 
@@ -214,8 +182,7 @@ def of_llama_index(url: str) -> Checks:
         assert call.tool_name == "person", call
 
     def schema() -> None:
-        kind = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-        is_person(json.loads(chat(max_tokens=80, more={"response_format": kind}).chat(said).message.content))
+        is_person(json.loads(chat(max_tokens=80, more={"response_format": JSON_SCHEMA}).chat(said).message.content))
 
     return {
         "completion": completion, "chat": chats, "responses": None, "stream": stream, "n": None, "logprobs": logprobs,
@@ -238,7 +205,7 @@ def of_instructor(url: str) -> Checks:
     def extract(mode: Any, seed: int = 1, temperature: float = 1.0) -> Any:
         client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0), mode=mode)
         return client.chat.completions.create(
-            model=MODEL,
+            model=shared.MODEL,
             messages=CHAT,
             response_model=Person,
             max_retries=0,
@@ -255,7 +222,12 @@ def of_instructor(url: str) -> Checks:
             openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0), mode=instructor.Mode.RESPONSES_TOOLS
         )
         person = client.responses.create(
-            model=MODEL, input="Ada, 36", response_model=Person, max_retries=0, max_output_tokens=80, extra_body={"seed": 1}
+            model=shared.MODEL,
+            input="Ada, 36",
+            response_model=Person,
+            max_retries=0,
+            max_output_tokens=80,
+            extra_body={"seed": 1},
         )
         is_person(person.model_dump())
 
@@ -274,8 +246,14 @@ def of_llm(url: str) -> Checks:
     import llm
 
     listed = [
-        {"model_id": "chat", "model_name": MODEL, "api_base": f"{url}/v1", "supports_schema": True, "supports_tools": True},
-        {"model_id": "text", "model_name": MODEL, "api_base": f"{url}/v1", "completion": True},
+        {
+            "model_id": "chat",
+            "model_name": shared.MODEL,
+            "api_base": f"{url}/v1",
+            "supports_schema": True,
+            "supports_tools": True,
+        },
+        {"model_id": "text", "model_name": shared.MODEL, "api_base": f"{url}/v1", "completion": True},
     ]
     directory = Path(llm.user_dir())
     (directory / "extra-openai-models.yaml").write_text(json.dumps(listed), "utf-8")
@@ -317,11 +295,11 @@ def of_litellm(url: str) -> Checks:
 
     def chat(**options: Any) -> Any:
         asked = {"max_tokens": 12, "seed": 1, **options}
-        return litellm.completion(model=f"openai/{MODEL}", messages=CHAT, **common, **asked)
+        return litellm.completion(model=f"openai/{shared.MODEL}", messages=CHAT, **common, **asked)
 
     def completion() -> None:
         asked = {"prompt": PROMPT, "max_tokens": 12, **common}
-        assert litellm.text_completion(model=f"text-completion-openai/{MODEL}", **asked).choices[0].text
+        assert litellm.text_completion(model=f"text-completion-openai/{shared.MODEL}", **asked).choices[0].text
 
     def chats() -> None:
         assert chat().choices[0].message.content
@@ -344,14 +322,19 @@ def of_litellm(url: str) -> Checks:
         is_person(json.loads(call.function.arguments))
 
     def schema() -> None:
-        kind = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
-        is_person(json.loads(chat(response_format=kind, max_tokens=80).choices[0].message.content))
+        is_person(json.loads(chat(response_format=JSON_SCHEMA, max_tokens=80).choices[0].message.content))
 
     def embeddings() -> None:
-        litellm.embedding(model=f"openai/{MODEL}", input=["x"], **common)
+        litellm.embedding(model=f"openai/{shared.MODEL}", input=["x"], **common)
 
     def responses() -> None:
-        asked = {"model": f"openai/{MODEL}", "input": "Hi", "max_output_tokens": 12, "extra_body": {"seed": 1}, **common}
+        asked = {
+            "model": f"openai/{shared.MODEL}",
+            "input": "Hi",
+            "max_output_tokens": 12,
+            "extra_body": {"seed": 1},
+            **common,
+        }
         [item] = litellm.responses(**asked).output
         events = list(litellm.responses(**asked, stream=True))
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == item.content[0].text
@@ -369,7 +352,7 @@ def of_lm_eval(url: str) -> Checks:
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-    given: dict[str, Any] = {"model": MODEL, "num_concurrent": 1, "max_retries": 1}
+    given: dict[str, Any] = {"model": shared.MODEL, "num_concurrent": 1, "max_retries": 1}
     texts = LocalCompletionsAPI(base_url=f"{url}/v1/completions", tokenizer_backend="remote", **given)
     chats = LocalChatCompletion(base_url=f"{url}/v1/chat/completions", tokenizer_backend=None, **given)
 
@@ -412,6 +395,11 @@ CLIENTS: dict[str, tuple[str, Callable[[str], Checks]]] = {
     "llm": ("llm", of_llm),
     "litellm": ("litellm", of_litellm),
     "lm-eval": ("lm-eval", of_lm_eval),
+    "pydantic-ai": ("pydantic-ai-slim", of_pydantic_ai),
+    "haystack": ("haystack-ai", of_haystack),
+    "dspy": ("dspy", of_dspy),
+    "outlines": ("outlines", of_outlines),
+    "evalplus": ("evalplus", of_evalplus),
 }
 """By name: the distribution, and its checks."""
 

@@ -1,13 +1,15 @@
 """`python benchmarks/clients.py`: a table of client libraries and features, each tried against a live server with the bundled pair.
 
-The clients (`pip install '.[clients,lm-eval]'`) belong into an environment of their own: `--python` names its interpreter. The
-server is started here, `client_checks.py` runs there, one process per client, and prints what each check found.
+The clients (`pip install '.[clients,lm-eval]'`) belong into an environment of their own: `--python` names its interpreter. Those of
+Node.js (`npm install openai ai @ai-sdk/openai-compatible zod`) lie in the `node_modules` of the directory `--node`. The server is
+started here; `client_checks.py` and `client_checks.mjs` run there, one process per client, and print what each check found.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +31,17 @@ from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
 from shoal.errors import RequestError
 
-CLIENTS = ("openai", "langchain-openai", "llama-index", "instructor", "llm", "litellm", "lm-eval")
+PYTHON_CLIENTS = (
+    "openai", "langchain-openai", "llama-index", "instructor", "llm", "litellm", "lm-eval", "pydantic-ai", "haystack", "dspy",
+    "outlines", "evalplus",
+)  # fmt: skip
+NODE_CLIENTS = ("openai (Node.js)", "Vercel AI SDK")
+CLIENTS = (*PYTHON_CLIENTS, *NODE_CLIENTS)
 FEATURES = (
     "completion", "chat", "responses", "stream", "n", "logprobs", "stop", "tools", "JSON schema", "seed", "refusal of embeddings",
 )  # fmt: skip
-CHECKS = Path(__file__).with_name("client_checks.py")
-LOADING_SECONDS, CLIENT_SECONDS = 120, 300
+CHECKS = Path(__file__).resolve().with_name("client_checks.py")
+LOADING_SECONDS, CLIENT_SECONDS = 600, 600
 TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>
 {% endif %}{% for m in messages %}<|{{ m.role }}|>
 {{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>
@@ -77,8 +84,11 @@ def _is_up(url: str) -> bool:
         return False
 
 
-def checked(python: str, client: str, url: str, directory: Path) -> Mapping[str, object]:
+def checked(python: str, node: Path, client: str, url: str, directory: Path) -> Mapping[str, object]:
     """What the checks of one client print: its version and a word per feature."""
+    if client in NODE_CLIENTS and shutil.which("node") is None:
+        return {"client": client, "version": None, "found": {}, "error": "there is no node on PATH"}
+    program = ["node", str(CHECKS.with_suffix(".mjs"))] if client in NODE_CLIENTS else [python, str(CHECKS)]
     environment = {
         **os.environ,
         "LLM_USER_PATH": str(directory),
@@ -87,7 +97,8 @@ def checked(python: str, client: str, url: str, directory: Path) -> Mapping[str,
     }
     try:
         done = subprocess.run(
-            [python, str(CHECKS), client, url],
+            [*program, client, url],
+            cwd=node if client in NODE_CLIENTS else None,
             capture_output=True,
             text=True,
             timeout=CLIENT_SECONDS,
@@ -104,16 +115,17 @@ def checked(python: str, client: str, url: str, directory: Path) -> Mapping[str,
 
 def main(
     python: Annotated[str, typer.Option(help="interpreter of the environment that has the clients")] = sys.executable,
+    node: Annotated[Path, typer.Option(help="directory whose node_modules has the clients of Node.js")] = Path(),
     port: Annotated[int, typer.Option(help="of the server, on the loopback address")] = 8765,
     only: Annotated[list[str] | None, typer.Option("--client", help="of these clients alone; repeatable")] = None,
     to: Annotated[Path | None, typer.Option("--json", help="write what was found")] = None,
 ) -> None:
     """Prints a table. Exit code 1: something went wrong in a client that is installed."""
     require_place(to)
-    table, reports, console = Table("client", "version", *FEATURES), [], Console(width=160)
+    table, reports, console = Table("client", "version", *FEATURES), [], Console(width=180)
     with tempfile.TemporaryDirectory() as place, running(Path(place), port) as url:
         for client in only or CLIENTS:
-            report = checked(python, client, url, Path(place))
+            report = checked(python, node, client, url, Path(place))
             reports.append(report)
             found: Found = report["found"]  # type: ignore[assignment]
             table.add_row(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import client_checks
+import client_requests
 import clients
 import shoal
 from serving import Served, served
@@ -29,11 +30,11 @@ def installed(client: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("client", clients.CLIENTS)
+@pytest.mark.parametrize("client", clients.PYTHON_CLIENTS)
 def test_what_a_client_can_do_works(client: str, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not installed(client) or (client == "lm-eval" and not importlib.util.find_spec("tenacity")):
         pytest.skip(f"{client} is not installed (extra clients)")
-    monkeypatch.setattr(client_checks, "MODEL", "tiny")
+    monkeypatch.setattr(client_requests, "MODEL", "tiny")
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     checks = client_checks.CLIENTS[client][1](server.url)
     assert set(checks) == set(clients.FEATURES)
@@ -48,7 +49,7 @@ def test_a_fault_is_shown_in_the_table() -> None:
     assert client_checks.word_of(fault) == "ValueError: two lines"
     for call in (lambda: None, lambda: {}["x"]):
         with pytest.raises(AssertionError):
-            client_checks.refused(call)
+            client_requests.refused(call)
 
 
 def test_the_page_shows_what_was_found() -> None:

@@ -199,8 +199,8 @@ def test_measurements_become_files_in_one_way_only() -> None:
     ]:
         text = file.read_text()
         found += [file.name] * len(re.findall(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w", text))
-    known = "chaos.py chaos_troubles.py client_checks.py clients.py clients.py evalplus_checks.py evalplus_outcomes.py "
-    known += "evalplus_outcomes.py process.py process.py provenance.py virtual.py"
+    known = "chaos.py chaos_troubles.py client_checks.py client_frameworks.py clients.py clients.py evalplus_checks.py "
+    known += "evalplus_outcomes.py evalplus_outcomes.py process.py process.py provenance.py virtual.py"
     assert sorted(found) == known.split()
 
 

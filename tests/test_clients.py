@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +44,19 @@ def test_what_a_client_can_do_works(client: str, server: Served, tmp_path: Path,
     assert set(found.values()) <= {"yes", "-"}, found
 
 
+def test_the_checks_of_both_languages_are_of_the_same_features(tmp_path: Path) -> None:
+    text = clients.CHECKS.with_suffix(".mjs").read_text("utf-8")
+    features = re.search(r"const FEATURES = (\[.*?\]);", text, re.DOTALL)
+    assert features
+    assert tuple(re.findall(r'"([^"]+)"', features[1])) == clients.FEATURES
+    assert tuple(re.findall(r'"([^"]+)": \["[\w-]+", of\w+\]', text)) == clients.NODE_CLIENTS
+    assert tuple(client_checks.CLIENTS) == clients.PYTHON_CLIENTS
+    if shutil.which("node"):
+        for client in clients.NODE_CLIENTS:  # where nothing is installed
+            report = clients.checked("python", tmp_path, client, "http://127.0.0.1:9", tmp_path)
+            assert report == {"client": client, "version": None, "found": {}}
+
+
 def test_a_fault_is_shown_in_the_table() -> None:
     def fault() -> None:
         raise ValueError("two\nlines")
@@ -59,7 +74,7 @@ def test_the_page_shows_what_was_found() -> None:
     page = (root / "docs" / "how-to" / "clients.md").read_text("utf-8")
     [results] = (root / "benchmarks" / "results").glob("clients-*.json")
     reports: list[dict[str, Any]] = json.loads(results.read_text("utf-8"))["clients"]
-    assert [report["client"] for report in reports] == list(clients.CLIENTS)
+    assert {report["client"] for report in reports} <= set(clients.CLIENTS)
     for report in reports:
         cells = [report["client"], report["version"], *(report["found"][feature] for feature in clients.FEATURES)]
         assert f"| {' | '.join(cells)} |" in page

@@ -51,6 +51,7 @@ def test_rows_are_padded_on_the_side_of_their_ends(loaded: shoal.Shoal) -> None:
     assert found.completion_ids.shape == found.logprobs.shape == (6, longest)
     assert found.prompts.tolist() == [0, 0, 1, 1, 2, 2]
     assert found.finished.tolist() == [sample.finished for sample in samples]
+    assert found.truncated.tolist() == [sample.finish_reason == "length" for sample in samples]
     for row, sample in enumerate(samples):
         assert found.prompt_ids[row][found.prompt_mask[row]].tolist() == list(PROMPTS[row // 2])
         assert found.prompt_mask[row].tolist() == sorted(found.prompt_mask[row].tolist())
@@ -62,10 +63,19 @@ def test_rows_are_padded_on_the_side_of_their_ends(loaded: shoal.Shoal) -> None:
     assert found.input_ids.shape == found.attention_mask.shape == (6, 6 + longest)
 
 
+def test_a_row_that_came_to_its_limit_is_finished_and_truncated(loaded: shoal.Shoal) -> None:
+    """What training leaves out of a loss are rows that did not end by themselves: `finished` does not say it."""
+    first = loaded.generate(PROMPTS[0], seed=3, max_new_tokens=12)[0].samples[0].token_ids
+    ended, cut = (loaded.generate(PROMPTS[0], seed=3, max_new_tokens=8, eos=[first[end]]).tensors(PAD) for end in (4, 10))
+    assert (ended.finished.tolist(), ended.truncated.tolist()) == ([True], [False])
+    assert (cut.finished.tolist(), cut.truncated.tolist()) == ([True], [True])
+    assert repr(cut) == "Rollouts(prompt_ids [1, 3], completion_ids [1, 8], 8 tokens, 1 rows truncated, cpu)"
+
+
 def test_no_samples_are_no_rows() -> None:
     found = rollouts([], PAD, "cpu")
     assert found.input_ids.shape == (0, 0)
-    assert found.finished.tolist() == []
+    assert found.finished.tolist() == found.truncated.tolist() == []
 
 
 @torch.no_grad()

@@ -22,7 +22,9 @@ class Rollouts:
         completion_ids: [rows, longest sample] int64, padded on the right. completion_mask: the same shape, bool.
         logprobs: [rows, longest sample] float32: `Sample.logprobs`, 0.0 at padding: of the policy itself, at temperature 1.
         sampling_logprobs: the same of `Sample.processed_logprobs`: of the distribution that was sampled from.
-        prompts: [rows] int64: the prompt of each row, which is its group. finished: [rows] bool: `Sample.finished`.
+        prompts: [rows] int64: the prompt of each row, which is its group. finished: [rows] bool: `Sample.finished`,
+            which a row that came to `max_new_tokens` is as well.
+        truncated: [rows] bool: the row did not end by itself, by an end-of-text token, a stop string or a complete grammar.
         log_weights: [rows] float32: `Sample.log_weight`, 0.0 where no weights were asked for.
     """
 
@@ -34,6 +36,7 @@ class Rollouts:
     sampling_logprobs: Tensor
     prompts: Tensor
     finished: Tensor
+    truncated: Tensor
     log_weights: Tensor
 
     @property
@@ -45,6 +48,11 @@ class Rollouts:
     def attention_mask(self) -> Tensor:
         """Of `input_ids`, int64."""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1).long()
+
+    def __repr__(self) -> str:
+        shapes = f"prompt_ids {list(self.prompt_ids.shape)}, completion_ids {list(self.completion_ids.shape)}"
+        tokens, truncated = int(self.completion_mask.sum()), int(self.truncated.sum())
+        return f"Rollouts({shapes}, {tokens} tokens, {truncated} rows truncated, {self.logprobs.device})"
 
 
 def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str) -> Rollouts:
@@ -58,6 +66,7 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
         prompt_ids.long(), prompt_mask, completion_ids.long(), completion_mask, logprobs.float(), sampling_logprobs.float(),
         torch.tensor([number for number, *_ in rows], dtype=torch.int64),
         torch.tensor([sample.finished for *_, sample in rows], dtype=torch.bool),
+        torch.tensor([sample.finish_reason not in ("eos", "stop") for *_, sample in rows], dtype=torch.bool),
         torch.tensor([sample.log_weight or 0.0 for *_, sample in rows], dtype=torch.float32),
     )  # fmt: skip
     return Rollouts(**{name: tensor.to(device) for name, tensor in vars(made).items()})

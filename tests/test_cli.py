@@ -22,6 +22,7 @@ import pytest
 import typer
 import typer.main
 from rich.console import Console
+from rich.text import Text
 from typer import rich_utils
 from typer.testing import CliRunner
 
@@ -33,9 +34,11 @@ from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
+from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
 from shoal.models.attention.methods import METHODS
 from shoal.testing import save_pair
+from shoal.types.samples import Increment, Output, Sample
 
 SAMPLE_KEYS = {
     "text", "token_ids", "mean_logprob", "finish_reason", "finished", "finished_at_s", "rounds", "drafted", "accepted",
@@ -167,7 +170,7 @@ def test_generate_prints_a_header_and_the_text(shoal: Command, tiny: Models) -> 
     assert (answer.code, answer.err) == (0, "")  # no progress where stderr is no terminal
     headers = [line for line in answer.out.splitlines() if line.startswith("# sample ")]
     assert len(headers) == 2
-    for word in ("rank ", "mean logprob ", " tokens", "acceptance length "):
+    for word in ("rank ", "mean logprob ", " tokens", "/round"):
         assert all(word in header for header in headers)
 
 
@@ -527,6 +530,28 @@ def test_a_narrow_terminal_loses_words_before_figures() -> None:
     board.console.print(board.render())
     lines = board.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line[:5] for line in lines[:8]] == [f"row {row}" for row in range(1, 9)]
+
+
+def test_a_row_that_has_ended_shows_text_to_its_last_line() -> None:
+    """Line breaks at the end of a sample are no lines of its panel, which has few."""
+    board = Board(Console(width=60, height=9, file=io.StringIO()), [1], lambda ids: "")
+    board.rows[0].add(Increment(0, 0, "one\ntwo\nthree\nfour\n\n", (1, 2), 0, "eos"), board.decode)
+    board.console.print(board.render())
+    shown = board.console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.findall("one|two|three|four", shown) == ["two", "three", "four"]
+
+
+def test_the_header_of_a_sample_fits_a_terminal() -> None:
+    sample = Sample(
+        "x", (0,) * 128, (-2.5,) * 128, (-2.5,) * 128, -12.345, "length", 1.0, rounds=100, drafted=60, accepted=28,
+        target_passes=100, drafters=(None,) * 128,
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, no_color=True)
+    show_output(console, Output("x", (1,), (sample,) * 16), None, by_rank=False)
+    headers = [line for line in Text.from_ansi(console.file.getvalue()).plain.splitlines() if line.startswith("# ")]  # type: ignore[attr-defined]
+    assert len(headers) == 16
+    assert max(map(len, headers)) <= 80
+    assert headers[-1].endswith("mean logprob -12.345, length, 128 tokens, 1.28/round")
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -78,7 +78,7 @@ def test_a_pipe_gets_bare_text(shoal: Callable[..., Any]) -> None:
     code, out, err = shoal(*ASK, "--stream")
     assert code == 0
     assert out.rstrip("\n") == sample["text"].rstrip("\n")
-    assert f"length, 16 tokens, acceptance length {16 / sample['rounds']:.2f}" in err
+    assert f"length, 16 tokens, {16 / sample['rounds']:.2f}/round" in err
     assert shoal(*ASK)[1] == shoal(*ASK, "--no-stream")[1] != out, "unasked, a pipe gets what it always got"
 
 

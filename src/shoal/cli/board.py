@@ -115,7 +115,10 @@ class Board:
         return grid
 
     def _panel(self, index: int, row: BoardRow, width: int, height: int) -> Panel:
-        wrapped = row.text.wrap(self.console, width)
+        text = row.text.copy()
+        if row.finish_reason:
+            text.rstrip()  # a line break at the end would take the place of a line of text
+        wrapped = text.wrap(self.console, width)
         end = Text("\n").join(wrapped[-(height - 2) :])
         border = "dim" if row.finish_reason else "blue"
         return Panel(end, title=f"row {index}: {row.title}", title_align="left", height=height, border_style=border)

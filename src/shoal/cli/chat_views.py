@@ -203,4 +203,5 @@ def counts(stats: Stats, prompt_tokens: int = 0) -> str:
 
 def say(text: str, style: str = "dim") -> None:
     """What is no answer."""
-    stderr().print(Text(text, style=style), soft_wrap=True)
+    console = stderr()
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)

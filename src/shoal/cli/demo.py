@@ -188,7 +188,7 @@ def report(console: Console, job: Job, measured: Measurements) -> None:
     if measured.speculative.drafted:
         console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
     else:
-        console.print(NOT_DRAFTED, style="bold", soft_wrap=True)
+        console.print(NOT_DRAFTED, style="bold", soft_wrap=not console.is_terminal)
     console.print(f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)")
     if not measured.identity.holds and not job.exact:
         console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")

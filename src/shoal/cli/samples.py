@@ -43,14 +43,14 @@ def python_text(text: str) -> Text:
 
 
 def describe(sample: Sample) -> str:
-    """One line on a sample: rank figure, end, size and acceptance length."""
+    """One line on a sample: rank figure, end, size, and tokens per round. With a rank it fits 80 columns."""
     committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
-    per_pass = committed / sample.rounds if sample.rounds else 0.0
+    per_round = committed / sample.rounds if sample.rounds else 0.0
     late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
     weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (
         f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
-        f"acceptance length {per_pass:.2f}"
+        f"{per_round:.2f}/round"
     )
 
 

@@ -342,7 +342,7 @@ def test_a_call_is_told_whole() -> None:
     ({"n": 2}, "n", "/v1/chat/completions takes n"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "functions"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "not among tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "'other', which is not among"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", "text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0.type", "text"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "function_call_output"),

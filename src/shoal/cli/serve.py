@@ -260,15 +260,14 @@ def _print_address(host: str, settings: Settings, json_output: bool, tls: Tls | 
     url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
-    said = f"shoal serves {settings.model} at {url}, with a page to try it at {url.removesuffix('v1')} (Ctrl-C stops)"
-    _say(said)
+    _say(f"shoal serves {settings.model} at {url} (Ctrl-C stops)\na page to try it: {url.removesuffix('v1')}")
     closed = settings.keys or (tls is not None and tls.client_certificates == "required")
     if not closed and not any(f"//{place}" in url for place in LOOPBACK):
         _say("no API key is set: whoever reaches this address may use it", "yellow")
 
 
 def _say(text: str, style: str | None = None) -> None:
-    """Prints a line on stderr, and goes on where that is a file on a full disk, as the log does."""
+    """Prints on stderr, and goes on where that is a file on a full disk, as the log does."""
     from shoal.cli.console import stderr
 
     with suppress(OSError):

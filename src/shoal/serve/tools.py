@@ -25,8 +25,11 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     names = [tool.function.name for tool in request.tools or ()]
     choice = request.tool_choice
     chosen = [choice.function.name] if isinstance(choice, NamedTool) else names
-    if not set(chosen) <= set(names) or (choice == "required" and not names):
-        raise ApiError(400, "tool_choice asks for a tool that is not among tools", param="tool_choice", code="invalid_value")
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice is 'required', but there are no tools", param="tool_choice", code="invalid_value")
+    if not set(chosen) <= set(names):
+        message = f"tool_choice names {chosen[0]!r}, which is not among tools: {', '.join(names) or 'there are none'}"
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
     if not names or choice == "none":
         return None
     if len(set(names)) < len(names):

@@ -44,7 +44,9 @@ class ChoiceUsage(BaseModel):
     rounds: int
     mean_logprob: float | None
     ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
-    finished: bool = Field(description="It ended by itself, and within its time budget; `best_of` prefers those that did.")
+    finished: bool = Field(
+        description="It came to an end, max_tokens included, within its time budget; `best_of` prefers those that did."
+    )
     syntax: str | None = Field(
         None,
         description="With `syntax`: complete (it ended by itself), cut (where it parses) or incomplete (it parses nowhere).",

@@ -71,10 +71,10 @@ class WorkOptions:
     layout: Annotated[
         str,
         sampling_option(
-            help="different: a prompt per row; same: one prompt for all rows; grouped: -n rows per prompt; both: the first two."
+            help="different: a prompt per row; same: one prompt for all rows; grouped: -n samples per prompt; both: the first two."
         ),
     ] = "different"
-    n: Annotated[int, sampling_option("-n", "--n", min=1, help="Rows per prompt when grouped.")] = 8
+    n: Annotated[int, sampling_option("-n", "--samples", min=1, help="Samples per prompt where --layout is grouped.")] = 8
     temperature: Annotated[str, sampling_option(metavar="T,...", help="0 = greedy.")] = "0.8"
     max_new_tokens: NewTokensOption = 128
     eos: Annotated[bool, sampling_option("--eos", help="Rows end at EOS; otherwise all have the same length.")] = False

@@ -4,13 +4,15 @@ between calls of `generate`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import shoal
+from shoal.errors import RequestError
 from shoal.models.quantize import Int8Linear
 from shoal.types.rollouts import Rollouts, rollouts
 
@@ -76,6 +78,13 @@ def test_no_samples_are_no_rows() -> None:
     found = rollouts([], PAD, "cpu")
     assert found.input_ids.shape == (0, 0)
     assert found.finished.tolist() == found.truncated.tolist() == []
+
+
+@pytest.mark.parametrize("wrong", [None, "0", 1.5, True])
+def test_a_pad_id_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match="pad_id must be a token id"):
+        rollouts([], wrong, "cpu")
+    assert rollouts([], cast(int, numpy.int64(PAD)), "cpu").input_ids.shape == (0, 0)
 
 
 @torch.no_grad()

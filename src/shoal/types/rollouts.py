@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.config import plain
+from shoal.errors import RequestError
+
 if TYPE_CHECKING:
     from shoal.types.samples import Output
 
@@ -56,7 +59,15 @@ class Rollouts:
 
 
 def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str) -> Rollouts:
-    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No outputs, no rows."""
+    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No outputs, no rows.
+
+    Raises:
+        RequestError: `pad_id` is no integer.
+    """
+    pad_id = plain(pad_id)
+    if isinstance(pad_id, bool) or not isinstance(pad_id, int):
+        hint = "; a tokenizer without a pad token has None: its EOS token does as well" if pad_id is None else ""
+        raise RequestError(f"pad_id must be a token id, got {pad_id!r}{hint}")
     rows = [(number, output.prompt_ids, sample) for number, output in enumerate(outputs) for sample in output.samples]
     prompt_ids, prompt_mask = _padded([list(ids) for _, ids, _ in rows], pad_id, left=True)
     completion_ids, completion_mask = _padded([list(sample.token_ids) for *_, sample in rows], pad_id)

@@ -197,6 +197,9 @@ class Result(Sequence[Output]):
 
         Args:
             pad_id: the id where a row has no token. device: where the tensors lie.
+
+        Raises:
+            RequestError: `pad_id` is no integer.
         """
         from shoal.types.rollouts import rollouts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 import shoal
 from serving import pair
-from shoal.cli import console, run
+from shoal.cli import batch_progress, console, run
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.models import loading
@@ -108,6 +109,25 @@ def test_a_terminal_shows_them_in_the_place_of_an_open_line(
     assert logging.getLogger("shoal").handlers == []
     assert all((said in screen.getvalue()) == terminal for said in ("loading ...", SENTENCES[-1]))
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_of_a_batch_makes_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the bar and the stage stand in one line, and the bar stays when the batch has ended."""
+    screen = io.StringIO()
+    shown = Console(file=screen, force_terminal=True, width=80, highlight=False)
+    monkeypatch.setattr(console, "stderr", lambda: shown)
+    monkeypatch.setattr(batch_progress, "stderr", lambda: shown)
+    with batch_progress.displayed(batch_progress.BatchProgress(2, 0)):
+        (bar,) = console.StatusLine.shown
+        assert bar.is_started
+        with console.loading_shown():
+            assert not bar.is_started
+            three_stages()
+        assert bar.is_started
+    assert console.StatusLine.shown == []
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split("[\r\n]", screen.getvalue())]
+    assert any("answering" in line for line in lines)
+    assert not any("answering" in line and ("loading" in line or SENTENCES[0] in line) for line in lines)
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

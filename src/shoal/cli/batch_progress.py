@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from shoal.cli.console import stderr
+from shoal.cli.console import StatusLine, stderr
 
 if TYPE_CHECKING:
     from shoal.serve.api_paths import Json
@@ -117,6 +117,6 @@ def _bar(progress: BatchProgress) -> Iterator[Callable[[], None]]:
     columns = (
         TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=stderr(), transient=True) as bar:
+    with Progress(*columns, console=stderr(), transient=True) as bar, StatusLine.suspendable(bar.live):
         task = bar.add_task("", total=progress.lines, completed=progress.kept, pace="")
         yield lambda: bar.update(task, completed=progress.kept + progress.answered, pace=f"{progress.speed:.0f} tokens/s")

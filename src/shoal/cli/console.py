@@ -48,8 +48,8 @@ def _dim(text: str) -> Text:
 class StatusLine:
     """One line on stderr that is overwritten; silent where stderr is no terminal."""
 
-    lines: ClassVar[list[StatusLine]] = []
-    """Those that are open, the last one shown."""
+    shown: ClassVar[list[Live]] = []
+    """What is open on stderr, bars included; the last one shown."""
 
     def __init__(self) -> None:
         self.console = stderr()
@@ -59,25 +59,35 @@ class StatusLine:
     def __enter__(self) -> StatusLine:
         if _is_shown(self.console):
             self.live.start()
-            self.lines.append(self)
+            self.shown.append(self.live)
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
         self.live.stop()
-        if self in self.lines:
-            self.lines.remove(self)
+        if self.live in self.shown:
+            self.shown.remove(self.live)
+
+    @classmethod
+    @contextmanager
+    def suspendable(cls, live: Live) -> Iterator[None]:
+        """What is shown here, such as a bar, makes room for the stages of loading within the block."""
+        cls.shown.append(live)
+        try:
+            yield
+        finally:
+            cls.shown.remove(live)
 
     @classmethod
     @contextmanager
     def suspended(cls) -> Iterator[None]:
         """Another line takes the place of the open one for as long as the block lasts."""
-        for line in cls.lines:
-            line.live.stop()
+        for live in cls.shown:
+            live.stop()
         try:
             yield
         finally:
-            for line in cls.lines:
-                line.live.start()
+            for live in cls.shown:
+                live.start()
 
     def say(self, text: str, now: bool = True) -> None:
         """Shows a line; with now=False at most every `REFRESH` seconds."""
@@ -116,7 +126,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def loading_shown() -> Iterator[None]:
-    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the place of an open status line.
+    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the place of an open line or bar.
 
     Silent where stderr is no terminal, and where the library's records are written already, as by a server.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
+from shoal.cli.eval_output import show_table
 from shoal.engine.samples import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
@@ -384,6 +388,23 @@ def test_a_summary_is_whole_and_its_figure_has_every_method(pair: Shoal, tmp_pat
 
 
 # ── summaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_narrow_terminal_has_a_table_for_each_budget() -> None:
+    """A table that is wider than the terminal would be wrapped in the middle of its figures."""
+    heads, share = ["budget", "method", *"abcde", "tokens"], "100.0 [100, 100]"
+    lines = [
+        [budget, method, *[share] * 5, "25.0"] for budget in ("1 s", "none") for method in ("plain", "single", "batched")
+    ]
+    screen = io.StringIO()
+    show_table(Console(file=screen, force_terminal=True, no_color=True, width=80, highlight=False), heads, lines)
+    shown = Text.from_ansi(screen.getvalue()).plain.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert [line.split() for line in shown if line.startswith("budget")] == [
+        ["budget:", "1", "s", "plain", "single", "batched"], ["budget:", "none", "plain", "single", "batched"],
+    ]  # fmt: skip
+    assert sum(line.count(share) for line in shown) == 30
+    assert [line.split() for line in shown if line.startswith("tokens")] == [["tokens", "25.0", "25.0", "25.0"]] * 2
 
 
 def test_summaries_are_compared_with_peoples() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shoal.cli.console import plain_table, printable, stderr, stdout
@@ -17,8 +18,8 @@ Value = TypeVar("Value")
 def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
     """Yields the results, with a bar and the time left on stderr; silent where stderr is no terminal."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("passed,"),
+        TimeRemainingColumn(), TextColumn("left"),
     )  # fmt: skip
     console = stderr()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -32,18 +33,33 @@ def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
 
     console = stdout()
     console.print(title(summary), style="bold", markup=False)
-    table = plain_table(*columns(summary))
-    table.columns[1].justify = "left"
-    for row in rows(summary):
-        table.add_row(*row)
-    wide = stdout()
-    wide.width = UNBOUNDED  # a wide table that the terminal wraps can be read, one that is cut cannot
-    wide.width = max(console.width, wide.measure(table).maximum)
-    wide.print(table)
+    show_table(console, columns(summary), list(rows(summary)))
     for line in (legend(summary), *findings(summary)):
         console.print(printable(line), markup=False)
     if directory is not None:
         console.print(f"written to {directory}", markup=False)
+
+
+def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A line per budget and method, its first cells; on a terminal too narrow for it a table per budget, a column per method."""
+    table = plain_table(*heads)
+    table.columns[1].justify = "left"
+    for line in lines:
+        table.add_row(*line)
+    wide = stdout()
+    wide.width = UNBOUNDED
+    widest = wide.measure(table).maximum
+    if widest <= console.width or not console.is_terminal:
+        wide.width = max(console.width, widest)  # a file takes lines of any length
+        wide.print(table)
+        return
+    for budget in dict.fromkeys(line[0] for line in lines):
+        chosen = [line for line in lines if line[0] == budget]
+        table = plain_table(f"budget: {budget}", *(line[1] for line in chosen))
+        for place, head in enumerate(heads[2:], 2):
+            table.add_row(head, *(line[place] for line in chosen))
+        console.print(table)
+        console.print()
 
 
 def show_solutions(summary: dict[str, Any]) -> None:

@@ -40,6 +40,18 @@ def server() -> Iterator[Served]:
         yield running
 
 
+HELD = """{
+    const begin = window.setTimeout;
+    window.moments = [];
+    window.setTimeout = (what, after, ...given) => (after === 1500 ? -moments.push(what) : begin(what, after, ...given));
+}"""
+
+
+def pass_moment(page: Any) -> None:
+    """Ends what buttons say for a moment, 1.5 seconds, which a busy machine may not see: in tests it lasts until this is called."""
+    page.evaluate("moments.splice(0).forEach((end) => end())")
+
+
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens pages, each in a profile of its own; what their scripts complain about fails the test."""
@@ -52,6 +64,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     def make(url: str, **options: Any) -> Any:
         context = browser.new_context(**options)
         context.set_default_timeout(TIMEOUT_SECONDS * 1000)
+        context.add_init_script(HELD)
         contexts.append(context)
         page = context.new_page()
         page.on("console", complain)
@@ -323,6 +336,7 @@ def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
         expect(page.get_by_role("status")).to_contain_text("0 tokens")
         page.get_by_label("Send as a message").check()
         page.keyboard.press("Control+Enter")
+        eventually(page, lambda: len(got) == 2)
         expect(page.get_by_role("status")).to_contain_text("0 tokens")
     (completion, chat) = got
     assert completion.pop("path") == "completions"
@@ -440,8 +454,11 @@ def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], serve
     page = opened(f"{server.url}/#n=2&max_tokens=12&compare=false", permissions=["clipboard-read", "clipboard-write"])
 
     def copied() -> str:
-        page.get_by_role("button", name="Copy link").click()
+        button = page.get_by_role("button", name="Copy link").element_handle()
+        button.click()
+        eventually(page, lambda: button.text_content() == "Copied")
         expect(page.get_by_role("status")).to_have_text("The link is copied.")
+        pass_moment(page)
         return str(page.evaluate("navigator.clipboard.readText()"))
 
     assert "seed" not in copied()  # nothing was drawn yet

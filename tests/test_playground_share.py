@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import pytest
 
 from serving import TIMEOUT_SECONDS, Served, pair, served
-from test_playground import CHROMIUM, asked, browser, eventually, expect, fits, opened, server
+from test_playground import CHROMIUM, asked, browser, eventually, expect, fits, opened, pass_moment, server
 
 __all__ = ["browser", "opened", "server"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
@@ -30,8 +30,11 @@ def run(page: Any) -> None:
 
 def copied(page: Any, name: str) -> str:
     """What a button copies."""
-    page.get_by_role("button", name=name).click()
+    button = page.get_by_role("button", name=name).element_handle()
+    button.click()
+    eventually(page, lambda: button.text_content() == "Copied")
     expect(page.get_by_role("status")).to_contain_text("is copied.")
+    pass_moment(page)
     return str(page.evaluate("navigator.clipboard.readText()"))
 
 
@@ -125,6 +128,7 @@ def test_a_sample_is_copied_by_key_and_by_touch(opened: Callable[..., Any], serv
     assert page.evaluate("navigator.clipboard.readText()") == texts[1]
     box = second.bounding_box()
     assert min(box["width"], box["height"]) >= 24
+    pass_moment(page)
     expect(second).to_have_text("Copy")
     assert fits(page)
 
@@ -167,6 +171,7 @@ def test_the_page_comes_to_rest(opened: Callable[..., Any], server: Served) -> N
     page.wait_for_function("CSS.highlights.size > 0")  # code colours come a moment after the run
     page.get_by_role("button", name="Copy sample 1").click()
     expect(page.get_by_role("button", name="Copy sample 1")).to_have_text("Copied")
+    pass_moment(page)
     expect(page.get_by_role("button", name="Copy sample 1")).to_have_text("Copy")
     assert page.evaluate(CHANGES, 20) == 0
     endless = """() => { const [text] = document.querySelectorAll('#samples .text');

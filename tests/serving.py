@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.sampling.acceptance import RULES
+from shoal.serve import item_response, responses
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
@@ -28,6 +29,8 @@ from shoal.testing.scripted import History, hashed, mixed, scripted
 
 CONTEXT = 2048
 TIMEOUT_SECONDS = 280  # seconds until a wait is a hang
+# Comments in streams are no subject of most tests, and a held or slow model would provoke them.
+responses.KEEP_ALIVE_SECONDS = item_response.KEEP_ALIVE_SECONDS = TIMEOUT_SECONDS
 
 
 def eventually(what: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ const FEATURES = [
 function isPerson(value) {
   assert.deepEqual(Object.keys(value).sort(), ["age", "name"]);
   assert.equal(typeof value.name, "string");
+  assert.ok([...value.name].length <= 8, value.name);
   assert.ok(value.age >= 0 && value.age <= 99, JSON.stringify(value));
 }
 

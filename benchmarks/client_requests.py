@@ -22,6 +22,7 @@ Checks = dict[str, Callable[[], None] | None]
 def is_person(value: Any) -> None:
     assert set(value) == {"name", "age"}, value
     assert isinstance(value["name"], str), value
+    assert len(value["name"]) <= 8, value
     assert 0 <= value["age"] <= 99, value
 
 

@@ -2,6 +2,7 @@
 
 import { Thread } from "./chat_messages.js";
 import * as store from "./chat_store.js";
+import { framed } from "./frames.js";
 import { Run } from "./run.js";
 import { about } from "./served.js";
 import { ApiError, ask, servedModel } from "./stream.js";
@@ -11,7 +12,6 @@ const [controls, composer, message, key, system, area] = ["controls", "composer"
 const CONTROLS = ["n", "temperature", "max_tokens"];
 const MOST = 8; // candidates
 const BELOW = 48; // pixels from the end of the thread within which it follows what is written
-const REST = 4; // after drawing, so many times as long is left to everything else
 const WIDE = matchMedia("(width >= 56rem)");
 
 let conversation; // the one that is shown
@@ -96,23 +96,6 @@ function add(candidate, { delta, shoal: details, error }, seconds) {
 
 function close({ stats }, { completion_tokens: tokens, ended_by: ended }) {
   if (stats) Object.assign(stats, { tokens, ended });
-}
-
-/** Calls `what` at most once a frame, and less often where that takes long. Each call that comes meanwhile is done with the next. */
-function framed(what) {
-  let waiting = false;
-  let next = 0;
-  const work = () => {
-    waiting = false;
-    const begun = performance.now();
-    what();
-    next = performance.now() + REST * (performance.now() - begun);
-  };
-  return () => {
-    if (waiting) return;
-    waiting = true;
-    setTimeout(() => requestAnimationFrame(work), Math.max(next - performance.now(), 0));
-  };
 }
 
 function summary(run) {

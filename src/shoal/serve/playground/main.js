@@ -4,6 +4,7 @@ import { copies } from "./clipboard.js";
 import { Drafters } from "./drafters.js";
 import { offerExamples } from "./examples.js";
 import { adapt, allow, control, fromHash, offerLengths, request, toHash } from "./form.js";
+import { framed } from "./frames.js";
 import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
@@ -66,9 +67,16 @@ async function sample(controller) {
   link = hash;
   const columns = clear(body, drafts);
   const result = { path, body, run: mine, columns };
+  const draw = () => {
+    if (shown !== controller) return; // a later run has the page
+    columns.draw();
+    showFigures(mine);
+  };
+  const redraw = framed(draw);
   try {
-    await mine.follow(answer, (choice, tokens) => { columns.add(choice, tokens); showFigures(mine); }, (usage) => columns.end(usage));
+    await mine.follow(answer, (choice, tokens) => { columns.add(choice, tokens); redraw(); }, (usage) => columns.end(usage));
   } finally {
+    draw();
     if (shown === controller) present(result); // also what was stopped, or broke off
   }
   const done = summary(mine);

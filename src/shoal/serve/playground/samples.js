@@ -19,25 +19,35 @@ class Sample {
     this.drafters = drafters;
     this.place = null; // its rank, once there is a token
     this.figures = { mean_logprob: null, committed: 0, drafted: 0, accepted: 0, rounds: 0 };
+    this.waiting = { tokens: [], rounds: [] }; // what has come and is not drawn yet
     this.node = element("article", "sample");
     const title = element("h2", "", `Sample ${index + 1}`);
     title.id = `sample-${index + 1}`;
     this.node.setAttribute("aria-labelledby", title.id);
     this.rank = element("span", "rank");
-    this.about = element("p", "about", "waiting");
+    this.about = element("p", "about");
     this.text = element("pre", "text");
     this.rounds = new Rounds(this.text, drafters);
     const head = element("header", "");
     head.append(title, this.rank, copyButton(index, this.text));
     this.node.append(head, this.about, this.text);
+    this.describe("waiting");
   }
 
-  /** Takes what a chunk brings. */
+  /** Takes what a chunk brings, to be drawn later. */
   add({ tokens, by_round: rounds = [], ...figures }) {
     this.figures = figures;
+    this.waiting.tokens.push(...tokens);
+    this.waiting.rounds.push(...rounds);
+  }
+
+  /** Draws what has come since the last time. */
+  draw() {
+    const { tokens, rounds } = this.waiting;
+    this.waiting = { tokens: [], rounds: [] };
     this.rounds.append(tokens.map((token) => tokenNode(token, this.drafters)));
     this.rounds.add(rounds);
-    this.describe();
+    this.describe("drawing");
   }
 
   /** Takes how it ended. */
@@ -47,15 +57,15 @@ class Sample {
     this.describe(error ?? (ended_by === "not started" ? ended_by : `ended by ${ended_by}`));
   }
 
-  describe(...more) {
+  describe(state) {
     const { mean_logprob, committed, rounds } = this.figures;
     const length = rounds ? committed / rounds : null;
-    const figures = [`mean log-prob ${number(mean_logprob, 3)}`, `${committed} tokens`, `${number(length, 2)} per pass`];
-    const unbroken = figures.map((text) => text.replaceAll(" ", "\u00a0"));
-    this.about.textContent = [...unbroken, ...more].join(" · ");
+    const figures = [`${committed} tokens`, `${number(length, 2)} per pass`, `mean log-prob ${number(mean_logprob, 3)}`, state];
+    this.about.replaceChildren(...figures.flatMap((figure) => [element("span", "", figure), " "]));
   }
 
   showRank(rank) {
+    if (rank === this.place) return;
     this.place = rank;
     this.rank.textContent = rank === null ? "" : `#${rank}`;
     this.rank.title = rank === null ? "" : `rank ${rank} by mean log-probability`;
@@ -86,18 +96,27 @@ export class Samples {
     this.container = container;
     this.drafters = drafters;
     this.all = Array.from({ length: n }, (_, index) => new Sample(index, drafters));
+    this.changed = new Set();
     container.replaceChildren(...this.all.map((sample) => sample.node));
   }
 
-  /** Takes a choice of a chunk, and its tokens with what is known of them. */
+  /** Takes a choice of a chunk, and its tokens with what is known of them, to be drawn by `draw`. */
   add({ index, shoal }, tokens) {
     if (!shoal) return; // the opening of a conversation has nothing yet
     this.all[index].add({ ...shoal, tokens });
+    this.changed.add(this.all[index]);
+  }
+
+  draw() {
+    if (!this.changed.size) return;
+    for (const sample of this.changed) sample.draw();
+    this.changed.clear();
     this.rank();
   }
 
   /** Takes the usage that ends an answer. */
   end(usage) {
+    this.draw();
     for (const took of usage.choices) this.all[took.index].end(took);
     this.drafters.count(usage.by_drafter);
   }

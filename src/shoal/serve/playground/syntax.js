@@ -1,6 +1,8 @@
 // Colours of code, across the tokens of a sample: ranges of the CSS Custom Highlight API. Nothing in the page's elements changes, so
 // tints, selections and log-probabilities stay. Browsers without the API, or a library that does not load, leave code uncoloured.
 
+import { framed } from "./frames.js";
+
 const SUBSET = ["python", "javascript", "typescript", "java", "c", "cpp", "go", "rust", "bash", "json", "sql", "css", "xml"];
 const COLOURS = {
   keyword: "keyword", literal: "keyword", "selector-tag": "keyword", name: "keyword", tag: "keyword",
@@ -10,13 +12,13 @@ const COLOURS = {
   title: "title", section: "title", attr: "title", attribute: "title", property: "title",
   built_in: "type", type: "type", variable: "type", "template-variable": "type",
 }; // of highlight.js's classes; the style sheet has one ::highlight() of each colour
-const MILLISECONDS = 8; // of a frame that colouring may take; what is left waits for the next
+const MILLISECONDS = 8; // of a frame that colouring may take; what is left waits for a later one
 
 const supported = typeof CSS !== "undefined" && "highlights" in CSS;
 const painted = new Map(); // element -> its ranges, by colour
 const waiting = new Map(); // element -> what to colour it by
+const schedule = framed(work);
 let library = null;
-let scheduled = false;
 
 /** Colours the text of an element, once there is time. `language`: highlight.js's name, "auto", or "" for none; `before`: text that comes
  *  before it without being in it; the rest of what is called twice is done once. */
@@ -28,12 +30,6 @@ export function paint(element, language, before = "") {
 
 /** Whether highlight.js has a language of this name, once it is loaded. */
 export const known = (language) => Boolean(library?.getLanguage(language));
-
-function schedule() {
-  if (scheduled) return;
-  scheduled = true;
-  requestAnimationFrame(work);
-}
 
 async function work() {
   try {
@@ -49,7 +45,6 @@ async function work() {
     if (performance.now() - begun > MILLISECONDS) break;
   }
   for (const element of painted.keys()) if (!element.isConnected) clear(element);
-  scheduled = false;
   if (waiting.size) schedule();
 }
 
@@ -61,9 +56,11 @@ function clear(element) {
 function colour(element, { language, before }) {
   const ranges = [];
   const nodes = textNodes(element);
+  let from = 0; // the node that the next place begins in, or one before it: places come in order
   for (const { name, start, end } of coloursOf(element.textContent, language, before)) {
-    const range = rangeOf(nodes, start, end);
-    if (!range) continue;
+    while (from < nodes.length && nodes[from].end <= start) from += 1;
+    const range = rangeOf(nodes, from, start, end);
+    if (!range) break;
     if (!CSS.highlights.has(name)) CSS.highlights.set(name, new Highlight());
     CSS.highlights.get(name).add(range);
     ranges.push([name, range]);
@@ -121,8 +118,11 @@ function textNodes(element) {
   return found;
 }
 
-function rangeOf(nodes, start, end) {
-  const [first, last] = [nodes.find((one) => one.end > start), nodes.find((one) => one.end >= end)];
+/** The range from `start`, which is in the node at `from`, to `end`. */
+function rangeOf(nodes, from, start, end) {
+  let to = from;
+  while (to < nodes.length && nodes[to].end < end) to += 1;
+  const [first, last] = [nodes[from], nodes[to]];
   if (!first || !last) return null;
   const ends = { startContainer: first.node, startOffset: start - first.start, endContainer: last.node, endOffset: end - last.start };
   return new StaticRange(ends);

@@ -134,6 +134,17 @@ def test_the_player_covers_no_sample_on_a_phone(opened: Callable[..., Any], serv
     assert player["y"] + player["height"] <= first["y"]
 
 
+@pytest.mark.parametrize("size", [(1280, 720), (390, 844)])
+def test_what_is_replayed_is_in_view(opened: Callable[..., Any], server: Served, size: tuple[int, int]) -> None:
+    page = opened(f"{server.url}/#n=2&max_tokens=40&seed=5&compare=false", viewport={"width": size[0], "height": size[1]})
+    run(page)
+    page.get_by_role("button", name="Step through rounds").click()
+    page.get_by_role("button", name="Step forward").click()
+    top, text = page.locator("#samples").bounding_box()["y"], page.locator("#samples .text").first.bounding_box()
+    assert top <= text["y"] < top + 150  # heads do not grow where texts shrink
+    assert text["y"] + 40 < size[1]
+
+
 def test_a_next_run_ends_the_replay(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=2&max_tokens=8&compare=false")
     run(page)
@@ -170,6 +181,10 @@ def test_the_plain_run_races_beside_it(opened: Callable[..., Any], server: Serve
     last = max(float(ended) for ended in re.findall(r"ended at ([\d.]+) s", told))
     assert f"After {last:.3f} s" in told
     assert page.locator("#race svg polyline").count() == 4  # both as they went, and as they will go
+    scale = "node => node.getBoundingClientRect().width / node.viewBox.baseVal.width"
+    assert page.locator("#race svg").evaluate(scale) == pytest.approx(1, abs=0.1)  # its words are as large as others
+    page.locator("#lanes").focus()
+    expect(page.locator("#lanes")).to_be_focused()  # it scrolls by keys
     page.get_by_label("Show", exact=True).select_option("sample 2")
     text = page.locator("#samples pre").nth(1).text_content()
     assert [page.locator(f"#race-{name}").text_content() for name in ("mine", "plain")] == [text, text]

@@ -7,7 +7,6 @@ const at = (id) => document.getElementById(id);
 const panel = at("replay");
 const [play, scrubber, speed, sentence] = ["play", "scrubber", "speed", "frame"].map(at);
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
-const NARROW = matchMedia("(width < 56rem)");
 const STILL_PAUSE = 500; // least milliseconds between two pictures then
 
 let track = null;
@@ -24,7 +23,7 @@ export function open(next, { speed: wanted = "1" } = {}) {
   scrubber.max = track.marks.length - 1;
   panel.hidden = false;
   go(0);
-  panel.scrollIntoView({ block: NARROW.matches ? "start" : "nearest" });
+  panel.scrollIntoView(); // to the top: what is watched is below it
   play.focus({ preventScroll: true });
 }
 

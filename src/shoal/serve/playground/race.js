@@ -2,7 +2,7 @@
 
 const at = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT] = [640, 180]; // of the chart, in its own units
+const HEIGHT = 200; // of the chart, in pixels
 const [LEFT, BOTTOM, TOP, RIGHT] = [44, 24, 8, 12]; // its margins
 
 /** What of a run had come by when: total tokens, and tokens and texts by sample. */
@@ -90,23 +90,30 @@ export class Race {
 
   /** What the choice of a sample changes: the curves, and lanes or texts. */
   dress() {
-    const { mine, plain } = this.courses;
-    this.chart = new Chart({ mine: mine.points(this.sample), plain: plain.points(this.sample) }, this.seconds[this.length]);
-    at("race-chart").replaceChildren(this.chart.node);
+    this.chart = null; // its width is known once it is shown
     const one = this.sample !== null;
     at("lanes").hidden = one;
     at("race-texts").hidden = !one;
     at("race-texts").replaceChildren(...(one ? Object.keys(NAMES).map(pane) : []));
-    if (!one && at("lanes").children.length !== this.n) at("lanes").replaceChildren(...mine.totals.map(lane));
+    if (!one && at("lanes").children.length !== this.n) at("lanes").replaceChildren(...this.courses.mine.totals.map(lane));
   }
 
   show(position) {
     this.position = position;
     const seconds = this.seconds[position];
     for (const course of Object.values(this.courses)) course.to(seconds);
+    this.chart ??= this.drawn();
     this.chart.show(seconds);
     if (this.sample === null) [...at("lanes").children].forEach((node, index) => this.showLane(node, index, seconds));
     else for (const [name, course] of Object.entries(this.courses)) at(`race-${name}`).textContent = course.texts[this.sample];
+  }
+
+  drawn() {
+    const { mine, plain } = this.courses;
+    const curves = { mine: mine.points(this.sample), plain: plain.points(this.sample) };
+    const chart = new Chart(curves, this.seconds[this.length], at("race-chart").clientWidth);
+    at("race-chart").replaceChildren(chart.node);
+    return chart;
   }
 
   showLane(node, index, seconds) {
@@ -115,7 +122,7 @@ export class Race {
       const ended = seconds >= course.ends[index];
       const row = node.querySelector(`.${name}`);
       row.querySelector(".meter").style.setProperty("--share", course.tokens[index] / most);
-      row.querySelector("b").textContent = `${course.tokens[index]} tokens${ended ? `, ended at ${time(course.ends[index])}` : ""}`;
+      row.querySelector("b").textContent = `${course.tokens[index]} tokens${ended ? ` in ${time(course.ends[index])}` : ""}`;
       row.classList.toggle("ended", ended);
     }
   }
@@ -171,10 +178,11 @@ function pane(kind) {
 // ── the chart: tokens over time ─────────────────────────────────────────────────────────────────────────────────────
 
 class Chart {
-  constructor(curves, last) {
+  constructor(curves, last, width) {
+    this.width = width;
     this.last = last || 1;
     this.most = Math.max(1, ...Object.values(curves).flat().map(([, tokens]) => tokens));
-    this.node = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "Tokens over time, speculative and plain" });
+    this.node = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": "Tokens over time, speculative and plain" });
     this.past = svg("rect", { x: 0, y: 0, width: 0, height: HEIGHT });
     const clip = svg("clipPath", { id: "past" });
     clip.append(this.past);
@@ -188,7 +196,7 @@ class Chart {
   }
 
   x(seconds) {
-    return LEFT + (seconds / this.last) * (WIDTH - LEFT - RIGHT);
+    return LEFT + (seconds / this.last) * (this.width - LEFT - RIGHT);
   }
 
   y(tokens) {
@@ -211,9 +219,9 @@ class Chart {
       return node;
     };
     return [
-      svg("line", { class: "axis", x1: x, y1: TOP, x2: x, y2: y }), svg("line", { class: "axis", x1: x, y1: y, x2: WIDTH - RIGHT, y2: y }),
+      svg("line", { class: "axis", x1: x, y1: TOP, x2: x, y2: y }), svg("line", { class: "axis", x1: x, y1: y, x2: this.width - RIGHT, y2: y }),
       text(x - 6, TOP + 10, "end", this.most), text(x - 6, y, "end", 0), text(x, HEIGHT - 6, "start", "0 s"),
-      text(WIDTH - RIGHT, HEIGHT - 6, "end", time(this.last)), text((x + WIDTH) / 2, HEIGHT - 6, "middle", "tokens over time"),
+      text(this.width - RIGHT, HEIGHT - 6, "end", time(this.last)), text((x + this.width) / 2, HEIGHT - 6, "middle", "tokens over time"),
     ];
   }
 

@@ -47,7 +47,7 @@ def served() -> Iterator[str]:
 def samples(page: Any, folder: Path, name: str) -> None:
     """A run, and beside it the plain one; on a phone from the samples on."""
     if page.viewport_size["width"] < 800:
-        page.locator("#tools").evaluate("tools => tools.scrollIntoView()")
+        page.locator(".watch").evaluate("buttons => buttons.scrollIntoView()")
     page.screenshot(path=folder / f"{name}.png")
 
 

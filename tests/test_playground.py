@@ -596,6 +596,52 @@ def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Se
     assert page.get_by_role("button", name="Stop").is_visible()
 
 
+def test_many_events_at_once_are_drawn_together(opened: Callable[..., Any], server: Served) -> None:
+    """Drawing would delay reading, and count as the time of the run."""
+    page = opened(f"{server.url}/#n=1&compare=false")
+    page.evaluate("""() => {
+        window.drawn = [];
+        const count = (changes) => changes.filter(({ target, addedNodes }) => target.matches(".text") && addedNodes.length);
+        new MutationObserver((changes) => window.drawn.push(...count(changes)))
+            .observe(document.getElementById("samples"), { childList: true, subtree: true });
+    }""")
+    asked(page, chunk_of("a") * 200 + "data: [DONE]\n\n")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#samples .token")).to_have_count(200)
+    assert 0 < page.evaluate("window.drawn.length") < 50
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_samples_stay_where_they_are_while_speeds_come(opened: Callable[..., Any], server: Served, width: int) -> None:
+    page = opened(f"{server.url}/#n=2", viewport={"width": width, "height": 800})
+    held: list[Any] = []
+    answer = chunk_of("a") + chunk_of("b").replace('"index": 0', '"index": 1')
+    answer += 'data: {"choices": [], "usage": {"choices": [], "by_drafter": {"model": {"drafted": 2, "accepted": 2}}}}\n\n'
+    page.route("**/completions", lambda route: held.append(route))
+    page.get_by_role("button", name="Run").click()
+    tops: list[int] = []
+    for _ in range(2):
+        eventually(page, lambda: len(held) > len(tops))
+        held[-1].fulfill(status=200, content_type="text/event-stream", body=answer + "data: [DONE]\n\n")
+        expect(page.get_by_role("status")).to_contain_text("the speed of" if tops else "to compare…")
+        tops.append(page.locator("#samples").evaluate("node => node.offsetTop"))
+    assert tops[0] == tops[1]
+    expect(page.get_by_role("button", name="Watch the race")).to_be_visible()
+    figures = page.locator(".gauge").evaluate("node => [node.scrollWidth, node.clientWidth]")
+    assert figures[0] <= figures[1]
+
+
+def test_texts_of_one_row_begin_on_one_line(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/#n=2&compare=false", viewport={"width": 1280, "height": 800})
+    failed = {"index": 1, "ended_by": "error", "error": "a long reason " * 20}
+    usage = {"choices": [{"index": 0, "ended_by": "eos", "error": None}, failed], "by_drafter": {}}
+    asked(page, chunk_of("a") + f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".failed .about")).to_contain_text("a long reason")
+    first, second = (text.bounding_box() for text in page.locator("#samples .text").all())
+    assert first["y"] == second["y"]
+
+
 @pytest.mark.parametrize("path", ["/", "/chat", "/editor"])
 def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
     page = httpx.get(server.url + path)

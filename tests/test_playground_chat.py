@@ -114,6 +114,7 @@ def test_markdown_becomes_elements(opened: Callable[..., Any], server: Served) -
         "h3", "p", "ol", "div", "blockquote", "figure",
     ]  # fmt: skip
     assert answer.locator("> p").text_content() == "A bold & slanted x < 1 &lt; link."
+    assert answer.locator("figure pre").get_attribute("tabindex") == "0"  # long lines scroll by keys too
     assert answer.locator("strong, em, p code, del").all_text_contents() == ["bold", "slanted", "x < 1 &lt;", "2"]
     link = answer.get_by_role("link", name="link")
     assert [link.get_attribute(name) for name in ("href", "rel", "title")] == [

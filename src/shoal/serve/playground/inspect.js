@@ -19,7 +19,7 @@ export function inspect(container) {
   card.className = "token-card";
   card.setAttribute("role", "tooltip");
   card.hidden = true;
-  document.body.append(card);
+  container.after(card);
   container.addEventListener("click", ({ target }) => toggle(tokenAt(target)));
   container.addEventListener("focusin", ({ target }) => {
     if (facts.has(target)) enter(target);
@@ -169,7 +169,7 @@ function content({ id, text, logprob, drafter, top = [] }, round) {
     ["from", drafter === null ? "the target itself" : `accepted draft of ${drafter}`],
     ["round", round ?? "–"],
     ["token id", id],
-    ["log-probability", logprob === null ? "–" : number(logprob, 3)],
+    ["log-probability", logprob === null ? "–" : logprob > -0.0005 ? "> −0.0005" : number(logprob, 3)],
     ["probability", chance(logprob)],
   ];
   const list = document.createElement("dl");

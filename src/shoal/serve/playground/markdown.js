@@ -99,7 +99,9 @@ function code({ text, lang }) {
   paint(written, language);
   const head = element("figcaption", element("span", language));
   head.append(copyButton(() => text, "The code"));
-  const made = element("figure", head, element("pre", written));
+  const scrolled = element("pre", written);
+  scrolled.tabIndex = 0; // long lines scroll by keys too
+  const made = element("figure", head, scrolled);
   made.className = "code";
   return made;
 }

@@ -4,7 +4,8 @@ A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedReques
 (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat` (api_formats) writes as JSON.
 
 handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
-request_models.py    fields of requests; request_fields.py: their types; bodies.py: reading them; response_models.py: answers
+request_models.py    fields of requests; message_models.py: of messages and tools; request_fields.py: their types;
+                     bodies.py: reading them; response_models.py: answers
 vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of a request, by whichever field
 tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
 request_parser.py    requests -> engine requests; infill_parser.py: those of /infill; request_builder.py: within the limits of

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.serve.api_errors import ApiError
+from shoal.serve.message_models import Function, FunctionName, Message, NamedTool, SentCall, SentFunction, Tool, ToolName
 from shoal.serve.request_fields import (
     EmptyList,
     Ignored,
@@ -23,20 +24,12 @@ from shoal.serve.request_fields import (
 )
 from shoal.serve.request_models import (
     ChatRequest,
-    Function,
-    FunctionName,
     JsonFormat,
     JsonSchema,
     JsonText,
-    Message,
-    NamedTool,
     SampledRequest,
     SchemaFormat,
-    SentCall,
-    SentFunction,
     TextFormat,
-    Tool,
-    ToolName,
 )
 
 NOT_KEPT = "This server keeps no answers: send the whole conversation as input"

@@ -12,7 +12,8 @@ from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.request_models import BaseRequest, CompletionRequest, Message
+from shoal.serve.message_models import Message
+from shoal.serve.request_models import BaseRequest, CompletionRequest
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]

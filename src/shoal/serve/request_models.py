@@ -5,14 +5,13 @@ Docstrings and descriptions of the models are part of `/openapi.json`.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
+from shoal.serve.message_models import Message, NamedTool, Tool
 from shoal.serve.request_fields import (
     Bias,
-    EmptyList,
     Fraction,
     Ignored,
     NonNegative,
@@ -21,13 +20,9 @@ from shoal.serve.request_fields import (
     Stops,
     StrictModel,
     Text,
-    error_at,
     optional,
-    text_or_list,
 )
 from shoal.serve.vllm_fields import VllmFields
-
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class StreamOptions(StrictModel):
@@ -184,115 +179,6 @@ class CompletionRequest(BaseRequest):
         "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
     )
     logprobs: NonNegative | None = optional("Log-probabilities, and of that many most probable tokens.")
-
-
-class TextPart(StrictModel):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class SentFunction(StrictModel):
-    """What a call called."""
-
-    name: Text
-    arguments: Text = Field(description="A JSON object, as a text.")
-
-    @model_validator(mode="after")
-    def _object(self) -> SentFunction:
-        try:
-            given = isinstance(json.loads(self.arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            given = False
-        if not given:
-            raise error_at("arguments", "json_invalid", "Input should be a JSON object, as a text")
-        return self
-
-    @property
-    def parsed(self) -> dict[str, Any]:
-        """The arguments as an object."""
-        return dict(json.loads(self.arguments or "{}"))
-
-
-class SentCall(StrictModel):
-    """A call of a tool, as an answer has it."""
-
-    id: Text
-    type: Literal["function"] = "function"
-    function: SentFunction
-
-
-class Function(StrictModel):
-    """A function that the model may call."""
-
-    name: ToolName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments; none = there are no arguments.")
-    strict: bool | None = optional("Forced calls keep to the schema in any case; other calls are not forced to.")
-
-
-class Tool(StrictModel):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(StrictModel):
-    """The name of a function."""
-
-    name: ToolName
-
-
-class NamedTool(StrictModel):
-    """The one tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class Message(StrictModel):
-    """One message of a conversation, in the form of an answer's message too: clients send those back."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
-            Discriminator(text_or_list),
-        ]
-        | None
-    ) = optional("May be missing only beside tool_calls.")
-    name: Text | None = None
-    tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional("Calls that the assistant made.")
-    tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
-    reasoning_content: Text | None = optional("Reasoning of the assistant; templates show it where their models want it.")
-    reasoning: Text | None = optional("Another name of reasoning_content.")
-    annotations: EmptyList | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Message:
-        if self.content is None and not self.tool_calls and self.reasoned is None:
-            raise error_at("content", "missing", "Field required")
-        if self.tool_calls and self.role != "assistant":
-            raise error_at("tool_calls", "not_allowed", "Only messages of the assistant have calls")
-        return self
-
-    @property
-    def reasoned(self) -> str | None:
-        """The reasoning, by whichever name."""
-        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
-
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it: the arguments of calls are objects."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        fields = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoned}
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.parsed}}
-            for call in self.tool_calls or ()
-        ]
-        sent = {name: value for name, value in fields.items() if value is not None}
-        return {"role": self.role, "content": content, **sent, **({"tool_calls": calls} if calls else {})}
 
 
 class ChatRequest(BaseRequest):

@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field
 from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
 from shoal.serve.handler import ApiHandler
+from shoal.serve.message_models import Message
 from shoal.serve.openapi import REFUSALS, described
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
-from shoal.serve.request_models import Message
 
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 

@@ -8,7 +8,8 @@ from typing import Any
 from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
-from shoal.serve.request_models import ChatRequest, NamedTool
+from shoal.serve.message_models import NamedTool
+from shoal.serve.request_models import ChatRequest
 from shoal.serve.sampling_params import require_size
 from shoal.serve.tool_calls import CallRules, forced_schema, format_of
 

@@ -139,7 +139,7 @@ def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError
     if not bool(logits.amax().isfinite()):
         return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
     controls = [
-        f"{f.name}={getattr(sampling, f.name)!r:.80}"
+        f"{f.name}={_short(getattr(sampling, f.name))}"
         for f in fields(sampling)
         if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
     ]
@@ -152,4 +152,10 @@ def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError
 
 def _name(constraint: Any) -> str:
     """A filter or grammar as it is written, another constraint by its class."""
-    return f"{constraint!r:.80}" if isinstance(constraint, Filter | Grammar) else type(constraint).__name__
+    return _short(constraint) if isinstance(constraint, Filter | Grammar) else type(constraint).__name__
+
+
+def _short(value: Any) -> str:
+    """A value as it is written, with a mark where it is cut."""
+    written = repr(value)
+    return written if len(written) <= 80 else f"{written[:80]}..."

@@ -386,6 +386,17 @@ def test_other_weights_forget_what_is_kept(
     assert (results[0].stats.restored_tokens == 0) == looks
 
 
+def test_a_layer_around_the_head_is_other_weights() -> None:
+    """One without a weight of its own, as the head has."""
+    keeping, plain = loaded(), loaded(0)
+    answers(keeping, [[*SYSTEM, 3]])
+    for each in (keeping, plain):
+        each.target.hf.lm_head = torch.nn.Sequential(each.target.hf.lm_head, torch.nn.Tanh())
+    found, stats = answers(keeping, [[*SYSTEM, 4]])
+    assert (found, stats.restored_tokens) == (answers(plain, [[*SYSTEM, 4]])[0], 0)
+    assert stats.drafted > 0
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1GiB", True, None])
 def test_what_is_no_number_of_bytes(wrong: Any) -> None:
     with pytest.raises(RequestError, match="prefix_memory must be a number of bytes"):

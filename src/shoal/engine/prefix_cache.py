@@ -81,7 +81,7 @@ def _versions(hf: nn.Module) -> list[int]:
 
 def _table_sums(hf: Any) -> list[Tensor]:
     """Of each table of embeddings that is not the head as well, of which a pass reads all, sums [width] of its bits as integers."""
-    head = hf.get_output_embeddings().weight
+    head = getattr(hf.get_output_embeddings(), "weight", None)  # a layer put around it may have none
     weights = [module.weight for module in hf.modules() if isinstance(module, nn.Embedding)]
     tables = [weight.detach() for weight in weights if weight is not head and weight.is_contiguous()]
     return [table.view(INTEGERS[table.element_size()]).sum(0) for table in tables]

@@ -358,6 +358,8 @@ from shoal.errors import OutOfStep
 from shoal.models.ranks import Ranks
 
 dist.init_process_group("gloo")
+if dist.get_rank():
+    time.sleep(4)  # as if it loaded for longer
 ranks = Ranks()
 if dist.get_rank():
     print("heard", ranks.hear()[:2])
@@ -374,8 +376,8 @@ except OutOfStep as error:
 
 @needs_two
 def test_a_process_that_hangs_between_passes_is_found_as_well(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits until the others take its message."""
-    monkeypatch.setenv(VARIABLE, "2")
+    """Rank 0 waits until the others take its message. One that loads for longer than the others does not hang."""
+    monkeypatch.setenv(VARIABLE, "3")
     (program := directory / "hears_one.py").write_text(HEARS_ONE)
     with subprocess.Popen(
         [*TORCHRUN, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -387,7 +389,7 @@ def test_a_process_that_hangs_between_passes_is_found_as_well(directory: Path, m
             running.terminate()
     assert said == {
         "heard ('pass', 1)\n",
-        f"a process of the model has not answered for 2 seconds ({VARIABLE}): start them all again\n",
+        f"a process of the model has not answered for 3 seconds ({VARIABLE}): start them all again\n",
     }
 
 

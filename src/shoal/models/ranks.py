@@ -29,7 +29,7 @@ PASS_SECONDS = 300.0
 that is stopped would not end."""
 VARIABLE = "SHOAL_RANK_TIMEOUT"
 AGREEMENT = timedelta(minutes=10)
-"""How long a rank that has built something, or failed to, waits for the others to say the same."""
+"""How long a rank that has loaded its part, has built something, or failed to, waits for the others to say the same."""
 STOP = "stop"
 AGAIN = "start them all again"
 
@@ -43,11 +43,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self._pass_seconds = pass_seconds()
-        for group in list(distributed_c10d._world.pg_map):  # Transformers gives them two hours, for loading
-            distributed_c10d._set_pg_timeout(timedelta(seconds=self._pass_seconds), group)
-        speaks = dist.get_rank() == 0
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._pass_seconds) if speaks else TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=AGREEMENT)
         self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
+        # All ranks are here now: one that loads for longer than the others does not hang.
+        limit = timedelta(seconds=self._pass_seconds)
+        for group in list(distributed_c10d._world.pg_map):  # Transformers gives them two hours, for loading
+            if group not in (self._group, self._answers):
+                distributed_c10d._set_pg_timeout(limit, group)
+        distributed_c10d._set_pg_timeout(limit if dist.get_rank() == 0 else TIMEOUT, self._group)
         self._lock = threading.RLock()
         self._numbers = count()
         self._dropped: deque[int] = deque()

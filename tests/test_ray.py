@@ -340,12 +340,12 @@ def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         until(lambda: len(alive(seen.url)) == 2)
         seen.alive = alive(seen.url)
         seen.kept = {process: prompt for prompt, process in seen.held_by.items()}  # one of each replica stays
-        collect(asked, [prompt for prompt in asked if prompt not in seen.kept.values()])
         seen.both = [post("hello").json() for _ in range(8)]
         seen.refused = post("wrong", nn=1)
         seen.stream = "".join(post("stream", stream=True, return_token_ids=False).text)
         seen.ids = [httpx.get(f"{seen.url}/health", timeout=SECONDS).headers.get_list("x-request-id")]
         seen.ids.append(seen.refused.headers.get_list("x-request-id"))
+        collect(asked, [prompt for prompt in asked if prompt not in seen.kept.values()])
         until(lambda: "STOPPING" in states())
         seen.states.append(states())
         collect(asked, list(seen.kept.values()))

@@ -97,7 +97,7 @@ class Screen:
         self.type(keys)
         while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
-            if keys and not select.select([self.master], [], [], 3)[0]:
+            if keys and not select.select([self.master], [], [], 10)[0]:
                 self.type(keys)
             if select.select([self.master], [], [], 1)[0]:
                 more = self.decode(os.read(self.master, 65536))

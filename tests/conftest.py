@@ -21,6 +21,7 @@ os.environ.update(
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import importlib.util
 import inspect
 import ipaddress
@@ -65,6 +66,17 @@ TOOLS = {
     "llm": lambda: importlib.util.find_spec("llm"),
 }
 """What some tests need beside the extra `dev`; they are skipped without it."""
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it is not looked through again whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Extension modules complain of what is left when Python ends."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

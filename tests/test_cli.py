@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -689,6 +690,14 @@ def test_module_runs_and_keeps_stdout_for_results(tiny: Models) -> None:
     command = [sys.executable, "-m", "shoal", "generate", *tiny.pair, "--max-new-tokens", "3", "--json"]
     done = subprocess.run(command, input="def", capture_output=True, text=True, check=True)
     assert set(json.loads(done.stdout)) == {"prompts", "stats"}
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed_are_empty(closed: str) -> None:
+    shoal = f"{shlex.quote(sys.executable)} -m shoal"
+    for arguments, code in (("--version", 0), ("generate --prompt-file nowhere", 2)):
+        done = subprocess.run(["sh", "-c", f"{shoal} {arguments} {closed}"], capture_output=True, text=True, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
 # ── help pages and pipes ────────────────────────────────────────────────────────────────────────────────────────────

@@ -467,6 +467,8 @@ def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
     gate = Gate(legible(0), length=20)
     with served(pair(gate)) as server:
         assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+        asked = [httpx.head(server.url + path) for path in ("/health", "/ready")]
+        assert [(answer.status_code, answer.content) for answer in asked] == [(200, b"")] * 2
         whole, got = in_background(lambda: server.post(max_tokens=100))
         stream, pieces = in_background(lambda: server.post(max_tokens=100, stream=True))
         eventually(lambda: server.worker.rows == 2)

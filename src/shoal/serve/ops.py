@@ -18,14 +18,16 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": Health, "descript
 
 
 def ops_routes(worker: Worker) -> APIRouter:
-    """`/health`, `/ready` and `/metrics`, which the application's state writes (`metrics_text`)."""
+    """`/health`, `/ready` and `/metrics`, which the application's state writes (`metrics_text`). Some load balancers ask by HEAD."""
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=Health, responses=UNAVAILABLE)
     async def health() -> Response:
         """Whether there is an engine to decode; a supervisor restarts the process if not."""
         return _status(None if worker.thread.alive else "the engine has stopped")
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=Health, responses=UNAVAILABLE)
     async def ready(request: Request) -> Response:
         """Whether to send requests here: there is an engine, it gets on, and the server is not about to stop."""

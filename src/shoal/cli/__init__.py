@@ -88,9 +88,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of `shoal` and `python -m shoal`."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # Python has none where the caller closed it
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None where the caller closed it
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     sys.exit(run(sys.argv[1:]))
 
 

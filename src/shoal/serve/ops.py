@@ -18,7 +18,7 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": Health, "descript
 
 
 def ops_routes(worker: Worker) -> APIRouter:
-    """`/health`, `/ready` and `/metrics`, which the application's state writes (`metrics_text`). Some load balancers ask by HEAD."""
+    """`/health` and `/ready`, which some load balancers ask by HEAD, and `/metrics`, which the application's state writes."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)

@@ -66,7 +66,7 @@ def outcomes(requests: int, chance: random.Random, planted: bool, chosen: Callab
     console, found = Console(width=120), dict[str, Outcome]()
     with TemporaryDirectory() as folder:
         for subject, troubles, faults, tried in subjects(requests, Path(folder), chance):
-            for trouble in filter(chosen, troubles):
+            for trouble in (one for one in troubles if chosen(f"{subject}, {one}")):
                 for fault, program in (faults if planted else {"": ""}).items():
                     name = ", ".join(filter(None, (subject, trouble, fault)))
                     console.print(f"{name} ...")

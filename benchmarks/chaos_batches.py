@@ -89,7 +89,7 @@ def tried(
     seen.met, seen.cut = machine.met, sum(is_cut(ends(entry)) for entry in found)
     if trouble.room is not None and not seen.refused:
         seen.faults.append("no run met the end of the disk")
-    if trouble.kill and not seen.killed:
+    if trouble.kill == 1 and not seen.killed:  # in `everything` the disk may be faster
         seen.faults.append("nothing was killed")
     seen.seconds = time.perf_counter() - began
     return seen

@@ -96,7 +96,7 @@ def tried(
     seen.faults += machine.faults()
     seen.met, seen.again = machine.met, shared.times.total() - len(shared.answers)
     seen.cut = sum(map(is_cut, shared.ends))
-    if trouble.kill and not seen.killed:
+    if trouble.kill == 1 and not seen.killed:
         seen.faults.append("nothing was killed")
     if trouble.room is not None and log.stat().st_size < trouble.room:
         seen.faults.append("the log did not meet the end of the disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,21 @@ def test_what_another_process_chose_meanwhile_counts(machine: Callable[..., Mach
     assert place is not None
     choice._remember(place, {"float32 64x32": {"packs": False}})
     assert choice._remember(place, {"float32 64x32": {"packs": True}})["float32 64x32"]["packs"] is False
+
+
+def test_a_full_disk_only_costs_time(
+    machine: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(1e-3, 1e-3)
+    place = choice._place()
+    assert place is not None
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    assert choice._remember(place, {"float32 64x32": {"packs": False}})["float32 64x32"]["packs"] is False
+    assert not list(place.parent.glob("weights-*")), "no part of a file is left"
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(

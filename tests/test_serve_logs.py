@@ -7,7 +7,10 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from logging.config import dictConfig
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,10 +18,12 @@ import pytest
 
 from conftest import require_bare_logger
 from serving import eventually, pair, served
+from shoal.cli import serve
 from shoal.serve import logs
 from shoal.serve.exchanges import Exchange
 from shoal.serve.handler import ApiHandler
 from shoal.serve.logs import JsonFormatter, TextFormatter
+from shoal.serve.settings import Settings
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
 
@@ -204,3 +209,32 @@ def test_faults_of_our_own_have_tracebacks(form: logs.LogFormat) -> None:
         assert (told["message"], told["level"], told["logger"]) == ("it failed", "error", "shoal.x")
         text = told["traceback"]
     assert "ValueError: no" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_log_on_a_full_disk_ends_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr("sys.stderr", full)
+    serve._print_address("0.0.0.0", Settings("tiny"), True, None, 8000)
+    assert json.loads(capsys.readouterr().out) == {"url": "http://0.0.0.0:8000/v1", "model": "tiny"}
+    with pytest.raises(OSError, match="No space"):
+        print("what is written meets the end of the disk", file=full, flush=True)
+    with suppress(OSError):
+        full.close()
+
+
+def test_lines_of_replicas_go_on_after_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
+    from shoal.serve import relay
+
+    taken, printed = iter([["first"], ["second", "third"], None]), list[str]()
+
+    def put(*lines: str, **_: Any) -> None:
+        if lines == ("first",):
+            raise OSError("No space left on device")
+        printed.extend(lines)
+
+    monkeypatch.setattr(relay.ray, "get", lambda answer: answer)
+    monkeypatch.setattr(relay, "print", put, raising=False)
+    relay._print(SimpleNamespace(take=SimpleNamespace(remote=lambda: next(taken))))
+    assert printed == ["second", "third"]

@@ -30,7 +30,7 @@ demo: $(CORE) ## n samples from the bundled pair, and what speculation did
 bench: $(CORE) ## speculative against plain decoding and Hugging Face generate, measured here
 	@$(BIN)/shoal bench $(BENCH_ARGS)
 
-test: $(DEV) ## all tests, a process per core
+test: $(DEV) ## all tests, in a process more than there are cores
 	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 $(PYTEST_ARGS)
 
 lint: $(DEV) ## ruff: rules and format

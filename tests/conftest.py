@@ -68,6 +68,12 @@ TOOLS = {
 """What some tests need beside the extra `dev`; they are skipped without it."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for processes and connections."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: it is not looked through again whenever garbage is collected."""
     gc.collect()

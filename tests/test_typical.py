@@ -174,7 +174,7 @@ def test_reports_name_it(places: tuple[Path, Path], tmp_path: Path, capsys: pyte
     command = ["bench", "-m", str(places[0]), "-d", str(places[1]), "--prompts", str(prompts), "--batch-sizes", "1"]
     command += ["--lookahead", "2", "--baselines", "", "--max-new-tokens", "4", "--repeats", "1", "--wait", "0"]
     found = tmp_path / "bench.json"
-    assert run([*command, "--rule", "typical", "--json", str(found)]) == 0
+    assert run([*command, "--rule", "typical", "--output", str(found)]) == 0
     capsys.readouterr()
     report = Report.from_dict(json.loads(found.read_text()))
     console = Console(width=400, record=True)

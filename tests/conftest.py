@@ -74,6 +74,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+SHARED = ("test_ray.py", "test_tensor_parallel.py")
+"""Tests that share processes which take long to start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They come first: what is last in one process is left to others, which would start theirs."""
+    items.sort(key=lambda item: item.path.name not in SHARED)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: it is not looked through again whenever garbage is collected."""
     gc.collect()

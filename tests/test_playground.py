@@ -611,6 +611,20 @@ def test_many_events_at_once_are_drawn_together(opened: Callable[..., Any], serv
     assert 0 < page.evaluate("window.drawn.length") < 50
 
 
+def test_drawing_goes_on_after_an_error(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(server.url)
+    page.evaluate("""async () => {
+        const { framed } = await import("/playground/frames.js");
+        addEventListener("error", (event) => event.preventDefault());
+        window.drawn = 0;
+        window.draw = framed(() => { window.drawn += 1; if (window.drawn === 1) throw new Error("planted"); });
+        window.draw();
+    }""")
+    eventually(page, lambda: page.evaluate("window.drawn") == 1)
+    page.evaluate("window.draw()")
+    eventually(page, lambda: page.evaluate("window.drawn") == 2)
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_samples_stay_where_they_are_while_speeds_come(opened: Callable[..., Any], server: Served, width: int) -> None:
     page = opened(f"{server.url}/#n=2", viewport={"width": width, "height": 800})

@@ -10,8 +10,11 @@ export function framed(what) {
   const work = () => {
     asked = false;
     const begun = performance.now();
-    what();
-    setTimeout(() => setTimeout(rest, REST * (performance.now() - begun))); // the outer one comes after the frame is painted
+    try {
+      what();
+    } finally { // also after an error: what comes later is drawn
+      setTimeout(() => setTimeout(rest, REST * (performance.now() - begun))); // the outer one comes after the frame is painted
+    }
   };
   const rest = () => {
     drawing = false;

@@ -13,13 +13,15 @@ TORCH ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 export PYTHON PIP_ARGS TORCH
+# Compiling modules and tests anew in every process would take a minute of each process of tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 # Marks that scripts/setup.sh leaves as its last act: an install that was killed is made again.
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo bench test lint types package format clean
+.PHONY: help demo bench test test-all lint types package format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,8 +32,13 @@ demo: $(CORE) ## n samples from the bundled pair, and what speculation did
 bench: $(CORE) ## speculative against plain decoding and Hugging Face generate, measured here
 	@$(BIN)/shoal bench $(BENCH_ARGS)
 
-test: $(DEV) ## all tests, in a process more than there are cores
-	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=15 $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=15
+
+test: $(DEV) ## the tests, without those marked as slow
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(DEV) ## all tests
+	@$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -37,7 +37,7 @@ NEEDED = (
 """Beside modules, what a wheel has, whatever the repository has."""
 NEEDED_SOURCES = (
     "PKG-INFO", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "DESIGN.md", "constraints.txt", "Makefile",
-    "Dockerfile", "deploy/*", "docs/*.md", "scripts/setup.sh", "tests/test_*.py", "benchmarks/*.py",
+    "Dockerfile", "deploy/*", "docs/*.md", "scripts/setup.sh", "tests/*/test_*.py", "benchmarks/*.py",
 )  # fmt: skip
 REFUSED_SOURCES = (".git/*", ".venv/*", "build/*", "dist/*", "*.pyc", "*/__pycache__/*")
 

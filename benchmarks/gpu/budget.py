@@ -1,8 +1,8 @@
 """`python benchmarks/gpu/budget.py`: what a round should take on a GPU, computed from counted budgets. **Computed, not measured.**
 
 Counted: launches of a captured round of tiny models of the same layout, whose layers and draws are Triton kernels
-(tests/fused_launches.py); copies and waits, on a device that pretends to be a GPU (tests/pretend.py); bytes of weights, and of
-keys and values. Given: the bandwidth and the operations per second that the manufacturer names, and what a launch in a graph, a
+(tests/helpers/fused_launches.py); copies and waits, on a device that pretends to be a GPU (tests/helpers/pretend.py);
+bytes of weights, and of keys and values. Given: the bandwidth and the operations per second that the manufacturer names, and what a launch in a graph, a
 copy and a wait take. A round is then the longer of reading and computing, for each pass, and its launches, copies and waits. Not
 in it: what distributions over the vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 
 import pytest
 from rich.console import Console
@@ -39,7 +39,7 @@ from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
 
 LAYER = 9
-"""Launches of a fused layer (`tests/layers_cases.py -k nine`)."""
+"""Launches of a fused layer (`tests/gpu/layers_cases.py -k nine`)."""
 BYTES = 2
 """Of a number in bfloat16."""
 

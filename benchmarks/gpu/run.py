@@ -66,7 +66,7 @@ def stages(device: str) -> list[Stage]:
     contexts = ("--contexts", "short=1024,long=4000") if gpu else ("--contexts", "short=24,long=40", "--repeats", "2")
     tokens, repeats = (128, 2) if gpu else (8, 1)
     kernels = [
-        str(ROOT / "tests" / name)
+        str(ROOT / "tests" / "gpu" / name)
         for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py")
     ]
     return [
@@ -75,7 +75,8 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage(
             "static", "captured passes against ordinary ones", 60,
-            _pytest(str(ROOT / "tests" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))), True, True, TESTS, variables,
+            _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))),
+            True, True, TESTS, variables,
         ),
         Stage("identity", "greedy tokens of whole runs", 30, _script("identity", device), True, True),
         Stage("attention", "attention of one layer alone", 40, _script("attention", device)),

@@ -41,7 +41,7 @@ class Controller(Protocol):
 
     The engine calls, in every round: `lengths` once; `shorten`, if there is one, once per draft position; `learn` once, with the
     rows in the order that `lengths` got them. Rows join and leave between rounds: what is kept of a row is kept under `row.serial`,
-    which no other row of the process has. An example is `Stepwise` in tests/test_lookahead.py.
+    which no other row of the process has. An example is `Stepwise` in tests/lookahead/test_lookahead.py.
 
     Attributes:
         limit: the longest draft that it ever asks for, 0 = plain decoding. The caches are sized for it. Must not change.

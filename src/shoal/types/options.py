@@ -24,7 +24,7 @@ SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
 
 class Options(TypedDict, total=False):
     """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole. A field that is not given has its
-    default. `tests/test_library.py` checks that no field is missing here."""
+    default. `tests/engine/test_library.py` checks that no field is missing here."""
 
     temperature: Number
     top_k: Integer

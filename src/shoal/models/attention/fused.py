@@ -84,8 +84,8 @@ def fused(inputs: AttentionInputs) -> Tensor:
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
     """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so that few kernels are compiled.
 
-    Tiles are as large as the registers of a program hold: with larger ones the compiler spills (tests/test_fused.py reads it off
-    the machine code).
+    Tiles are as large as the registers of a program hold: with larger ones the compiler spills (tests/gpu/test_fused.py
+    reads it off the machine code).
 
     Args:
         query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim].

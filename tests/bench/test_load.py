@@ -1,0 +1,66 @@
+"""The load test itself, for a second: it finds nothing where nothing is wrong, and what is wrong it finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+LOAD = Path(__file__).parents[2] / "benchmarks" / "load.py"
+
+
+@pytest.fixture(scope="module")
+def load() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("load", LOAD)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["load"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_second_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = [sys.executable, str(LOAD), "--minutes", "0.02", "--clients", "3", "--json", str(file), "--max-batch", "8"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads(file.read_text())
+    assert (found["failures"], run.returncode) == ([], 0), run.stderr
+    assert found["rows_left"] == 0
+    for phase in found["phases"].values():
+        assert sum(phase["requests"].values()) >= 3
+        assert phase["tokens"] > 0
+
+
+GOOD: dict[str, Any] = {
+    "phases": {"auto": {"failures": []}}, "rows_left": 0,
+    "memory": {"quarters_mib": [300, 400, 405, 410], "without_caches_mib": [200, 250, 255, 260]},
+}  # fmt: skip
+GROWN = {"quarters_mib": [300, 400, 440, 480], "without_caches_mib": [200, 250, 260, 275]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        ({}, 0, []),
+        ({"phases": {"auto": {"failures": ["stop: x"]}}}, 0, ["auto: stop: x"]),
+        ({"rows_left": 2.0}, 0, ["2 rows are left in the server"]),
+        ({"memory": GROWN}, 0, ["memory without caches grew from 250 to 275 MiB"]),
+        ({"memory": {**GROWN, "without_caches_mib": [200, 250, 250, 250]}}, 0, []),
+        ({}, None, ["SIGTERM ended the server with exit code None"]),
+    ],
+)
+def test_what_is_wrong_is_told(load: ModuleType, changed: Any, code: int | None, said: list[str]) -> None:
+    assert load.failures({**GOOD, **changed}, 300, code) == said
+
+
+def test_times_are_told_in_percentiles(load: ModuleType) -> None:
+    assert load.percentiles([i / 1000 for i in range(101)]) == {"p50": pytest.approx(50), "p95": pytest.approx(95)}
+    assert load.percentiles([1.0]) is None

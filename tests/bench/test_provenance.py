@@ -1,0 +1,213 @@
+"""Results name the commit that they were made at; benchmarks/results takes no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import command
+import cpu_passes
+import prompts
+import ragged
+import scaling
+import virtual
+from shoal.bench import provenance
+from shoal.bench.machine import machine
+from shoal.bench.provenance import NO_GIT, commit, require_place, write_results
+from shoal.cli import run
+from shoal.errors import RequestError
+
+ROOT = Path(__file__).parents[2]
+
+
+def git(place: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=n", "-c", "user.email=e")
+    subprocess.run(["git", *who, *arguments], cwd=place, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A clean repository with a package and results."""
+    for name in ("src/pkg/__init__.py", "benchmarks/results/old.json", "benchmarks/run.sh", "README"):
+        file = tmp_path / "repo" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("a")
+    (tmp_path / "repo" / ".gitignore").write_text("*.pyc\n")
+    git(tmp_path / "repo", "init", "-q")
+    git(tmp_path / "repo", "add", "-A")
+    git(tmp_path / "repo", "commit", "-qm", "x")
+    return tmp_path / "repo"
+
+
+@pytest.mark.parametrize(
+    ("file", "dirty"),
+    [
+        (None, False),
+        ("src/pkg/__init__.py", True),
+        ("README", True),  # tracked
+        ("src/pkg/new.py", True),
+        ("benchmarks/new.py", True),
+        ("notes.txt", False),  # untracked, and no code
+        ("src/pkg/x.pyc", False),  # ignored
+        ("benchmarks/results/old.json", False),  # what a run wrote must not spoil the next one
+        ("benchmarks/results/new.json", False),
+    ],
+)
+def test_dirty_is_what_may_change_a_measurement(repository: Path, file: str | None, dirty: bool) -> None:
+    if file is not None:
+        (repository / file).write_text("b")
+    found = commit(repository / "src" / "pkg")
+    assert re.fullmatch("[0-9a-f]{12}-dirty" if dirty else "[0-9a-f]{12}", found)
+    git(repository, "add", "-A")
+    git(repository, "commit", "-qm", "y", "--allow-empty")
+    assert re.fullmatch("[0-9a-f]{12}", commit(repository / "src" / "pkg"))
+
+
+def test_staged_is_not_committed(repository: Path) -> None:
+    (repository / "README").write_text("b")
+    git(repository, "add", "-A")
+    assert commit(repository / "src" / "pkg").endswith("-dirty")
+
+
+def test_an_installed_package_has_no_commit(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "site-packages" / "pkg"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    assert commit(other) == NO_GIT
+    inside = repository / "src" / "other"  # in some repository, but not of it
+    inside.mkdir()
+    (inside / "__init__.py").write_text("")
+    assert commit(inside) == NO_GIT
+    monkeypatch.setenv("PATH", "")  # no git at all
+    assert commit(repository / "src" / "pkg") == NO_GIT
+
+
+def test_a_machine_always_names_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(machine(torch.device("cpu"))["commit"], str)
+    monkeypatch.setattr(provenance, "commit", lambda: NO_GIT)
+    assert machine(torch.device("cpu"))["commit"] == NO_GIT
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    place = tmp_path / "benchmarks" / "results"
+    (place / "deep").mkdir(parents=True)
+    return place
+
+
+DIRTY, CLEAN = "0123456789ab-dirty", "0123456789ab"
+
+
+@pytest.mark.parametrize("made_at", [DIRTY, NO_GIT, "None", ""])
+def test_kept_results_name_a_commit(results: Path, tmp_path: Path, made_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: made_at)
+    link = tmp_path / "link"
+    link.symlink_to(results)
+    monkeypatch.chdir(results)
+    for place in (results, results / "a.json", results / "deep" / "a.json", Path("a.json"), link / "a.json"):
+        with pytest.raises(RequestError, match="must name the commit"):
+            require_place(place)
+        with pytest.raises(RequestError, match="must name the commit"):
+            write_results(place, {"machine": {"commit": made_at}})
+    assert not [file for file in results.rglob("*") if file.is_file()]
+    require_place(None, tmp_path, tmp_path / "a.json")
+    write_results(tmp_path / "a.json", {"machine": {"commit": made_at}})
+    assert json.loads((tmp_path / "a.json").read_text())["machine"]["commit"] == made_at
+
+
+def test_results_of_a_clean_tree_are_kept(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: CLEAN)
+    require_place(results, results / "a.json")
+    write_results(results / "a.json", {"machine": {"commit": CLEAN}})
+    assert (results / "a.json").is_file()
+    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    write_results(results / "b.json", {"machine": {"commit": CLEAN}})  # made at a clean commit, changed while it ran
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("work began")
+
+
+@pytest.mark.parametrize("option", [("--output", "a.json"), ("--results", ".")])
+def test_bench_refuses_before_it_loads(
+    option: tuple[str, str], results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", _never)
+    assert run(["bench", option[0], str(results / option[1])]) == 2
+    assert "commit the changes first" in capsys.readouterr().err
+    assert run(["eval", "functions", "--output", str(results)]) == 2
+    assert "commit the changes first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [scaling, virtual, prompts, cpu_passes, ragged])
+def test_commands_refuse_before_they_measure(
+    module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.load", _never)
+    monkeypatch.setattr(prompts, "random_llama", _never)
+    monkeypatch.setattr(cpu_passes, "load_runner", _never)
+    monkeypatch.setattr(ragged, "load_runner", _never)
+    monkeypatch.setattr(sys, "argv", ["script", "--json", str(results / "a.json")])
+    with pytest.raises(SystemExit) as ended:
+        command.run(module.main)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: results in benchmarks/results must name")
+    assert error.count("\n") == 1
+
+
+def test_gpu_scripts_refuse_before_they_measure(results: Path) -> None:
+    code = "from common import arguments; import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; "
+    code += f"arguments('x').parse_args(['--results', {str(results)!r}])"
+    path = os.pathsep.join(map(str, (ROOT / "benchmarks" / "gpu", ROOT / "src")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "must name the commit" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping"])
+def test_scripts_refuse_before_they_measure(script: str, results: Path) -> None:
+    code = "import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; import shoal; shoal.load = None; "
+    code += f"import {script}, sys; sys.argv = ['x', '--json', {str(results / 'a.json')!r}]; {script}.main()"
+    path = os.pathsep.join(map(str, (ROOT / "benchmarks", ROOT / "src")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, "must name the commit" in done.stderr) == (2, True), done.stderr
+
+
+def test_measurements_become_files_in_one_way_only() -> None:
+    """A module that wrote JSON by itself would name no commit; virtual's prices go back into itself, process.py keeps logs, and
+    chaos.py, clients.py and evalplus_*.py write what servers, clients and evaluators read."""
+    found = []
+    for file in [
+        *(ROOT / "src/shoal/bench").glob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        ROOT / "src/shoal/cli/bench.py",
+    ]:
+        text = file.read_text()
+        found += [file.name] * len(re.findall(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w", text))
+    known = "chaos.py chaos_troubles.py client_checks.py client_frameworks.py clients.py clients.py evalplus_checks.py "
+    known += "evalplus_outcomes.py evalplus_outcomes.py process.py process.py provenance.py virtual.py"
+    assert sorted(found) == known.split()
+
+
+def test_no_measurement_is_printed_as_json() -> None:
+    """Printed JSON would be redirected into benchmarks/results, where nothing could refuse it. What client_checks.py
+    prints is read by clients.py."""
+    scripts = {*(ROOT / "benchmarks").rglob("*.py")} - {ROOT / "benchmarks" / "client_checks.py"}
+    for file in [*(ROOT / "src/shoal/bench").glob("*.py"), *scripts]:
+        for found in re.findall(r"(?:print|echo)\(json\.dumps\((.*)", file.read_text()):
+            assert found.startswith('report["machine"]'), (file.name, found)  # below tables: not the measurement

@@ -1,0 +1,574 @@
+"""JSON that ends: bounds on white space, numbers and formats; `oneOf` with alternatives that are proved to exclude each other."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shoal
+from shoal.config import Grammar, Sampling
+from shoal.constraints import compiler, disjoint, json_schemas
+from shoal.constraints import grammar as grammars
+from shoal.constraints import masks as row_masks
+from shoal.constraints.disjoint import Proofs
+from shoal.errors import RequestError
+from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
+from shoal.testing.tiny import END
+from shoal.types.requests import Request, Row
+from shoal.types.trees import Positions
+
+TOKENIZER = tiny_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def row_of(grammar: Grammar) -> Row:
+    row = Row(Request((1,), 1, Sampling(grammar=grammar)), 0, 0, 0, [1], frozenset([END]), 999)
+    row_masks.begin(row, [compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar)])
+    return row
+
+
+def masks(grammar: Grammar, text: str) -> Tensor:
+    """What may follow each beginning of a text, [characters + 1, vocabulary]."""
+    made = row_masks.allowed(Positions([row_of(grammar)], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY))
+    assert made is not None
+    return made[0]
+
+
+def fits(grammar: Grammar, text: str) -> bool:
+    """Whether a text is of the grammar, token by token."""
+    return all(bool(mask[token]) for mask, token in zip(masks(grammar, text), [*encode(text), END], strict=True))
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """The same of the grammar's matcher alone, for many texts."""
+    matcher = compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar).starts[0].deep_copy()
+    ids = encode(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def of(schema: Any, **options: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema), **options)
+
+
+# ── white space ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PAIR = {
+    "type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "items": {"type": "null"}}},
+    "required": ["a", "b"], "additionalProperties": False,
+}  # fmt: skip
+WRITTEN = {
+    "compact": json.dumps({"a": True, "b": [None]}, separators=(",", ":")),
+    "as json.dumps writes it": json.dumps({"a": True, "b": [None]}),
+    "indented": json.dumps({"a": True, "b": [None, None]}, indent=4),
+    "indented by tabs": json.dumps({"a": True, "b": [None, None]}, indent="\t"),
+    "two spaces": '{  "a":true,"b":[]}',
+    "two line breaks": '{\n\n"a":true,"b":[]}',
+    "an indent of 21": "{\n" + 21 * " " + '"a":true,"b":[]}',
+    "a line break behind spaces": '{ \n"a":true,"b":[]}',
+    "any other blank": '{\r"a":true,"b":[]}',
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "taken"),
+    [
+        ({}, {}, 4),
+        ({"whitespace": "bounded"}, {}, 4),
+        ({"whitespace": "compact"}, {}, 1),
+        ({"whitespace": "any"}, {}, 9),
+        ({}, {"whitespace_flexible": False}, 1),
+        ({}, {"whitespace_flexible": True}, 9),
+        ({"whitespace": "compact"}, {"whitespace_pattern": r"[ ]{2}"}, 1 + 1),
+        ({"whitespace": "compact"}, {"lenient": True}, 1),
+    ],
+)
+def test_white_space_is_bounded(options: dict[str, str], own: dict[str, Any], taken: int) -> None:
+    schema = {**PAIR, **({"x-guidance": own} if own else {})}
+    found = [name for name, text in WRITTEN.items() if fits(of(schema, **options), text)]
+    assert found == ["compact", "two spaces"] if "whitespace_pattern" in own else found == list(WRITTEN)[:taken]
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("json_object"), of(True), of({}), of({"$ref": "#/$defs/x", "$defs": {"x": {}}})]
+)
+def test_white_space_is_bounded_where_nothing_is_said_of_the_json(grammar: Grammar) -> None:
+    assert fits(grammar, '{\n  "a": [1, {}]\n}')
+    assert not fits(grammar, '{  "a": [1, {}]}')
+    assert not fits(grammar, '{"a": [1,\n\n{}]}')
+
+
+def test_what_white_space_may_be() -> None:
+    with pytest.raises(RequestError, match="whitespace of a grammar must be one of bounded, compact, any, got 'none'"):
+        Grammar("json_object", whitespace="none")
+    with pytest.raises(RequestError, match="whitespace of a regex grammar must be left as it is, got 'any'"):
+        Grammar("regex", "a", "any")
+
+
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LONG = "9" * 20
+NUMBERS = {
+    "an integer": ({"type": "integer"}, [LONG, f"-{LONG}", "0", str(-(2**63)), str(2**64 - 1)], [f"1{LONG}", f"-1{LONG}"]),
+    "a number": (
+        {"type": "number"},
+        [LONG, f"{LONG}.{LONG}", f"-{LONG}.{LONG}e-308", "1e5", "1E+300", "5e-324", str(2**-20), repr(1e-5)],
+        [f"1{LONG}", f"1.1{LONG}", "1e1000", "1E+1000", "1e-1000", f"{LONG}.1{LONG}"],
+    ),
+    "with a minimum": ({"type": "integer", "minimum": 5}, ["5", LONG], ["4", f"1{LONG}"]),
+    "with bounds": ({"type": "number", "minimum": 0, "maximum": 1}, [f"0.{LONG}", "1"], [f"0.1{LONG}", "1.1"]),
+    "a multiple": ({"type": "number", "multipleOf": 0.01}, ["0.25", f"{LONG}.25"], ["0.255", f"1{LONG}.25"]),
+    "anything": ({}, [LONG, f"[{LONG}]", f'{{"a":{LONG}}}', f'"1{LONG}"', f'["\\"",{LONG}]'], [f"1{LONG}", f'{{"a":1{LONG}}}']),
+    "in arrays": ({"type": "array"}, [f"[{LONG},{LONG},true,false,null]"], [f"[1,true,1{LONG}]", f"[false,1{LONG}]"]),
+    "a text of digits": ({"type": "string"}, [f'"1{LONG}"', f'"\\\\{LONG}1"', f'"\\"1{LONG}"'], []),
+    "words": ({"type": ["boolean", "null"]}, ["true", "false", "null"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_digits_are_bounded(name: str) -> None:
+    schema, taken, left = NUMBERS[name]
+    assert [text for text in taken if not fits(of(schema), text)] == []
+    assert [text for text in left if fits(of(schema), text)] == []
+
+
+@pytest.mark.parametrize("schema", [{"const": 10**25}, {"type": "integer", "minimum": 10**15, "multipleOf": 10**9}])
+def test_a_number_that_needs_them_has_more_digits(schema: dict[str, Any]) -> None:
+    """Nobody may be left with nothing to say."""
+    allowed = masks(of(schema), "1" + 25 * "0")
+    assert bool(allowed[:-1].any(-1).all())
+    assert fits(of({"const": 10**25}), "1" + 25 * "0")
+
+
+def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
+    """Past the bound on digits too, and past a place where it was given up."""
+    text = f'{{"a":{LONG},"b":[1.{LONG}, 1{25 * "0"}],"c":-{LONG}}}'
+    schema = {
+        "type": "object",
+        "properties": {"b": {"type": "array", "items": {"anyOf": [{"const": 10**25}, {"type": "number"}]}}},
+    }
+    for grammar in (of(schema), Grammar("json_object")):
+        whole, tokens = masks(grammar, text), encode(text)
+        row = row_of(grammar)
+        for j, expected in enumerate(whole):
+            one = row_masks.allowed(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
+            assert one is not None
+            assert torch.equal(one[0, 0], expected)
+            for token in tokens[j : j + 1]:
+                row.tokens.append(token)
+                row_masks.advance(row, token)
+
+
+class Counting:
+    """llguidance's functions that fill masks, with the number of masks that they were asked for."""
+
+    def __init__(self) -> None:
+        self.masks, self._real = 0, grammars._filling()
+
+    def fill_next_token_bitmask(self, *arguments: Any) -> None:
+        self.masks += 1
+        self._real.fill_next_token_bitmask(*arguments)
+
+    def fill_next_token_bitmask_par(self, executor: Any, asked: list[Any], bits: Any) -> None:
+        self.masks += len(asked)
+        self._real.fill_next_token_bitmask_par(executor, asked, bits)
+
+    def fill_next_token_bitmask_par_with_draft_tokens(self, executor: Any, asked: list[Any], bits: Any) -> None:
+        self.masks += sum(1 + len(ahead) for _, _, ahead in asked)
+        self._real.fill_next_token_bitmask_par_with_draft_tokens(executor, asked, bits)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize(
+    ("grammar", "matchers"),
+    [(Grammar("regex", "[0-9]*"), 1), (of({"type": "array", "items": {"type": "string"}, "minItems": 9}), 2)],
+)
+def test_the_bound_on_digits_costs_one_mask_more_per_position(
+    grammar: Grammar, matchers: int, lookahead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counting, by_matcher = Counting(), [0, 0]
+    filled = grammars._filled
+
+    def count(states: Any, which: int, *arguments: Any) -> Any:
+        before = counting.masks
+        found = filled(states, which, *arguments)
+        by_matcher[which] += counting.masks - before
+        return found
+
+    monkeypatch.setattr(grammars, "_clock", lambda: 0.0)  # on a busy machine masks that were late are filled again
+    monkeypatch.setattr(grammars, "_filling", lambda: counting)
+    monkeypatch.setattr(grammars, "_filled", count)
+    model = shoal.load(*save_pair(tmp_path), dtype="float32", device="cpu")
+    options: dict[str, Any] = {
+        "grammar": grammar,
+        "lookahead": lookahead,
+        "seed": 0,
+        "max_new_tokens": 20,
+        "temperature": 0.8,
+    }
+    stats = model.generate("ab", n=2, **options).stats
+    assert by_matcher == [by_matcher[0]] * matchers + [0] * (2 - matchers)
+    assert sum(by_matcher) == counting.masks
+    if lookahead:  # at most: a mask for each drafter step, each draft and the position after them
+        assert stats.row_rounds < by_matcher[0] <= stats.row_rounds * (2 * lookahead + 1)
+    else:
+        assert by_matcher[0] == stats.committed
+
+
+# ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+STAMP = "2024-02-29T23:59:59"
+FORMATS = {
+    "date-time": (
+        [f"{STAMP}Z", f"{STAMP}.5Z", f"{STAMP}.123456789+13:45", "0001-01-01T00:00:00-00:00"],
+        [
+            f"{STAMP}",
+            f"{STAMP}.1234567890Z",
+            f"{STAMP}.Z",
+            f"{STAMP}z",
+            f"{STAMP}+24:00",
+            f"{STAMP}-01:60",
+            "2024-02-29t00:00:00Z",
+            "2023-02-29T00:00:00Z",
+        ],
+    ),
+    "time": (
+        ["23:59:59Z", "00:00:00.123456789+01:00"],
+        ["23:59:60Z", "24:00:00Z", "10:00:00+24:00", "10:00:00.1234567890Z", "10:00Z"],
+    ),
+    "date": (["2024-02-29", "9999-12-31"], ["2023-02-29", "0000-01-01", "1900-02-29", "2024-04-31"]),
+    "duration": (["P1Y2M3DT4H5M6S", "P3W"], ["P" + 40 * "1" + "Y", "P"]),
+    "email": (["a.b+c@example.org", "x" * 64 + "@" + ".".join(["y" * 46] * 4)], ["x" * 65 + "@y", "x@" + "y." * 127 + "y"]),
+    "hostname": ([".".join(["y" * 50] * 4)], ["y." * 127 + "y"]),
+    "uri": (["https://example.org/a?b=c#d"], ["https://" + "y" * 2048]),
+    "byte": (["", "YQ==", "YWI=", "YWJj+/09"], ["Y", "YQ=", "YR==", "YWJ=", "YQ==YQ==", "YW J", "-_-_"]),
+    "semver": (
+        ["0.0.0", "1.20.3", "1.0.0-alpha.1", "1.0.0-0a.-b", "1.0.0--", "2.0.0-rc.1+build.05"],
+        ["1", "1.2", "01.2.3", "1.2.3-", "1.2.3-01", "1.2.3+", "v1.2.3", "1.2.3-a..b", "1.0.0-" + "a" * 251],
+    ),
+    "json-pointer": (["", "/", "/a~1b/0/~0", "/a b"], ["a", "/~", "/~2", "#/a"]),
+    "relative-json-pointer": (["0", "12#", "1/a~0"], ["", "01", "/a", "1#/a", "1~"]),
+    "binary": (["", "any text!"], []),
+    "password": (["", "any text!"], []),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_bounded(name: str) -> None:
+    taken, left = FORMATS[name]
+    grammar = of({"type": "string", "format": name})
+    assert [text for text in taken if not fits(grammar, json.dumps(text))] == []
+    assert [text for text in left if fits(grammar, json.dumps(text))] == []
+
+
+def test_a_date_is_a_day_of_the_calendar() -> None:
+    pattern = json_schemas.FORMATS["date"]["pattern"]
+    for year in (0, 1, 4, 10, 96, 100, 200, 400, 1000, 1900, 1996, 2000, 2023, 2024, 2100, 4000, 9000, 9999):
+        for month in range(14):
+            for day in range(33):
+                text = f"{year:04}-{month:02}-{day:02}"
+                try:
+                    datetime.date(year, month, day)
+                    real = True
+                except ValueError:
+                    real = False
+                assert bool(re.search(pattern, text)) == real, text
+
+
+@given(st.datetimes(timezones=st.sampled_from([datetime.UTC, datetime.timezone(datetime.timedelta(hours=-9, minutes=-30))])))
+@settings(max_examples=30, deadline=None)
+def test_every_moment_can_be_said(moment: datetime.datetime) -> None:
+    assert fits(of({"type": "string", "format": "date-time"}), json.dumps(moment.isoformat()))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "format": "date-time", "pattern": "^1999"}, "1999-01-01T00:00:00.12345678901234567890Z"),
+        ({"type": "string", "format": "email", "maxLength": 300}, "a@" + "y." * 140 + "y"),
+        ({"format": "date", "enum": ["0000-01-01", "2000-01-01"]}, "0000-01-01"),
+    ],
+)
+def test_what_else_a_schema_says_of_a_text_goes_first(schema: dict[str, Any], text: str) -> None:
+    assert fits(of(schema), json.dumps(text))
+
+
+def test_a_format_holds_beside_a_pattern() -> None:
+    grammar = of({"type": "string", "format": "date", "pattern": "^2"})
+    assert fits(grammar, '"2024-01-31"')
+    assert not fits(grammar, '"1024-01-31"')
+    assert not fits(grammar, '"2abc"')
+
+
+def test_bounds_hold_beside_a_length() -> None:
+    for schema in ({"minLength": 1}, {"maxLength": 99}):
+        grammar = of({"type": "string", "format": "date-time", **schema})
+        assert fits(grammar, f'"{STAMP}.123456789Z"')
+        assert not fits(grammar, f'"{STAMP}.1234567890Z"')
+
+
+def test_names_and_values_that_look_like_keywords_are_left_alone() -> None:
+    """A property named `format`, a value that holds a schema."""
+    schema = {
+        "type": "object", "required": ["format", "oneOf", "default"], "additionalProperties": False,
+        "properties": {
+            "format": {"const": "date"}, "oneOf": {"const": {"oneOf": [{"const": 1}, {"const": 2}], "format": "date"}},
+            "default": {"type": "string", "format": "date"},
+        },
+    }  # fmt: skip
+    text = '{"format":"date","oneOf":{"oneOf":[{"const":1},{"const":2}],"format":"date"},"default":"%s"}'
+    assert fits(of(schema), text % "2024-01-31")
+    assert not fits(of(schema), text % "0000-01-31")
+
+
+@pytest.mark.parametrize("name", ["jsonpath", "regex", "iri", "uri-template", "idn-email", "no such format"])
+def test_other_formats_are_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"Unknown format: {name}"):
+        row_of(of({"type": "string", "format": name}))
+
+
+# ── uniqueItems ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+COLOURS = {"enum": ["red", "blue", "red", 1, 1.0], "title": "Colour"}
+UNIQUE: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"items": {"enum": ["a", "b", None]}}, ["a", "b", None]),
+    ({"items": {"enum": ["a", "b", "c", 4, [5]]}}, ["a", "b", "c", 4, [5]]),
+    ({"items": {"enum": ["a", "b", "c"]}, "minItems": 1, "maxItems": 2, "description": "x"}, ["a", "b", "c"]),
+    ({"items": {"enum": ["a", "b", "c"]}, "minItems": 3}, ["a", "b", "c"]),
+    ({"items": {"type": "boolean"}}, [False, True]),
+    ({"items": {"const": "a"}}, ["a"]),
+    ({"items": {"enum": []}}, []),
+    ({"items": {"enum": ["a", 1], "type": "string"}}, ["a"]),
+    ({"items": {"$ref": "#/$defs/Colour"}, "$defs": {"Colour": COLOURS}}, ["red", "blue", 1]),
+]
+
+
+@pytest.mark.parametrize(("fields", "values"), UNIQUE, ids=lambda value: str(value)[:40])
+def test_arrays_of_a_few_values_are_unique(fields: dict[str, Any], values: list[Any]) -> None:
+    """Every array of the values and of a foreign one, up to one more item than there may be."""
+    grammar = of({"type": "array", "uniqueItems": True, **fields})
+    least, most = fields.get("minItems", 0), min(fields.get("maxItems", len(values)), len(values))
+    for size in range(min(most, 3) + 2):
+        for items in itertools.product([*values, "z"], repeat=size):
+            right = least <= size <= most and "z" not in items and len({json.dumps(one) for one in items}) == size
+            assert takes(grammar, json.dumps(items)) == right, items
+    whole = values[:most]
+    assert all(takes(grammar, json.dumps(items)) for items in itertools.permutations(whole))
+    assert not values or not takes(grammar, json.dumps([*whole, whole[0]]))
+
+
+def test_unique_items_hold_within_a_schema_and_where_nothing_can_be_twice() -> None:
+    inner = {"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True}
+    grammar = of({"type": "object", "properties": {"a": inner}, "required": ["a"], "additionalProperties": False})
+    assert fits(grammar, '{"a": ["y", "x"]}')
+    assert not fits(grammar, '{"a": ["y", "y"]}')
+    for free in ({"uniqueItems": False}, {"uniqueItems": True, "maxItems": 1}):
+        assert fits(of({"type": "array", "items": {"type": "integer"}, **free}), "[7]")
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"items": {"type": "string"}}, {"items": {"enum": [*"abcdef"]}}, {"items": {"enum": [*range(99)]}, "maxItems": 3},
+    {"items": {"enum": ["a"], "minLength": 2}}, {"items": {"enum": ["a", "b"]}, "minItems": 3},
+    {"items": {"enum": ["a", "b"]}, "prefixItems": [{"const": "a"}]},
+    {"items": {"enum": ["a", "b"]}, "maxItems": "2"}, {"items": {"enum": ["a", "b"]}, "type": ["array", "null"]},
+], ids=str)  # fmt: skip
+def test_other_unique_items_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="uniqueItems"):
+        row_of(of({"type": "array", "uniqueItems": True, **fields}))
+
+
+# ── oneOf ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tagged(tag: Any, *required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": tag}, **properties}, "required": ["kind", *required]}
+
+
+CAT, DOG = tagged("cat", lives={"type": "integer"}), tagged("dog", good={"type": "boolean"})
+OUTER = {"type": "object", "properties": {"kind": {"type": "string", "enum": ["cat", "dog"]}}, "required": ["kind"]}
+REFS = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
+BARE = [{"properties": {"kind": {"const": "cat"}}}, {"properties": {"kind": {"const": "dog"}}}]
+EXCLUSIVE: dict[str, Any] = {
+    "references": {"oneOf": REFS, "$defs": {"Cat": CAT, "Dog": DOG}},
+    "with OpenAPI's discriminator": {
+        "type": "object", "properties": {"pet": {"oneOf": REFS, "discriminator": {"propertyName": "kind"}}}, "required": ["pet"],
+        "$defs": {"Cat": {**CAT, "additionalProperties": False}, "Dog": {**DOG, "additionalProperties": False}},
+    },
+    "a discriminator outside too": {**OUTER, "oneOf": [CAT, DOG]},
+    "before the outer properties": {"oneOf": [CAT, DOG], **OUTER},
+    "required only outside": {**OUTER, "oneOf": BARE},
+    "alternatives in allOf": {"oneOf": [{"allOf": [REFS[0]]}, {"allOf": [REFS[1]]}], "$defs": {"Cat": CAT, "Dog": DOG}},
+    "nested": {
+        "oneOf": [REFS[1], {"oneOf": [tagged("cat"), tagged("cow")]}], "$defs": {"Dog": DOG},
+    },
+    "ranges": {"oneOf": [{"type": "integer", "exclusiveMaximum": 3}, {"type": "number", "minimum": 3}]},
+    "lists of numbers": {"oneOf": [{"enum": [1, 2]}, {"enum": [3]}, {"const": "1"}]},
+    "closed, by what they require": {
+        "oneOf": [{"type": "object", "properties": {"a": {}}, "additionalProperties": False, "required": ["a"]},
+                  {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
+    },
+    "a false one": {"oneOf": [{"type": "null"}, False]},
+}  # fmt: skip
+OVERLAPPING: dict[str, Any] = {
+    "the same": {"oneOf": [CAT, CAT]},
+    "kind is not required": {"oneOf": [{**CAT, "required": []}, {**DOG, "required": []}]},
+    "not objects only": {"oneOf": [{**CAT, "type": ["object", "null"]}, {**DOG, "type": ["object", "null"]}]},
+    "required, of no type": {"oneOf": [{k: v for k, v in one.items() if k != "type"} for one in (CAT, DOG)]},
+    "1 is 1.0": {"oneOf": [{"const": 1}, {"const": 1.0}]},
+    "large integers that doubles do not tell apart": {"oneOf": [{"const": 2**53}, {"const": 2**53 + 1}]},
+    "ranges that touch": {"oneOf": [{"type": "number", "maximum": 3}, {"type": "number", "minimum": 3}]},
+    "listed in both": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]},
+    "patterns may name what is closed": {
+        "oneOf": [{"type": "object", "patternProperties": {"^b": {}}, "additionalProperties": False},
+                  {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
+    },
+    "a part of nested ones": {"oneOf": [DOG, {"oneOf": [CAT, {**DOG, "required": ["kind", "good"]}]}]},
+    "before const was a keyword": {"$schema": "http://json-schema.org/draft-04/schema#", **OUTER, "oneOf": BARE},
+    "references with an address of their own": {
+        "oneOf": [{"$id": "http://x/y", "$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, {"$ref": "#/$defs/b"}],
+        "$defs": {"a": {"type": "null"}, "b": {"type": "object"}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCLUSIVE)
+def test_alternatives_that_exclude_each_other_are_taken(name: str) -> None:
+    begun = compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(EXCLUSIVE[name]))
+    assert begun.starts
+
+
+def test_either_alternative_can_be_said() -> None:
+    grammar = of(EXCLUSIVE["a discriminator outside too"])
+    assert fits(grammar, '{"kind": "cat", "lives": 9}')
+    assert fits(grammar, '{"kind": "dog", "good": true}')
+    assert not fits(grammar, '{"kind": "dog", "good": 9}')
+    assert not fits(grammar, '{"kind": "cow"}')
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_alternatives_that_may_overlap_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="the json_schema grammar cannot be used"):
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(OVERLAPPING[name]))
+
+
+def test_beside_anyof_a_oneof_stays() -> None:
+    text, _ = json_schemas.prepared(
+        json.dumps({"anyOf": [{"minimum": 2}], "oneOf": EXCLUSIVE["ranges"]["oneOf"]}), "bounded"
+    )
+    assert "oneOf" in json.loads(text)
+
+
+def test_keywords_beside_a_reference_count_where_the_draft_says_so() -> None:
+    named = {"$defs": {"any": {}}, "oneOf": [{"$ref": "#/$defs/any", "type": "null"}, {"type": "object"}]}
+    for schema, proved in ((named, True), ({"$schema": "http://json-schema.org/draft-07/schema#", **named}, False)):
+        text, _ = json_schemas.prepared(json.dumps(schema), "bounded")
+        assert ("anyOf" in json.loads(text)) == proved
+
+
+VALUES = (
+    None, True, False, 0, 1, 1.0, 2.5, -3, "", "a", "b", [], [1], {}, {"a": 1}, {"a": "a"}, {"b": None}, {"a": 1, "b": "b"},
+    {"a": {"a": 1}}, {"a": {"b": 2.5}}, {"a": None, "b": True},
+)  # fmt: skip
+leaves = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])}),
+    st.fixed_dictionaries({"const": st.sampled_from(VALUES)}),
+    st.fixed_dictionaries({"enum": st.lists(st.sampled_from(VALUES), min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"minimum": st.sampled_from([0, 1, 2.5])}),
+    st.fixed_dictionaries({"exclusiveMaximum": st.sampled_from([0, 1, 2.5])}),
+    st.fixed_dictionaries({"$ref": st.sampled_from(["#/$defs/x", "#/$defs/y"])}),
+    st.booleans(),
+)
+
+
+def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.sampled_from(["a", "b"])
+    some = st.lists(inner, min_size=1, max_size=3)
+    parts = st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["object", ["object", "null"]]), "properties": st.dictionaries(names, inner, max_size=2),
+            "required": st.lists(names, max_size=2, unique=True), "additionalProperties": inner,
+            "patternProperties": st.dictionaries(st.just("^a"), inner, max_size=1),
+            "allOf": some, "anyOf": some, "oneOf": some, "not": inner,
+        },
+    )  # fmt: skip
+    return parts
+
+
+@given(
+    st.lists(st.recursive(leaves, larger, max_leaves=6), min_size=2, max_size=3),
+    st.dictionaries(st.sampled_from("xy"), leaves),
+)
+@settings(max_examples=400, deadline=None)
+def test_what_is_proved_is_true(schemas: list[Any], definitions: dict[str, Any]) -> None:
+    """No value of the list fits schemas that no value is said to fit."""
+    definitions = {
+        name: {} if "$ref" in str(schema) else schema for name, schema in {"x": {}, "y": {}, **definitions}.items()
+    }
+    root = {"$defs": definitions, "allOf": schemas}
+    if Proofs(root).impossible(schemas):
+        assert not any(jsonschema.Draft202012Validator(root).is_valid(value) for value in VALUES)
+
+
+def test_a_proof_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices within choices multiply."""
+    choice: dict[str, Any] = {"anyOf": [{"properties": {f"p{i}": {"const": i}}} for i in range(12)]}
+    many = {"allOf": [choice] * 12}
+    proofs = Proofs(many)
+    assert not proofs.exclusive({}, [many, many])
+    assert -disjoint.WORK < proofs._left < 0
+    cycle = {"$defs": {"x": {"$ref": "#/$defs/x"}, "y": {"allOf": [{"$ref": "#/$defs/y"}]}}}
+    assert not Proofs(cycle).impossible([{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}])
+
+
+# ── together ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def benchmark_schemas() -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "benchmarks" / "schemas.py"
+    spec = importlib.util.spec_from_file_location("schemas", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.SCHEMAS)
+
+
+def test_the_benchmark_s_schemas_are_taken() -> None:
+    schemas = benchmark_schemas()
+    assert len(schemas) == 40
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(schema))
+
+
+def generated(model: shoal.Shoal, names: Sequence[str], **options: Any) -> list[tuple[str, bool]]:
+    """Texts of the bundled pair, and whether they ended by themselves."""
+    schemas, limits = benchmark_schemas(), {"temperature": 0.8, "seed": 0, "max_new_tokens": 200}
+    results = [model.generate("data = ", n=2, grammar=of(schemas[name], **options), **limits)[0] for name in names]
+    return [(sample.text, sample.finish_reason == "eos") for result in results for sample in result.samples]
+
+
+def test_the_bundled_pair_ends_what_it_begins() -> None:
+    """Without bounds it goes on with blanks."""
+    model, names = shoal.load(dtype="float32", compile="off", quantize="off"), ("verdict", "birthday", "order")
+    for (text, ended), name in zip(generated(model, names), [name for name in names for _ in range(2)], strict=True):
+        assert ended, text
+        jsonschema.validate(json.loads(text), benchmark_schemas()[name], format_checker=jsonschema.FormatChecker())
+    assert not all(ended for _, ended in generated(model, names, whitespace="any"))

@@ -1,0 +1,346 @@
+"""EAGLE-3 heads: what they draft is what the published layout means, in ragged batches; exact by their q; refused where they do not
+fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import shoal
+from shoal.config import Limits, Sampling
+from shoal.drafting import hidden
+from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
+from shoal.drafting.growth import Node
+from shoal.drafting.names import named
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.shapes import shape_of
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
+from shoal.drafting.trained import Eagle3
+from shoal.engine.engine import Engine
+from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
+from shoal.lookahead.controller import by_name
+from shoal.lookahead.fixed import Fixed
+from shoal.models.eagle3 import Eagle3Heads, layer_config, published_layers
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair, tiny_model
+from shoal.testing.distributions import chain_rule
+from shoal.testing.drafters import check_drafter
+from shoal.testing.scripted import table_model
+from shoal.testing.significance import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+from test_exact_distribution import ALPHA, P, joint
+from test_text_drafters import passes_of
+
+V, WIDTH, DRAFTS = 260, 32, 120
+RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": DRAFTS, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "max_position_embeddings": 128, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}  # fmt: skip
+
+
+def random_heads(config: dict[str, Any], features: int, target_vocab: int, own: bool = False) -> Eagle3Heads:
+    """With embeddings of their own, or those of nobody."""
+    torch.manual_seed(0)
+    drafts = config.get("draft_vocab_size", target_vocab)
+    heads = Eagle3Heads(layer_config(config), features, drafts, target_vocab, None if own else torch.nn.Identity())
+    for parameter in heads.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return heads.eval().requires_grad_(False)
+
+
+def save_eagle3(directory: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+    """A random checkpoint of the published layout."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:DRAFTS].sort().values
+    found = {name: tensor.contiguous() for name, tensor in random_heads(CONFIG, 3 * WIDTH, V).state_dict().items()}
+    found |= {"d2t": ids - torch.arange(DRAFTS), "t2d": torch.zeros(V, dtype=torch.bool).scatter(0, ids, True)}
+    save_file({name: t for name, t in (found | (tensors or {})).items() if t.numel()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG | config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_eagle3(tmp_path_factory.mktemp("eagle3"))
+
+
+@pytest.fixture(scope="module")
+def target() -> Runner:
+    return wrap(tiny_model("llama").double(), "tiny")
+
+
+class Recorder(Eagle3Drafter):
+    """Keeps what it proposed: the row's tokens, the draft, and the q of each of its tokens."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        before = [list(row.tokens) for row in inputs.rows]
+        tree = super().propose(inputs)
+        for b, (tokens, draft) in enumerate(zip(before, tree.drafts, strict=True)):
+            if draft and tree.q is not None:
+                proposals.append((tokens, draft, [q[b] for q, _ in zip(tree.q, draft, strict=False)]))
+        return tree
+
+
+proposals: list[tuple[list[int], list[int], list[Tensor]]] = []
+
+
+def decoded(
+    target: Runner, drafter: Eagle3Drafter | None, rule: Rule, max_batch: int, temperature: float, sharing: str = "auto"
+) -> tuple[Engine, list[list[int]]]:
+    """Groups that join one after the other and fill a batch of nine rows or more, a row of which is cancelled; the tokens of the
+    others."""
+    k = Fixed(3 if drafter else 0)
+    engine = Engine(target, drafter, k, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
+    rows: list[Row] = []
+    for number, length in enumerate((1, 5, 11)):
+        prompt, sampling = (
+            tuple((7 * i * i + number) % V for i in range(length)),
+            Sampling(temperature=temperature, seed=number),
+        )
+        rows += engine.submit(Request(prompt, max(3, max_batch // 3), sampling, Limits(max_new_tokens=9 + number)))
+        engine.step()
+    engine.cancel(rows[2:3])
+    while engine.step():
+        pass
+    return engine, [row.tokens for row in rows[:2] + rows[3:]]
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+def by_definition(target: Runner, heads: Eagle3Heads, tokens: Sequence[int], draft: Sequence[int]) -> list[Tensor]:
+    """The logits of each drafted token, without caches and batches: pair i is token i + 1 and what is known at position i."""
+    states = target.hf(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states
+    known = heads.fc(torch.cat([states[layer] for layer in (0, 1, 2)], dim=-1))[:, : len(tokens) - 1]
+    found = []
+    for i in range(len(draft)):
+        fed = torch.tensor([[*tokens[1:], *draft[:i]]])
+        out = heads(fed, known, torch.arange(fed.shape[1])[None], causal)
+        found.append(heads.said(out[0, -1]))
+        known = torch.cat([known, out[:, -1:]], dim=1)
+    return found
+
+
+def largest_difference(target: Runner, drafter: Eagle3Drafter) -> float:
+    """Between the q that were proposed and those of the definition, at T = 2."""
+    worst = 0.0
+    for tokens, draft, q in proposals:
+        if len(tokens) > 1:  # a first token has no state
+            right = [(logits / 2.0).softmax(-1) for logits in by_definition(target, drafter._heads, tokens, draft)]
+            worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(q, right, strict=True)))
+    return worst
+
+
+# ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sharing", ["copied", "shared"])
+@torch.inference_mode()
+def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing: str) -> None:
+    """In ragged batches with joins, cancellations and moves, after accepted and rejected drafts."""
+    proposals.clear()
+    made = Eagle3(str(place)).drafter(target)
+    assert isinstance(made, Eagle3Drafter)
+    drafter = Recorder(made._heads, made.hidden_layers, target)
+    engine, _ = decoded(target, drafter, Rejection(), 4, 2.0, sharing)
+    assert len(proposals) > 30
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert largest_difference(target, drafter) < 1e-6  # norms and angles are float32
+    assert not drafter._own
+    assert not drafter._prompts._of
+
+
+class TreeRecorder(Eagle3TreeDrafter):
+    """Keeps the q of every node that it asked the heads about."""
+
+    def _q(self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]) -> tuple[Tensor, list[bool]]:
+        for node, one in zip(asked, logits, strict=True):
+            tokens = list(inputs.rows[node.row].tokens)
+            proposals.append((tokens, [*node.path(), 0], [*[one] * node.depth, (one / 2.0).softmax(-1)]))
+        return super()._q(inputs, logits, asked)
+
+
+@torch.inference_mode()
+def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner) -> None:
+    """Of each node what follows the path to it; the whole tree is fed again for each depth, with the states of its parents."""
+    proposals.clear()
+    made = Eagle3(str(place), "rsd-s", width=2, nodes=6).drafter(target)
+    assert isinstance(made, Eagle3TreeDrafter)
+    drafter = TreeRecorder(made._heads, made.hidden_layers, target, shape=made._shape)
+    engine, _ = decoded(target, drafter, Rejection(), 4, 2.0)
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert {len(draft) for _, draft, _ in proposals} == {1, 2, 3}
+    worst = 0.0
+    for tokens, path, q in proposals:
+        if len(tokens) > 1:
+            right = by_definition(target, drafter._heads, tokens, path)[-1]
+            worst = max(worst, float((q[-1] - (right / 2.0).softmax(-1)).abs().max()))
+    assert worst < 1e-6
+
+
+@torch.inference_mode()
+def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = hidden._hidden
+    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
+    proposals.clear()
+    made = Eagle3(str(place)).drafter(target)
+    assert isinstance(made, Eagle3Drafter)
+    drafter = Recorder(made._heads, made.hidden_layers, target)
+    decoded(target, drafter, Rejection(), 4, 2.0)
+    assert largest_difference(target, drafter) > 1e-3
+
+
+def test_layers_that_are_read() -> None:
+    assert published_layers({}, 32) == (2, 16, 29)
+    assert published_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, 32) == (1, 2, 3)
+    assert published_layers({"eagle_aux_hidden_state_layer_ids": [4, 5, 6], "eagle_config": None}, 32) == (4, 5, 6)
+
+
+# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@RULES
+@pytest.mark.parametrize(("max_batch", "tree"), [(1, ""), (3, ""), (9, ""), (3, "rsd-s"), (33, "dyspec")])
+def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, tree: str, rule: Rule) -> None:
+    """Greedy; under the coupled rule at T > 0 as well."""
+    for temperature in (0.0, 2.0) if isinstance(rule, Coupled) else (0.0,):
+        plain, expected = decoded(target, None, rule, max_batch, temperature)
+        drafter = Eagle3(str(place), tree).drafter(target)
+        assert isinstance(drafter, Eagle3Drafter)
+        engine, found = decoded(target, drafter, rule, max_batch, temperature)
+        assert found == expected
+        stats = engine.stats
+        assert stats.row_rounds > 0.5 * max_batch * stats.rounds
+        assert stats.committed == stats.row_rounds + stats.accepted
+        assert plain.stats.row_rounds == plain.stats.committed
+        assert 0 < stats.draft_passes <= 3 * stats.rounds
+        assert stats.drafted > stats.row_rounds
+        if temperature:
+            assert stats.accepted > 0
+
+
+SMALL = CONFIG | {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 4,
+}
+
+
+def sampled(kind: type[Eagle3Drafter], rule: Rule, lookahead: int | str) -> tuple[Engine, list[Row]]:
+    """A Markov chain whose hidden states are its logits; the heads draft three of its four tokens."""
+    target = table_model(P)
+    heads = random_heads(SMALL | {"draft_vocab_size": 3}, 3 * 4, 4, own=True).double()
+    heads.target_ids.copy_(torch.tensor([0, 2, 3]))
+    engine = Engine(
+        target, kind(heads, (0, 1, 2), target), by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target)
+    )
+    rows = engine.submit(Request((0, 0), 2400, Sampling(seed=3), Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    return engine, rows
+
+
+@pytest.mark.parametrize(("rule", "lookahead"), [(Rejection(), 2), (Coupled(), 2), (Rejection(), "auto")], ids=str)
+def test_tokens_have_the_joint_distribution(rule: Rule, lookahead: int | str) -> None:
+    engine, rows = sampled(Eagle3Drafter, rule, lookahead)
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+class WrongQ(Eagle3Drafter):
+    """A sabotage: q by id of the draft vocabulary, where the target's ids are meant."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        return tree if tree.q is None else replace(tree, q=[q[:, [0, 2, 3, 1]] for q in tree.q])
+
+
+def test_a_wrong_q_is_noticed() -> None:
+    engine, rows = sampled(WrongQ, Rejection(), 2)
+    assert engine.stats.accepted > 0
+    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
+
+
+@pytest.mark.parametrize("shape", ["", "rsd-s", "union"])
+def test_the_protocol_is_kept(shape: str) -> None:
+    heads = random_heads(SMALL | {"vocab_size": 5, "draft_vocab_size": 5}, 3 * 5, 5, own=True).double()
+    target = table_model(torch.full((5, 5), 0.2))
+
+    def made() -> Drafter:
+        if not shape:
+            return Eagle3Drafter(heads, (0, 1, 2), target)
+        trees = Eagle3TreeDrafter(heads, (0, 1, 2), target, shape=shape_of("rsd-s", 2, 5))
+        return trees if shape == "rsd-s" else SumDrafter([SuffixDrafter("engine", nodes=6)], trees)
+
+    assert check_drafter(made, 5) > 20
+
+
+def test_names(place: Path) -> None:
+    assert named(f"eagle3:{place}") == Eagle3(str(place))
+    assert named(f"eagle3:{place},tree=dyspec,nodes=8") == Eagle3(str(place), "dyspec", 0, 8)
+    assert Eagle3(str(place), "rsd-s", 3).name == "eagle3:tree=rsd-s,width=3,nodes=16"
+    for options, message in (
+        ("tree=oak", "tree must be one of rsd-c"),
+        ("nodes=64", "nodes in 0..63"),
+        ("k=3", "no option 'k'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            named(f"eagle3:{place},{options}")
+
+
+# ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_load_takes_the_heads(place: Path, tmp_path: Path) -> None:
+    first, _ = save_pair(tmp_path)
+    with shoal.load(first, f"eagle3:{place}", dtype="float32") as pair:
+        assert pair.drafter_name == "eagle3"
+        plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", seed=1, temperature=1.5)
+        found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=3, seed=1, temperature=1.5)
+        assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+        assert found.stats.draft_passes > 0 < found.stats.drafted
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        ({"vocab_size": 99}, {}, PairMismatch, "a vocabulary of 99 v 260: heads of another target"),
+        ({}, {"fc.weight": torch.zeros(WIDTH, 48)}, PairMismatch, "3 hidden states of 48 v 96: heads of another target"),
+        ({"eagle_config": None}, {}, PairMismatch, r"reads layers \[2, 1, -1\]"),
+        ({"num_hidden_layers": 2}, {}, UnsupportedModel, "has 2 layers"),
+        ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}, UnsupportedModel, "for example midlayer.self_attn.q_norm"),
+        ({}, {"norm.weight": torch.zeros(0)}, ModelError, "lacks 1 of the 13 tensors of its heads, for example norm.weight"),
+        ({"draft_vocab_size": 60}, {}, PairMismatch, r"lm_head.weight is \[120, 32\] and should be \[60, 32\]"),
+        ({}, {"d2t": torch.zeros(0)}, PairMismatch, "needs d2t with an entry for each of the 120 tokens"),
+        ({}, {"d2t": torch.full((DRAFTS,), V)}, PairMismatch, "d2t does not map its tokens to as many of the target's 260"),
+        ({"num_attention_heads": "four"}, {}, RequestError, "is no config of EAGLE-3 heads"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(
+    tmp_path: Path, target: Runner, config: dict[str, Any], tensors: dict[str, Tensor], error: type[ShoalError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Eagle3(str(save_eagle3(tmp_path, tensors, **config))).drafter(target)

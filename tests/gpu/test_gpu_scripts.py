@@ -1,0 +1,445 @@
+"""benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from serving import eventually
+from shoal.bench.roofline import Ceilings, Load
+from shoal.bench.shapes import shaped_pair
+from shoal.models import loading
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
+MODULES = ("attention", "common", "identity", "passes", "requirements", "rounds", "run", "stages", "verdict")
+CPU = torch.device("cpu")
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder is importable; nothing of it stays imported."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, scripts: None) -> ModuleType:
+    """A script as a module."""
+    return importlib.import_module(request.param)
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_no_cuda
+@pytest.mark.parametrize("script", ["budget"], indirect=True)
+def test_a_budget_is_counted_and_called_computed(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", "--launch-us", "0", "--copy-us", "0", "--wait-us", "0"])
+    script.main()
+    printed = capsys.readouterr().out
+    assert "COMPUTED, NOT MEASURED" in printed
+    table = {cells[1].strip(): cells[2:-1] for cells in (line.split("│") for line in printed.splitlines()) if len(cells) > 8}
+    of = {name: [float(cell) for cell in cells] for name, cells in table.items()}
+    assert of["plain"][2:5] == [1, 1, 1]
+    assert of["k = 4"][2:5] == [2, 1, 1]
+    assert of["auto, 4 drafts"][2:5] == [3, 2, 2]
+    assert all(line[5] == line[6] for line in of.values())  # nothing but passes
+    assert 3.0 < of["plain"][5] < of["k = 4"][5] < 5.0
+    assert of["plain"][0] - of["plain"][1] == 32 * 9
+
+
+def test_the_run_is_refused_without_a_device() -> None:
+    run = subprocess.run([SCRIPTS / "run.sh", sys.executable], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (3, "")
+    assert run.stderr.splitlines()[-1] == "benchmarks/gpu/run.sh: torch finds no CUDA device: nothing was measured"
+
+
+@needs_no_cuda
+@pytest.mark.parametrize("script", ["attention", "identity", "passes", "rounds"], indirect=True)
+def test_a_script_is_refused_without_a_device(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "script.py: no CUDA device: nothing was measured\n"
+
+
+@pytest.mark.parametrize("script", ["requirements"], indirect=True)
+def test_all_that_is_missing_is_named_at_once(script: Any) -> None:
+    installed = {"torch": "2.11.0+cu130", "transformers": "5.17.0", "typer": "0.9", "rich": "13.9"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    bounds = script.project_bounds(script.PROJECT.read_text(encoding="utf-8"))
+    assert {"torch", "transformers", "safetensors", "numpy", "typer"} <= bounds.keys()
+    problems = script.unmet({**bounds, "triton": ">=3.6"}, version)
+    assert problems.keys() == {"safetensors", "tokenizers", "numpy", "typer", "triton"}
+    assert problems["typer"] == f"0.9, wanted {bounds['typer']}"
+    assert script.absent(problems) == ["safetensors", "tokenizers", "numpy", "triton"]
+    assert script.unmet({"torch": ">=2.6,<2.11"}, version) == {"torch": "2.11.0+cu130, wanted >=2.6,<2.11"}
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_a_python_without_torch_is_told_what_to_bring(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        script, "unmet", lambda bounds: {"torch": "not installed, wanted >=2.6", "hypothesis": "not installed"}
+    )
+    with pytest.raises(SystemExit) as ended:
+        script.require_packages()
+    assert ended.value.code == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert ["torch" in lines[0], "hypothesis" in lines[1], "nothing was measured" in lines[2]] == [True] * 3
+    monkeypatch.setattr(script, "unmet", lambda bounds: {"hypothesis": "not installed", "typer": "0.1, wanted >=0.29"})
+    assert script.require_packages() == ["hypothesis"]  # the measurements can do without
+
+
+# ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WRITES = """
+import json, pathlib, sys, time
+place = pathlib.Path(sys.argv[1])
+(place / "a.json").write_text(json.dumps({"lines": [1]}))
+(place / "torn.json").write_text("{")
+print("said", flush=True)
+"""
+
+
+def stage(scripts: Any, name: str, code: str, **options: Any) -> Any:
+    made = {"limit": 30.0, **options}
+    return scripts.Stage(name, f"what {name} does", command=(sys.executable, "-c", code, "{results}"), **made)
+
+
+@pytest.mark.parametrize("script", ["stages"], indirect=True)
+def test_a_stage_that_fails_does_not_stop_the_next(script: Any, tmp_path: Path) -> None:
+    chosen = [
+        stage(script, "broken", WRITES + "sys.exit(5)"),
+        stage(script, "lacking", WRITES, needs=("triton", "torch")),
+        stage(script, "fine", WRITES + "import os; print(os.environ['WHERE'])", variables={"WHERE": "there"}),
+    ]
+    outcomes = list(script.run(chosen, tmp_path, ["triton"]))
+    assert [outcome.result for outcome in outcomes] == ["failed, exit code 5", "not run: needs triton", "passed"]
+    assert [outcome.reports for outcome in outcomes] == [[{"lines": [1]}], [], [{"lines": [1]}]]
+    assert [outcome.output for outcome in outcomes] == ["said\n", "", "said\nthere\n"]
+
+
+@pytest.mark.parametrize("script", ["stages"], indirect=True)
+def test_the_last_stages_get_the_time_that_is_left(script: Any, tmp_path: Path) -> None:
+    chosen = [stage(script, name, "import time; time.sleep(60)") for name in ("first", "second")]
+    first, second = script.run(chosen, tmp_path, seconds=2.5, grace=1.0)
+    assert first.result in ("stopped after 1 s", "stopped after 2 s")  # and not after its own limit
+    assert second.result == "not run: no time left"
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+open(sys.argv[1] + "/ready", "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("script", ["stages"], indirect=True)
+def test_a_stage_at_its_limit_may_deliver_and_is_then_killed_with_all_that_it_started(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AtTheLimit(subprocess.Popen[bytes]):
+        """A process whose limit is over as soon as it is where the test wants it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 2.0:
+                eventually(Path(self.args[-1], "ready").exists)  # type: ignore[arg-type, index]
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(script.subprocess, "Popen", AtTheLimit)
+    delivers = (
+        WRITES
+        + "try: (place / 'ready').touch(); time.sleep(600)\n"
+        + "except KeyboardInterrupt: (place / 'late.json').write_text('{\"lines\": [2]}')"
+    )
+    (slow,) = script.run([stage(script, "slow", delivers, limit=2.0)], tmp_path, grace=100.0)
+    (stubborn,) = script.run([stage(script, "stubborn", STUBBORN, limit=2.0)], tmp_path, grace=0.5)
+    assert [slow.result, stubborn.result] == ["stopped after 2 s"] * 2
+    assert slow.reports == [{"lines": [1]}, {"lines": [2]}]
+    child = Path(f"/proc/{int(stubborn.output)}/stat")
+
+    def ended() -> bool:
+        try:
+            return child.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    eventually(ended)
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_the_stages_fit_their_time(script: Any) -> None:
+    every = script.stages("cuda")
+    assert sum(stage.limit for stage in every) <= 9 * 60 - 10
+    assert script.SECONDS <= 9 * 60 - 5
+    assert script.QUICK_SECONDS <= 3 * 60 - 5
+    names = [stage.name for stage in every]
+    assert [stage.name for stage in every if stage.proves] == names[:3] == ["kernels", "static", "identity"]
+    assert [name for name in names if name.startswith("bench")] == ["bench-8", "bench-1", "bench-32"]
+    assert [stage.name for stage in every if stage.quick] == ["kernels", "static", "identity", "bench-8"]
+    for stage in every:  # what it runs is there
+        files = [part for part in stage.command if part.endswith(".py")]
+        assert all(Path(file).exists() for file in files)
+        assert files or stage.command[2] == "shoal"
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_a_run_ends_with_a_verdict_whatever_happened(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, three files, and the figures of a kernel that was not verified marked."""
+    code = WRITES.replace('{"lines": [1]}', '{"lines": [LINE]}')
+    line = {"context": "short", "new tokens": 1, "attention": "fused", "passes": "graphed", "floor / time": 0.9}
+    every = [
+        stage(script, "kernels", "raise SystemExit(1)", quick=True, proves=True),
+        stage(script, "passes", code.replace("LINE", repr(line)), quick=True),
+        stage(script, "long", "raise SystemExit(9)"),
+    ]
+    monkeypatch.setattr(script, "stages", lambda device: every)
+    monkeypatch.setenv("RESULTS", str(tmp_path / "made"))
+    assert script.main(["--device", "cpu", "--quick"]) == 1
+    files = {file.suffix: file.read_text(encoding="utf-8") for file in (tmp_path / "made").iterdir()}
+    assert files.keys() == {".json", ".md", ".log"}
+    report = json.loads(files[".json"])
+    assert [stage["stage"] for stage in report["stages"]] == ["kernels", "passes"]
+    assert "| what kernels does | passes | failed, exit code 1 | missed |" in files[".md"]
+    assert "| 0.90 | met, but kernels not verified |" in files[".md"]
+    assert "not measured" in files[".md"]
+    assert files[".md"].startswith("**Tiny shapes on a CPU")
+    assert files[".md"] in capsys.readouterr().out
+    assert "said" in files[".log"]
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_results_go_elsewhere_where_no_commit_would_be_named(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.bench import provenance
+
+    monkeypatch.setattr(provenance, "commit", lambda: provenance.NO_GIT)
+    place = script.place_for_results(None)
+    assert "benchmarks" not in place.parts
+    assert str(place) in capsys.readouterr().err
+    os.rmdir(place)
+    with pytest.raises(SystemExit, match="commit"):
+        script.place_for_results(str(SCRIPTS.parent / "results"))
+
+
+# ── the verdict ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bench(batch: int, **speeds: float) -> dict[str, Any]:
+    return {
+        "lines": [
+            {
+                "setting": name, "baseline": name == "hf", "batch": batch, "tokens_per_second": [speed, speed, speed],
+                "speedup": [speed / speeds["off"]] * 3, "ms_mean": 1000 * batch / speed,
+            }
+            for name, speed in speeds.items()
+        ]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["verdict"], indirect=True)
+def test_the_verdict_says_what_was_met(script: Any) -> None:
+    stages = importlib.import_module("stages")
+
+    def outcome(name: str, *reports: dict[str, Any], proves: bool = False, result: str = "passed") -> Any:
+        return stages.Outcome(stages.Stage(name, name, 1.0, (), proves=proves), result, 1.0, reports, "")
+
+    rounds = [
+        {"lookahead": "off", "floor / time": 0.9, "idle": 0.01},
+        {"lookahead": "fixed:6", "floor / time": 0.3, "idle": 0.2, "uploads": 1.0, "downloads": 3.0},
+    ]
+    outcomes = [
+        outcome("kernels", proves=True), outcome("profile", {"lines": [{"kind": "gap", "lookahead": "off"}]}, {"lines": rounds}),
+        outcome("bench-8", bench(8, off=1000.0, hf=800.0, **{"fixed:6": 2500.0, "auto": 4000.0})),
+        outcome("passes", {"lines": [{"context": "short", "new tokens": 1, "attention": "fused", "passes": "graphed"}]}),
+        outcome("bench-1", bench(1, off=100.0, hf=180.0, auto=160.0)),
+    ]  # fmt: skip
+    found = {verdict.what: verdict for verdict in script.verdicts(outcomes)}
+    words = {what: (verdict.measured, verdict.word) for what, verdict in found.items()}
+    assert words["plain round of 8 rows, share of the floor"] == ("0.90", "met")
+    assert words["kernels"] == ("passed", "met")
+    assert words["speculative against plain decoding, 8 rows"] == ("4.00x", "met")
+    assert words["speculative, milliseconds per token and row, 8 rows"] == ("2.00", "missed")
+    assert words["device idle, share of a plain round"] == ("0.010", "met")
+    assert words["device idle, share of a speculative round"] == ("0.200", "missed")
+    assert words["downloads per speculative round"] == ("3.0", "missed")
+    assert words["tokens per second against Transformers, batch 8"] == ("5.00x", "met")
+    assert words["tokens per second against Transformers, batch 1"] == ("0.89x", "missed")
+    assert words["tokens per second against Transformers, batch 32"] == (None, "not measured")
+    for context in ("short", "long"):  # a line without the figure; no line
+        assert words[f"plain pass of 8 rows, share of the floor, {context} context"] == (None, "not measured")
+
+    outcomes[0] = replace(outcomes[0], result="failed, exit code 1")
+    words = {verdict.what: verdict.word for verdict in script.verdicts(outcomes)}
+    assert words["kernels"] == "missed"
+    assert words["tokens per second against Transformers, batch 8"] == "met, but kernels not verified"
+    assert script.verdicts(outcomes[1:])[0].verified is False  # nothing was proved either
+    page = script.markdown(script.verdicts(outcomes), outcomes, {"date": "today", "device": "one"})
+    assert page.count("\n| ") == len(found) + len(outcomes) + 2
+
+
+# ── the measurements, on a CPU ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("script", ["attention"], indirect=True)
+def test_attention_is_timed_and_checked(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = script.SHAPES["cpu"][1]
+    lines = script.measured(shape, ["pad", "split"], CPU, bandwidth=1e9)
+    assert [line["attention"] for line in lines] == ["pad", "split"]
+    assert all(line["microseconds"] > 0 and line["of bandwidth"] > 0 and line["error"] < 1e-5 for line in lines)
+    inputs = script.inputs_of(shape, torch.float32, CPU)
+    assert inputs.plan.offsets == [20, 20]
+    assert script.read_bytes(inputs) == (32 + 42 - 20) * 2 * (16 + 16) * 4  # lengths 30 + 2 and 40 + 2, 20 of them once
+
+    monkeypatch.setitem(script.METHODS, "fused", lambda inputs: 1.001 * script.METHODS["pad"](inputs))
+    lines = script.measured(shape, ["pad", "fused"], CPU, bandwidth=1e9)
+    assert [line["verified"] for line in lines] == [True, False]
+
+
+def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> int:
+    """Its exit code."""
+    monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--results", str(tmp_path), *options])
+    monkeypatch.setattr(script, "ceilings", lambda device, dtype: Ceilings(1e9, 1e9), raising=False)
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    return int(ended.value.code or 0)
+
+
+def lines_in(folder: Path, name: str) -> list[dict[str, Any]]:
+    (file,) = folder.glob(f"*-{name}.json")
+    lines: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["lines"]
+    return lines
+
+
+@pytest.mark.parametrize("script", ["passes"], indirect=True)
+def test_passes_are_timed_and_written_down(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "WARM_UPS", 1)
+    monkeypatch.setattr(script, "QUEUED", 1)
+    options = ["--shape", "tiny", "--rows", "3", "--contexts", "short=24,long=40", "--repeats", "1"]
+    assert run_script(script, monkeypatch, tmp_path, *options) == 0
+    methods = [("pad", "single launches"), ("pad", "eager"), ("split", "single launches")]
+    for name, kept in (("short", methods), ("long", methods[:2])):
+        lines = lines_in(tmp_path, f"passes-{name}")
+        assert [(line["new tokens"], line["attention"], line["passes"]) for line in lines] == [
+            (q, *method) for q in (1, 7) for method in kept
+        ]
+        assert all(0 < line["fastest"] <= line["ms"] <= line["slowest"] for line in lines)
+        assert {(line["context"], line["layers"]) for line in lines} == {(name, "modules")}
+
+
+@pytest.mark.parametrize("script", ["passes"], indirect=True)
+def test_every_way_is_measured_on_cuda(script: Any) -> None:
+    """Eager against captured, and the modules against the fused layers inside; the kernel alone in long contexts."""
+    found = set(script.kinds(torch.device("cuda"), ["fused", "pad", "split"]))
+    assert found == {
+        ("fused", None, False), ("fused", "graphed", False), ("fused", "graphed", True),
+        ("pad", None, False), ("pad", "graphed", False), ("split", None, False),
+    }  # fmt: skip
+    assert set(script.kinds(torch.device("cuda"), ["fused"])) == {kind for kind in found if kind[0] == "fused"}
+
+
+@pytest.mark.parametrize("script", ["passes"], indirect=True)
+def test_passes_that_fell_back_are_not_called_graphed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = script.passes_name
+
+    def failed(runner: Any) -> str:
+        if runner.static is not None:
+            runner.static.failure = "out of luck"
+        return str(name(runner))
+
+    monkeypatch.setattr(script, "passes_name", failed)
+    options = ["--shape", "tiny", "--rows", "2", "--contexts", "short=24", "--repeats", "1"]
+    assert run_script(script, monkeypatch, tmp_path, *options) == 1
+    assert {line["passes"] for line in lines_in(tmp_path, "passes-short")} == {"single launches", "fell back: out of luck"}
+
+
+def test_the_floor_counts_the_bytes_that_there_are() -> None:
+    """Weights once, keys and values of each token once: also where passes of fixed shape reserve more."""
+    pair = shaped_pair("tiny", dtype="float32", device="cpu", max_batch=2)
+    for static in (None, "eager"):
+        runner = loading.wrap(pair.target.hf, "tiny")
+        runner.use_static_passes(static)
+        load = Load.of(runner)
+        assert load is not None
+        assert load.kv == 3 * 2 * 64 * 4  # layers, keys and values, width, bytes
+        assert load.weights == sum(p.numel() for p in pair.target.hf.parameters()) * 4  # one matrix embeds and predicts
+
+
+@pytest.mark.parametrize("script", ["rounds"], indirect=True)
+def test_a_round_is_taken_apart(script: Any) -> None:
+    """Overlapping kernels count once, copies not at all, and what lies between is a gap."""
+    kernel = script.Interval
+    found = [kernel(0.0, 10.0, "a"), kernel(8.0, 12.0, "b"), kernel(20.0, 30.0, "c"), kernel(13.0, 19.0, "Memcpy HtoD")]
+    union = script.busy_intervals(found)
+    assert [(one.start, one.end) for one in union] == [(0.0, 12.0), (20.0, 30.0)]
+    assert script.gaps(union) == [(8.0, "b .. c")]
+
+
+@pytest.mark.parametrize("script", ["rounds"], indirect=True)
+def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--rows", "2", "--rounds", "2", "--prompt-tokens", "9"]
+    assert run_script(script, monkeypatch, tmp_path, *options) == 0
+    lines = lines_in(tmp_path, "rounds")
+    assert [line["lookahead"] for line in lines] == ["off", "fixed:6"]
+    assert all(line["ms"] > 0 and 0 < line["idle"] < 1 and line["kernels"] > 10 for line in lines)
+    assert lines[1]["kernels"] > lines[0]["kernels"]
+    assert {line["kind"] for line in lines_in(tmp_path, "kernels")} == {"kernel", "gap"}
+
+
+def test_the_cases_of_captured_passes_hold_without_capturing() -> None:
+    """Some of them, by the settings of the run: on a GPU they shall fail for nothing but the capture."""
+    options = ["-q", "-c", str(SCRIPTS / "pytest.ini"), "--rootdir", str(SCRIPTS.parents[1]), "-p", "no:cacheprovider"]
+    file = SCRIPTS.parents[1] / "tests" / "gpu" / "captured_cases.py"
+    command = [sys.executable, "-m", "pytest", *options, str(file), "-k", "gpt2 or engines or top_p"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "3 passed, 1 skipped" in run.stdout
+
+
+@pytest.mark.parametrize("script", ["identity"], indirect=True)
+def test_greedy_tokens_are_compared(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "TOKENS", 4)
+    monkeypatch.setattr(script, "WAYS", script.WAYS[1::2])
+    assert run_script(script, monkeypatch, tmp_path) == 0
+    lines = lines_in(tmp_path, "identity")
+    assert [(line["rows"], line["same"]) for line in lines] == [(8, 8)] * 2
+    assert all(line["drafted"] > 0 for line in lines)
+    cuda = torch.device("cuda")
+    assert not script.proved(lines, cuda)  # nothing was captured
+    captured = [{**line, "static passes": 3} for line in lines]
+    assert script.proved(captured, cuda)
+    assert not script.proved([{**captured[0], "failure": "it broke"}], cuda)
+    assert not script.proved([{**captured[0], "same": 7}], cuda)

@@ -1,0 +1,256 @@
+"""The engine on a device that pretends to be a GPU: same tokens, and what a round asks of the host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretend import DEVICE, InCapture, Mixed, OnDevice, Pretend, moved
+from shoal.config import Limits, Sampling
+from shoal.drafting.captured import CapturedRounds
+from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
+from shoal.models import loading
+from shoal.models.compiled import drafting
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import RULES
+from shoal.testing import tiny_model
+from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.tiny import ARCHITECTURES
+from shoal.types.requests import Request
+
+K = 4
+MODELS = {"target": (0, 2), "drafter": (1, 1)}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    pretend = Pretend()
+    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+    return pretend
+
+
+def runner(role: str, device: Pretend | None) -> Runner:
+    seed, layers = MODELS[role]
+    hf = tiny_model("llama", seed=seed, layers=layers)
+    made = loading.wrap(hf if device is None else moved(hf), "tiny", "pad", checked=False)
+    made.use_static_passes("eager" if device is None else "graphed")
+    return made
+
+
+def engine(k: int, rule: str, device: Pretend | None, samplings: Sequence[Sampling], new: int = 24) -> Engine:
+    made = engine_of(
+        runner("target", device), runner("drafter", device) if k else None, Fixed(k), rule=RULES[rule](), max_batch=8
+    )
+    for i, sampling in enumerate(samplings):
+        made.submit(Request((1, 2, 3 + i), 1, sampling, Limits(max_new_tokens=new)))
+    return made
+
+
+def tokens(made: Engine) -> list[tuple[int, ...]]:
+    samples = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
+    return sorted(sample.token_ids for sample in samples)
+
+
+SETTINGS: dict[str, list[Sampling]] = {
+    "greedy": [Sampling(temperature=0.0)] * 3,
+    "sampled": [Sampling(temperature=0.8, seed=i) for i in range(3)],
+    "several": [Sampling(temperature=t, seed=2) for t in (0.0, 0.7, 1.2)],
+    "top_p": [Sampling(top_p=0.9, top_k=20, seed=i) for i in range(3)],
+    "penalty": [Sampling(repetition_penalty=1.2, seed=i) for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("k", "rule"), [(0, "rejection"), (K, "rejection"), (K, "coupled")])
+def test_tokens_on_the_device_are_those_of_the_cpu(k: int, rule: str, settings: str, device: Pretend) -> None:
+    samplings = SETTINGS[settings]
+    expected = tokens(engine(k, rule, None, samplings))
+    with device:
+        made = engine(k, rule, device, samplings)
+        assert tokens(made) == expected
+    for model in runners_of(made):
+        assert model.static_failure is None
+        assert model.static is not None
+        assert model.static.ran
+
+
+# ── what a round asks of the host ───────────────────────────────────────────────────────────────────────────────────
+
+
+def of_a_round(k: int, rule: str, device: Pretend, samplings: Sequence[Sampling]) -> Counter[str]:
+    """What was counted in a round in which nothing was built."""
+    with device:
+        made = engine(k, rule, device, samplings, new=64)
+        for _ in range(6):
+            made.step()
+        before = device.counts.copy()
+        device.where.clear()
+        made.step()
+    return device.counts - before
+
+
+def waits(counts: Counter[str]) -> int:
+    """How often the host waits for the device."""
+    return counts["download"] + counts["read"] + counts["size"]
+
+
+CASES = [
+    (0, "rejection", "sampled"),
+    (K, "rejection", "sampled"),
+    (K, "coupled", "several"),
+    (K, "rejection", "greedy"),
+    (K, "rejection", "top_p"),
+]
+
+
+@pytest.mark.parametrize(("k", "rule", "settings"), CASES)
+def test_a_captured_round_is_one_upload_two_launches_and_one_download(
+    k: int, rule: str, settings: str, device: Pretend
+) -> None:
+    counts = of_a_round(k, rule, device, SETTINGS[settings])
+    counts.pop("captured")
+    assert counts == {"upload": 1, "replay": 2 if k else 1, "download": 1}, device.where
+
+
+LAUNCHES: dict[tuple[int, str, str], tuple[int, int]] = {
+    (0, "rejection", "sampled"): (36, 53), (0, "rejection", "greedy"): (36, 43), (K, "rejection", "sampled"): (38, 287),
+    (K, "coupled", "sampled"): (38, 298), (K, "rejection", "greedy"): (38, 191),
+}  # fmt: skip
+"""Operations on the device in a captured round: of each layer of the target by its own modules in float32 (fused layers have fewer:
+tests/gpu/layer_models_cases.py; blocks of several columns have masks of two), and of everything but
+layers, of target and drafter."""
+
+
+@pytest.mark.parametrize(("case", "budget"), LAUNCHES.items(), ids=str)
+def test_launches_of_a_captured_round(
+    case: tuple[int, str, str], budget: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, rule, settings = case
+
+    def launches(target: int, drafter: int) -> int:
+        pretend = Pretend()
+        monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+        monkeypatch.setitem(MODELS, "target", (0, target))
+        monkeypatch.setitem(MODELS, "drafter", (1, drafter))
+        return of_a_round(k, rule, pretend, SETTINGS[settings])["captured"]
+
+    least = launches(1, 1)
+    layer, draft_layer = launches(2, 1) - least, launches(1, 2) - least if k else 0
+    assert layer <= budget[0]
+    assert draft_layer <= k * 36 + 2
+    assert least - layer - draft_layer <= budget[1]
+
+
+STAGES: dict[tuple[int, str, str], tuple[int, int]] = {
+    (0, "rejection", "sampled"): (4, 5), (K, "rejection", "sampled"): (10, 6), (K, "coupled", "sampled"): (10, 6),
+    (K, "rejection", "penalty"): (33, 18),
+}  # fmt: skip
+"""By draft length, rule and settings: copies from the host to the device, and how often the host waits."""
+
+
+@pytest.mark.parametrize(("case", "budget"), STAGES.items(), ids=str)
+def test_what_crosses_in_a_round_by_stages(
+    case: tuple[int, str, str], budget: tuple[int, int], device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    k, rule, settings = case
+    counts = of_a_round(k, rule, device, SETTINGS[settings])
+    assert (counts["upload"], waits(counts)) == budget, device.where
+
+
+# ── the device itself ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_device_refuses_what_cuda_refuses(device: Pretend) -> None:
+    with device, torch.inference_mode():
+        there = torch.arange(6, device=DEVICE).view(2, 3)
+        with pytest.raises(Mixed):
+            there + torch.ones(2, 3)
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        with device.capture(), pytest.raises(InCapture, match="read"):
+            there.sum().item()
+        with device.capture(), pytest.raises(InCapture, match="upload"):
+            there[[1, 0]]
+        with device.capture(), pytest.raises(InCapture, match="upload"):
+            torch.tensor([1], device=DEVICE)
+        with device.capture(), pytest.raises(InCapture, match="size"):
+            there[there > 2]
+
+
+def test_the_device_counts_what_crosses(device: Pretend) -> None:
+    with device, torch.inference_mode():
+        there = torch.tensor([[1, 2], [3, 4]], device=DEVICE)
+        there[:, 1] = 5
+        there += 1
+        assert there.tolist() == [[2, 6], [4, 6]]
+        assert (there.is_cuda, there.device, there[0].cpu().is_cuda) == (True, DEVICE, False)
+        assert int(there.sum()) == 18
+    assert device.counts == {"upload": 1, "download": 2, "read": 1, "launch": 4}
+
+
+def test_a_host_read_in_a_captured_step_is_found(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the step works on a CPU, and its capture fails on the device."""
+    of_target = drafting._of_target
+
+    def reading(logits: torch.Tensor, style: Any) -> Any:
+        return of_target(logits if bool(logits.sum() < 1e9) else -logits, style)
+
+    monkeypatch.setattr(drafting, "_of_target", reading)
+    with device, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made = engine(K, "rejection", device, SETTINGS["sampled"])
+        tokens(made)
+    assert "read by aten._local_scalar_dense" in str(runners_of(made)[0].static.rounds_failure)  # type: ignore[union-attr]
+    assert [str(one.message) for one in seen if "read by aten._local_scalar_dense" in str(one.message)]
+    assert runners_of(made)[1].static_failure is not None
+
+
+DENSE = [name for name in ARCHITECTURES if not any(word in name for word in ("mo", "mixtral", "gpt-oss", "deepseek"))]
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_passes_of_every_dense_architecture_stay_on_the_device(architecture: str, device: Pretend) -> None:
+    hf = tiny_model(architecture)
+    with device, torch.inference_mode():
+        by_mask = not type(hf)._can_set_attn_implementation()
+        made = loading.wrap(moved(hf), "tiny", "auto" if by_mask else "pad", checked=False)
+        made.use_static_passes("graphed")
+        if by_mask:
+            assert made.static is None
+            return
+        made = made.fork()
+        made.reserve(2, 60)
+        made.feed([0, 1], torch.ones(2, 4, dtype=torch.long, device=DEVICE), [4, 3], want_logits=False)
+        for _ in range(2):
+            logits = made.feed([0, 1], torch.ones(2, 2, dtype=torch.long, device=DEVICE), [2, 1])
+    assert isinstance(logits, OnDevice)
+    assert made.static_failure is None
+    assert device.counts["replay"] == 2
+
+
+@pytest.mark.limit(900)
+def test_the_tests_of_static_passes_run_on_the_device() -> None:
+    """Those that tests/gpu/test_static.py has for a GPU: a few of each part."""
+    tests = str(Path(__file__).with_name("test_static.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
+    chosen = "llama and logits or wrong_cell or covers or grew or nan or reads_bounds"
+    found = subprocess.run(
+        [*command, "-k", chosen],
+        env={**os.environ, "SHOAL_TEST_DEVICE": "pretend"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:]

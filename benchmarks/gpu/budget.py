@@ -3,8 +3,9 @@
 Counted: launches of a captured round of tiny models of the same layout, whose layers and draws are Triton kernels
 (tests/helpers/fused_launches.py); copies and waits, on a device that pretends to be a GPU (tests/helpers/pretend.py);
 bytes of weights, and of keys and values. Given: the bandwidth and the operations per second that the manufacturer
-names, and what a launch in a graph, a copy and a wait take. A round is then the longer of reading and computing, for each pass, and its launches, copies and waits. Not
-in it: what distributions over the vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
+names, and what a launch in a graph, a copy and a wait take. A round is then the longer of reading and computing, for
+each pass, and its launches, copies and waits. Not in it: what distributions over the vocabulary read and write (a few
+MB), and whatever keeps kernels from the nominal bandwidth.
 
 No GPU is needed, and none is asked for anything.
 """

@@ -25,7 +25,6 @@ import gc
 import importlib.util
 import inspect
 import ipaddress
-import logging
 import random
 import shutil
 import signal
@@ -40,6 +39,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from bare_logger import require_bare_logger
 from shoal.engine import validation
 from shoal.engine.engine import Engine
 from shoal.types.stats import Stats
@@ -190,16 +190,6 @@ def no_log_handlers() -> Iterator[None]:
     test of the same process finds "Logging error" on stderr."""
     yield
     require_bare_logger()
-
-
-def require_bare_logger() -> None:
-    """Raises AssertionError if the logger "shoal" is configured, and configures it no more."""
-    logger = logging.getLogger("shoal")
-    found = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers.clear()
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
-    assert found == ([], logging.NOTSET, True), "the logger stays configured"
 
 
 @pytest.hookimpl(wrapper=True)

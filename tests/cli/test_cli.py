@@ -27,9 +27,9 @@ from rich.text import Text
 from typer import rich_utils
 from typer.testing import CliRunner
 
+from commands import SAMPLE_KEYS, Answer, Command, Models, shoal, tiny
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
-from shoal.cli import run
 from shoal.cli.board import Board
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
@@ -38,13 +38,10 @@ from shoal.cli.options import ModelSource
 from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
 from shoal.models.attention.methods import METHODS
-from shoal.testing import save_pair
 from shoal.types.samples import Increment, Output, Sample
 
-SAMPLE_KEYS = {
-    "text", "token_ids", "mean_logprob", "finish_reason", "finished", "finished_at_s", "rounds", "drafted", "accepted",
-    "by_drafter",
-}  # fmt: skip
+__all__ = ["shoal", "tiny"]  # fixtures
+
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "restored_tokens", "prefill_chunks", "row_rounds",
     "pauses", "resampled",
@@ -53,60 +50,6 @@ STATS_KEYS = {
     "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Command = Callable[..., Answer]
-
-
-@pytest.fixture
-def shoal(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command line in this process."""
-
-    def call(*arguments: object) -> Answer:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Answer(code, *capsys.readouterr())
-
-    return call
-
-
-@dataclass(frozen=True)
-class Models:
-    """Directories of a target, a drafter that fits it, and one that does not."""
-
-    target: Path
-    drafter: Path
-    stranger: Path
-
-    @property
-    def pair(self) -> tuple[str, ...]:
-        return "--model", str(self.target), "--draft", str(self.drafter)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("models")
-    target, drafter = save_pair(root)
-    stranger = shutil.copytree(drafter, root / "stranger")
-    file = stranger / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    file.write_text(json.dumps(tokenizer))
-    return Models(target, drafter, stranger)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
 from shoal.api import load
 from shoal.cli.cursor import split_at
 from shoal.cli.streaming import follow
@@ -23,7 +24,6 @@ from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members
 from shoal.errors import RequestError
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
-from test_cli import SAMPLE_KEYS, Command, Models, shoal, tiny
 
 __all__ = ["shoal", "tiny"]  # fixtures
 TEXT = "def f(a):\n    retu\n\n\nx = f(1)\n"

@@ -36,7 +36,7 @@ from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
-from test_other_vocabulary import sentence_piece
+from vocabularies import sentence_piece
 
 SPELLED = (b"a", b"b", b"ab", b"ba", b"abb", b"c")
 VOCABULARY = AlignmentVocabulary(SPELLED)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shoal
+from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.estimates import Estimates, Node, Seen, log_weights
 from shoal.constraints.weights import weighed
@@ -26,7 +27,6 @@ from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective
-from test_smc import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 
 SHORT = 3
 """New tokens where all texts are to be found."""

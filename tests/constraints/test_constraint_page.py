@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from test_readme import blocks
+from readme import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "constraints.md"
 

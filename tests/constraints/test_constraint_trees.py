@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from grammars import COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import grammar, masks
 from shoal.constraints.compiler import grammars_of
@@ -32,7 +33,6 @@ from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
-from test_constraints import COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible
 
 PROMPT = (1, 2, 3)
 DIGITS = encode("0123456789")

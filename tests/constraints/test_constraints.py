@@ -13,7 +13,6 @@ from typing import Any
 import jsonschema
 import llguidance
 import llguidance.hf
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import shoal
 import shoal.sampling.acceptance
+from grammars import ALPHABET, COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible, readable
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import compiler, masks
@@ -35,7 +35,7 @@ from shoal.sampling.acceptance import Rejection
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.drawing import exponential_race
 from shoal.sampling.uniforms import group_seed, race_uniforms, row_seed
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import VOCABULARY
 from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
@@ -44,33 +44,7 @@ from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 
-TOKENIZER = tiny_tokenizer()
-ALPHABET = llguidance.hf.from_tokenizer(TOKENIZER)
-WORDS = Grammar("regex", "[a-d]{2,6}(,[0-9]{1,3}){0,3};")
 PROMPT = (1, 2, 3)
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-
-
-def encode(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-def readable(grammar: Grammar) -> str:
-    """The grammar as llguidance takes it, by its own functions."""
-    matcher = llguidance.LLMatcher
-    return {
-        "regex": matcher.grammar_from_regex,
-        "json_schema": matcher.grammar_from_json_schema,
-        "lark": matcher.grammar_from_lark,
-    }[grammar.kind](grammar.text)
-
-
-def possible(grammar: Grammar, new: Sequence[int]) -> Tensor:
-    """What may follow the new tokens, [260] bool, by a fresh matcher whose end of text is the EOS itself: none of shoal's code."""
-    matcher = llguidance.LLMatcher(ALPHABET, readable(grammar))
-    assert matcher.consume_tokens(list(new))
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    return torch.from_numpy(bits[:VOCABULARY].astype(bool))
 
 
 def masked_decoding(
@@ -86,17 +60,6 @@ def masked_decoding(
         p = one_hot(int(logits.argmax()), VOCABULARY).exp() if temperature == 0 else (logits / temperature).softmax(-1)
         tokens.append(int(exponential_race(p[None], uniforms[None])))
     return tokens
-
-
-TARGET = hashed(VOCABULARY, 0, spread=3.0)
-DRAFTER = mixed(TARGET, hashed(VOCABULARY, 1, spread=3.0), every=3)
-
-
-def made(target: History = TARGET, drafter: History | None = DRAFTER, max_batch: int = 16, vocab: int = VOCABULARY) -> Shoal:
-    draft = None if drafter is None else scripted(drafter, vocab)
-    shoal = Shoal(scripted(target, vocab), draft, TOKENIZER, max_batch=max_batch)
-    shoal.eos = (END,)
-    return shoal
 
 
 # ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,12 +100,6 @@ def row_of(grammar: Grammar, tokens: Sequence[int] = (), **options: Any) -> Row:
     masks.begin(row, [compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(grammar)])
     commit(row, tokens)
     return row
-
-
-def commit(row: Row, tokens: Sequence[int]) -> None:
-    for token in tokens:
-        row.tokens.append(token)
-        masks.advance(row, token)
 
 
 def test_the_law_is_that_of_the_masked_target_exactly() -> None:

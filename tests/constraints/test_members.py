@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from member_lists import analyser, asked, passes
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
 from shoal.constraints.members import Members, State, jedi_analyser
@@ -34,25 +35,6 @@ class Tokens:
 
 TOKENS = Tokens()
 VOCAB, END, LONGEST = 7, 6, 3
-asked: list[tuple[str, str]] = []
-
-
-def analyser(before: str, behind: str) -> Collection[str]:
-    """After a name that ends with a: b and ba; after one that ends with b: aa; else it knows nothing."""
-    asked.append((before, behind))
-    return {"a": ("b", "ba"), "b": ("aa",)}.get(before[-2:-1], ())
-
-
-def passes(text: str, end: bool) -> bool:
-    """By the definition, over the whole text: each name after a dot is one of those known, or at the text's end begins one."""
-    for at in range(len(text)):
-        if text[at] == "." and (names := analyser(text[: at + 1], "")):
-            rest = text[at + 1 :]
-            name = rest[: next((i for i, c in enumerate(rest) if c not in "ab"), len(rest))]
-            open_ = len(name) == len(rest) and not end
-            if not (any(known.startswith(name) for known in names) if open_ else name in names):
-                return False
-    return True
 
 
 TARGET, DRAFTER = hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from member_lists import analyser, passes
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.filters import matching, without
 from shoal.constraints.members import Members
@@ -25,7 +26,6 @@ from shoal.testing.scripted import hashed, scripted
 from shoal.testing.significance import chi_square
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
-from test_members import analyser, passes
 
 TOKENIZER = tiny_tokenizer()
 LETTERS = "ab.()"

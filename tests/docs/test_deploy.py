@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from readme import ROOT, blocks, shoal_commands
 from serving import application, pair
 from shoal.cli import run as command
 from shoal.cli.serve import serve
 from shoal.serve import run
-from test_readme import ROOT, blocks, shoal_commands
 
 DEPLOY, PAGE = ROOT / "deploy", ROOT / "docs" / "deploy.md"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test_docs import blocks
+from readme import blocks
 
 DESIGN = Path(__file__).parents[2] / "DESIGN.md"
 EXAMPLES = blocks(DESIGN.read_text(encoding="utf-8"), "python")

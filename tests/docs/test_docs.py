@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import shoal
+from readme import ROOT, blocks, shoal_commands
 from shoal.cli import run
-from test_readme import ROOT, blocks, shoal_commands
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "benchmarks/README.md")]

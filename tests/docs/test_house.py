@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -280,35 +279,26 @@ def test_shoal_imports_without_the_optional_packages() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words
-
-RETIRED = frozenset(
-    "luck lane lanes LANES law laws hopeful hopeless scrub watched told intake Intake Piece seated vacate crowded Knowledge "
-    "Curve Proposal Asked Order Ticket Follower News Form Reply Recipe Ledger LAST_WORDS PATIENCE referee Referee warden confine "
-    "examine judge judged judging way ways door room prices priced around".split()
-)
-"""Names that standard terms have replaced; `tests/docs/test_docs.py` looks for such in pages."""
+# Tests
 
 
-def retired_names(root: Path) -> list[str]:
-    """Names, and words of names between underscores, that are on the list; modules by their files."""
-    found = []
-    for file in sorted(root.rglob("*.py")):
-        with tokenize.open(file) as source:
-            names = {token.string for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME}
-        for name in sorted({*names, file.stem}):
-            if RETIRED & {name, *name.split("_")}:
-                found.append(f"{file.relative_to(root)}: {name}")
-    return found
+def shared_tests(root: Path) -> list[str]:
+    """Imports of one test module by another: what two of them need lies in tests/helpers."""
+    files = sorted(root.rglob("*.py"))
+    modules = {file.stem for file in files if "helpers" not in file.parts}
+    imports = [found for file in files for found in imports_of(file, root)]
+    return [f"{found.file.name}:{found.line}: {found.target}" for found in imports if found.target.split(".")[0] in modules]
 
 
-def test_no_retired_words_in_names() -> None:
-    assert not retired_names(PACKAGE)
+def test_no_test_module_imports_another() -> None:
+    assert not shared_tests(ROOT / "tests")
 
 
-def test_a_retired_word_is_found(tmp_path: Path) -> None:
-    (tmp_path / "warden.py").write_text("def f(row_luck, lucky):\n    return lucky  # a comment may say luck\n")
-    assert retired_names(tmp_path) == ["warden.py: row_luck", "warden.py: warden"]
+def test_an_import_of_a_test_module_is_found(tmp_path: Path) -> None:
+    for name in ("engine/test_a.py", "models/b_cases.py", "helpers/laws.py", "models/test_c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("from test_a import P\nimport b_cases, laws\n" if name.endswith("c.py") else "")
+    assert shared_tests(tmp_path) == ["test_c.py:1: test_a.P", "test_c.py:2: b_cases"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

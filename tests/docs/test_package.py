@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 import check_package
 import shoal
-from test_readme import ROOT
+from readme import ROOT
 
 WHEEL_ONLY = {
     "shoal-1.dist-info/entry_points.txt", "shoal-1.dist-info/licenses/LICENSE", "shoal-1.dist-info/RECORD",

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from readme import ROOT, blocks, run_blocks, shoal_commands
 from shoal.cli import run
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 RUN = [
     README,
     ROOT / "docs" / "how-to" / "python.md",
     ROOT / "docs" / "how-to" / "transformers.md",
 ]  # their Python, in order
-
-
-def blocks(text: str, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a language, each with the line number of its first line."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
-
-
-def run_blocks(page: Path) -> dict[str, Any]:
-    """Runs the Python of a page, in order, and returns the names that it has defined."""
-    python = blocks(page.read_text(encoding="utf-8"), "python")
-    assert python, f"{page.name} shows no Python"
-    names: dict[str, Any] = {"__name__": "readme"}
-    for line, source in python:
-        padded = "\n" * (line - 1) + source  # so that a traceback names the page's own lines
-        exec(compile(padded, str(page), "exec", dont_inherit=True), names)
-    return names
-
-
-def shoal_commands(console: str) -> list[list[str]]:
-    """The arguments of every `shoal` call after a `$` prompt, pipes and redirections taken apart."""
-    commands = []
-    lines = console.replace("\\\n", " ").splitlines()
-    for line in (line.removeprefix("$ ") for line in lines if line.startswith("$ ")):
-        words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
-        words.whitespace_split = True
-        part: list[str] = []
-        for word in [*words, ";"]:
-            if not set(word) <= set("|&;<>"):
-                part.append(word)
-                continue
-            while part and re.fullmatch(r"\w+=.*", part[0]):
-                del part[0]
-            if part and part[0] == "shoal":
-                commands.append(part[1:])
-            part = []
-    return commands
 
 
 @pytest.mark.limit(900)

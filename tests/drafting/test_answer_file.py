@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drafts import V, decoded, decoded_plainly, group, leave, proposed
 from shoal.drafting import answer_file
 from shoal.drafting.answer_file import AnswerFile, require_answers
 from shoal.drafting.names import named
@@ -17,7 +18,6 @@ from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_tokenizer
 from shoal.types.requests import Request
-from test_text_drafters import V, decoded, decoded_plainly, group, leave, proposed
 
 
 @pytest.fixture

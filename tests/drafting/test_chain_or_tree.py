@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import test_choice
+import clocks
+from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
 from shoal.drafting.chain_or_tree import ChainOrTreeDrafter
 from shoal.drafting.names import named
@@ -26,7 +27,6 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import ScriptedModel, hashed, runner, scripted
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
-from test_choice import Clock, Priced, V, truth
 
 ROWS, TOKENS = 2, 300
 
@@ -90,7 +90,7 @@ def alone(step: float, skill: float, choice: int) -> float:
 
 def priced(column: float, monkeypatch: pytest.MonkeyPatch) -> float:
     """Seconds of plain decoding at such a price of a column."""
-    monkeypatch.setattr(test_choice, "COLUMN", column)
+    monkeypatch.setattr(clocks, "COLUMN", column)
     return decoded(Clock(), None, Fixed(0))
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from clocks import ROWS, TOKENS, Clock, Priced, V, truth
+from drafts import sampled
+from laws import ALPHA, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.first_tokens import SURE, FirstTokens
 from shoal.drafting.model import ModelDrafter
@@ -24,44 +27,11 @@ from shoal.lookahead.fixed import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import RandomTrees
-from shoal.testing.scripted import ScriptedModel, one_hot, runner, table_model
+from shoal.testing.scripted import runner, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 from shoal.types.trees import DraftTree
-from test_exact_distribution import ALPHA, P, Q, joint
-from test_text_drafters import sampled
-
-V, ROWS, TOKENS = 11, 3, 900
-PASS, COLUMN = 1.0, 0.03
-"""Seconds of a pass of the target, and of each of its columns."""
-
-
-def truth(ids: Sequence[int]) -> int:
-    """What the target says after these tokens."""
-    return (7 * ids[-1] + 3 * len(ids) + ids[0]) % V
-
-
-class Clock:
-    """Seconds that passes have taken."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-class Priced(ScriptedModel):
-    """Says the truth, at a price."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(lambda ids: one_hot(truth(ids), V), V)
-        self.clock = clock
-
-    def _block(self, ids: Any, places: Any, positions: Any, plan: Any) -> Any:
-        self.clock.seconds += PASS + COLUMN * positions.numel()
-        return super()._block(ids, places, positions, plan)
-
 
 Skill = Callable[[Row, int], float]
 """A row and how many tokens it has -> probability that the draft there is right."""
@@ -255,7 +225,7 @@ def test_a_drafter_that_names_no_steps_is_billed(
     controller: type[Auto], least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trees of up to twelve nodes do not pay, and are left. The second case is a sabotage."""
-    monkeypatch.setattr("test_choice.COLUMN", 0.15)
+    monkeypatch.setattr("clocks.COLUMN", 0.15)
     plain, _ = decoded(Clock(), None, Fixed(0), 250)
     seconds, engine = decoded(clock := Clock(), RandomTrees(V, guess=truth), controller(PairCosts(packed=False)), 250)
     assert engine.stats.drafted > 0

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shoal
+from drafts import V, decoded, decoded_plainly, group, proposed, row
 from shoal.cli import index as index_command
 from shoal.cli import index_texts, run
 from shoal.drafting import corpus as corpus_module
@@ -28,7 +29,6 @@ from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
 from shoal.types.requests import Request
-from test_text_drafters import V, decoded, decoded_plainly, group, proposed, row
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 

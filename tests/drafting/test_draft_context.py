@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shoal
+from policies import auto
 from shoal.api import Shoal
 from shoal.cli import check_model
 from shoal.cli.check_case import Case
@@ -28,7 +29,6 @@ from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request
-from test_auto import auto
 
 CONTEXT, SHORT = 64, 24
 POSITIONS = {"llama": "max_position_embeddings", "gpt2": "n_positions"}

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import shoal
+from eagle_heads import save_eagle3
+from medusa_heads import save_medusa
 from serving import served
 from shoal.cli import run
 from shoal.config import LOSSY_RULES
@@ -26,9 +28,7 @@ from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.stats import Stats
-from test_eagle3 import save_eagle3
-from test_heads import save_medusa
-from test_other_vocabulary import TEXTS, byte_level, sentence_piece
+from vocabularies import TEXTS, byte_level, sentence_piece
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return"
 SPECS = [

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import ALPHA, P, Q, joint
+from policies import auto
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
@@ -24,9 +26,7 @@ from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
-from test_auto import auto
-from test_exact_distribution import ALPHA, P, Q, joint
-from test_static import runner as static_runner
+from static_passes import runner as static_runner
 
 VOCAB, BAD = 12, 11
 HEALTHY = hashed(VOCAB, 0)

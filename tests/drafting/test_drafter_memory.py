@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_heads import CONFIG, WIDTH, random_heads
+from eagle_heads import V as WORDS
+from medusa_heads import guessing
 from shoal.config import Limits, Sampling
 from shoal.drafting.answer_file import AnswerFile, require_answers
 from shoal.drafting.corpus import Corpus
@@ -39,9 +42,6 @@ from shoal.testing import tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
-from test_eagle3 import CONFIG, WIDTH, random_heads
-from test_eagle3 import V as WORDS
-from test_heads import guessing
 
 TOKENS, NEW = 4_000, 1_000
 VOCABULARY = 2_000

@@ -3,7 +3,6 @@ fit. That trees drawn from a right q are exact is said by tests/drafting/test_tr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 import shoal
+from drafts import passes_of
+from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
+from laws import ALPHA, P, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
@@ -30,7 +30,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
-from shoal.models.eagle3 import Eagle3Heads, layer_config, published_layers
+from shoal.models.eagle3 import published_layers
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -41,50 +41,18 @@ from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
-from test_exact_distribution import ALPHA, P, joint
-from test_text_drafters import passes_of
 
-V, WIDTH, DRAFTS = 260, 32, 120
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": DRAFTS, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "max_position_embeddings": 128, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-}  # fmt: skip
-
-
-def random_heads(config: dict[str, Any], features: int, target_vocab: int, own: bool = False) -> Eagle3Heads:
-    """With embeddings of their own, or those of nobody."""
-    torch.manual_seed(0)
-    drafts = config.get("draft_vocab_size", target_vocab)
-    heads = Eagle3Heads(layer_config(config), features, drafts, target_vocab, None if own else torch.nn.Identity())
-    for parameter in heads.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return heads.eval().requires_grad_(False)
-
-
-def save_eagle3(directory: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
-    """A random checkpoint of the published layout."""
-    directory.mkdir(parents=True, exist_ok=True)
-    ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:DRAFTS].sort().values
-    found = {name: tensor.contiguous() for name, tensor in random_heads(CONFIG, 3 * WIDTH, V).state_dict().items()}
-    found |= {"d2t": ids - torch.arange(DRAFTS), "t2d": torch.zeros(V, dtype=torch.bool).scatter(0, ids, True)}
-    save_file({name: t for name, t in (found | (tensors or {})).items() if t.numel()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(CONFIG | config))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_eagle3(tmp_path_factory.mktemp("eagle3"))
 
 
 @pytest.fixture(scope="module")
 def target() -> Runner:
     return wrap(tiny_model("llama").double(), "tiny")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_eagle3(tmp_path_factory.mktemp("eagle3"))
 
 
 class Recorder(Eagle3Drafter):
@@ -121,25 +89,6 @@ def decoded(
     while engine.step():
         pass
     return engine, [row.tokens for row in rows[:2] + rows[3:]]
-
-
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-
-
-def by_definition(target: Runner, heads: Eagle3Heads, tokens: Sequence[int], draft: Sequence[int]) -> list[Tensor]:
-    """The logits of each drafted token, without caches and batches: pair i is token i + 1 and what is known at position i."""
-    states = target.hf(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states
-    known = heads.fc(torch.cat([states[layer] for layer in (0, 1, 2)], dim=-1))[:, : len(tokens) - 1]
-    found = []
-    for i in range(len(draft)):
-        fed = torch.tensor([[*tokens[1:], *draft[:i]]])
-        out = heads(fed, known, torch.arange(fed.shape[1])[None], causal)
-        found.append(heads.said(out[0, -1]))
-        known = torch.cat([known, out[:, -1:]], dim=1)
-    return found
 
 
 def largest_difference(target: Runner, drafter: Eagle3Drafter) -> float:

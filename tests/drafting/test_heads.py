@@ -6,18 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import shoal
+from drafts import decoded as decoded_by
+from drafts import passes_of
+from laws import ALPHA, P, joint
+from medusa_heads import HEADS, V, guessing, save_medusa
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
-from shoal.drafting.medusa import MedusaDrafter, MedusaHeads
+from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.suffix import SuffixDrafter
@@ -36,23 +38,13 @@ from shoal.testing.scripted import ahead, hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
-from test_exact_distribution import ALPHA, P, joint
-from test_text_drafters import decoded as decoded_by
-from test_text_drafters import passes_of
 
-V, HEADS = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 
 
 def knowing(vocab: int) -> Callable[[Tensor], Tensor]:
     """Heads on `ahead`: head i says what the target says i + 2 positions on."""
     return lambda x: torch.stack([x[..., vocab * (i + 1) : vocab * (i + 2)] for i in range(HEADS)])
-
-
-def guessing(width: int, vocab: int) -> Callable[[Tensor], Tensor]:
-    """Heads of random matrices."""
-    matrices = torch.randn(HEADS, width, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return lambda x: torch.stack([x @ matrix for matrix in matrices])
 
 
 def decoded(drafter: Drafter | None, rule: Rule, max_batch: int, temperature: float) -> tuple[Engine, list[list[int]]]:
@@ -171,21 +163,6 @@ def test_trees_are_the_most_probable_paths() -> None:
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def save_medusa(directory: Path, width: int = 32, vocab: int | None = 260, layers: int = 1, **config: Any) -> Path:
-    """Random heads in the published layout; without a vocabulary they share the target's head."""
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    made = MedusaHeads(HEADS, layers, width, vocab or 0, None if vocab else torch.nn.Identity())
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in made.state_dict().items()}, directory / "medusa_lm_head.safetensors"
-    )
-    known = {"medusa_num_heads": HEADS, "medusa_num_layers": layers, "base_model_name_or_path": "x"}
-    (directory / "config.json").write_text(json.dumps(known | config))
-    return directory
 
 
 @pytest.mark.parametrize("vocab", [260, None], ids=["own matrices", "shared head"])

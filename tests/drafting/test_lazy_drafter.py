@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from policies import auto
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, by_name
@@ -20,7 +21,6 @@ from shoal.testing.engines import drafted_by, engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
-from test_auto import auto
 
 VOCAB, K = 12, 3
 SCRIPT = hashed(VOCAB, 0)

@@ -17,6 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shoal
+from drafts import decoded as decoded_by
+from drafts import passes_of
+from exits import PASSES, runner_of
+from laws import ALPHA, P, joint
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting.names import named
@@ -40,10 +44,6 @@ from shoal.testing.scripted import History, hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
-from test_exact_distribution import ALPHA, P, joint
-from test_self_drafting import PASSES, runner_of
-from test_text_drafters import decoded as decoded_by
-from test_text_drafters import passes_of
 
 V, M = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])

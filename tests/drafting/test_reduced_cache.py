@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import shoal
+from exits import ALPHA, PASSES, V, model_of, run, runner_of
+from laws import joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.names import named
 from shoal.drafting.protocol import DraftInputs
@@ -28,8 +30,6 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
-from test_exact_distribution import joint
-from test_self_drafting import ALPHA, PASSES, V, model_of, run, runner_of
 
 
 @pytest.fixture(scope="module", params=PASSES)

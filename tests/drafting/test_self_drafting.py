@@ -4,7 +4,6 @@ as plain decoding leaves it; exact by the exit's q; refused where there is no su
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +12,28 @@ import torch
 from torch import Tensor
 
 import shoal
+from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
+from laws import joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.early_exit import EarlyExitDrafter, candidates
 from shoal.drafting.exits import ExitChoice, best, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.names import named
-from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.self_drafting import SelfDrafting
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
-from shoal.models import weights
 from shoal.models.early_exit import first_layers, head_of
 from shoal.models.loading import wrap
-from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
-from shoal.models.weights.matrix import PACKED
-from shoal.native.build import missing
-from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, scripted
 from shoal.testing.significance import chi_square
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
-from test_exact_distribution import joint
-
-V = 29
-ALPHA = 1e-6
-PASSES = ("modules", *(["one call"] if not missing() else []))
-
-
-def model_of(vocab_size: int = V, share: float = 0.25, **options: Any) -> Any:
-    """Three layers, of which the last adds this share of what it would: exits agree with the whole now and then."""
-    hf = tiny_model("llama", layers=3, vocab_size=vocab_size, **options)
-    last = hf.model.layers[-1]
-    for projection in (last.self_attn.o_proj, last.mlp.down_proj):
-        projection.weight.data *= share
-    return hf
-
-
-def runner_of(passes: str, hf: Any = None) -> Runner:
-    hf = model_of() if hf is None else hf
-    if passes == "modules":
-        return wrap(hf, "tiny")
-    weights.lay_out(hf, lambda keys: dict.fromkeys(keys, PACKED))
-    runner = wrap(hf, "tiny")
-    choose_passes(runner, "on", owned=True)
-    assert runner.lean is not None
-    assert runner.lean.whole is not None
-    return runner
 
 
 @pytest.fixture(scope="module", params=PASSES)
@@ -80,30 +51,6 @@ def quick() -> Runner:
 def shallow() -> Runner:
     """The last layer adds nothing."""
     return runner_of(PASSES[-1], model_of(share=0.0))
-
-
-def run(
-    target: Runner,
-    drafter: Drafter | None,
-    rule: Rule,
-    temperature: float,
-    max_batch: int = 3,
-    k: int = 3,
-    sharing: str = "auto",
-) -> tuple[Engine, list[list[int]]]:
-    """Groups that join one after the other, a row of which is cancelled; the tokens of the others."""
-    lookahead = by_name(k if drafter else 0)
-    engine = Engine(target, drafter, lookahead, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
-    rows: list[Row] = []
-    for number, length in enumerate((1, 5, 11)):
-        prompt = tuple((7 * i * i + number) % V for i in range(length))
-        sampling = Sampling(temperature=temperature, seed=number)
-        rows += engine.submit(Request(prompt, 3, sampling, Limits(max_new_tokens=9 + number)))
-        engine.step()
-    engine.cancel(rows[2:3])
-    while engine.step():
-        pass
-    return engine, [row.tokens for row in rows[:2] + rows[3:]]
 
 
 class Recorder(EarlyExitDrafter):
@@ -127,13 +74,6 @@ class Recorder(EarlyExitDrafter):
                 q = [q[b] for q, _ in zip(tree.q, draft, strict=False)]
                 self.proposals.append((list(row.tokens), list(draft), q, self.last))
         return tree
-
-
-@torch.inference_mode()
-def states_after(hf: Any, tokens: Sequence[int]) -> Sequence[Tensor]:
-    """Hidden states after each layer, [tokens, width] each; those before the first come first."""
-    found = hf(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states
-    return [states[0] for states in found]
 
 
 # ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import ALPHA, EXACT, table
 from shoal.config import Limits, Sampling
 from shoal.drafting import string_rejection
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, Choice
@@ -25,8 +26,7 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, runner, says, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
-from test_exact_distribution import ALPHA, EXACT, table
-from test_other_vocabulary import (
+from vocabularies import (
     OTHERS,
     STORY,
     TOKENIZERS,

@@ -7,11 +7,12 @@ import random
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
+from drafts import V, decoded, decoded_plainly, group, heard, leave, passes_of, proposed, row, sampled
+from laws import ALPHA, P, Q, codes, contingency, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import sums
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
@@ -26,24 +27,18 @@ from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.controller import by_name
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
-from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import Scores
 from shoal.testing import tiny_model
 from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.testing.significance import chi_square, independence
-from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Positions
-from test_exact_distribution import ALPHA, P, Q, codes, contingency, joint
+from shoal.types.requests import Request
+from shoal.types.trees import DraftTree
 
-V = 5
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(scripted(mixed(hashed(V), hashed(V, 1)), V), V),
     "ngram": lambda: NGramDrafter(1, 3),
@@ -63,17 +58,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 MODELS = ("model", "sum", "sum of three")
 """Of these, what has a q."""
-
-
-def row(*tokens: int, prompt: int = 1, group: int = 0) -> Row:
-    """A row with a prompt of so many tokens, the others committed."""
-    return Row(Request(tokens[:prompt], 1), group, 0, 0, list(tokens), frozenset(), 1000)
-
-
-def proposed(drafter: TextDrafter, *rows: Row, length: int = 4) -> list[list[int]]:
-    """What it guesses for rows, through the calls that the engine makes."""
-    drafter.read(rows)
-    return [list(drafter.guess(one, length).tokens) for one in rows]
 
 
 # ── prompt lookup ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,12 +158,6 @@ def test_the_memory_of_an_automaton_is_known() -> None:
 # ── suffix decoding ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def group(request: Request, *texts: Sequence[int]) -> list[Row]:
-    """Rows of one request, with these tokens behind the prompt."""
-    rows = range(len(texts))
-    return [Row(request, 0, i, i, [*request.prompt_ids, *texts[i]], frozenset(), 1000) for i in rows]
-
-
 def test_the_most_frequent_continuation_of_the_longest_match() -> None:
     rows = group(Request((7, 1, 2, 3), 3), [1, 2, 4, 1, 2, 4], [9, 1, 2, 5], [8, 1, 2])
     assert proposed(SuffixDrafter("row"), *rows) == [[1, 2, 4, 1], [], [3, 8, 1, 2]]
@@ -203,12 +181,6 @@ def test_trees_take_the_most_probable_paths() -> None:
     assert guess.confidence == pytest.approx([first, second / first])
     assert guess.up_to(1) == ([4, 5, 3], guess.confidence[:1], [-1, -1, -1])
     assert guess.up_to(2) == guess
-
-
-def leave(drafter: Drafter, *rows: Row, reason: str | None = "length") -> None:
-    for one in rows:
-        one.finish_reason = reason
-    drafter.end(rows)
 
 
 @pytest.mark.parametrize("scope", ["row", "group", "engine"])
@@ -262,13 +234,6 @@ def test_tables_are_bounded() -> None:
 # ── token recycling ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def heard(drafter: RecyclingDrafter, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: torch.Tensor) -> None:
-    """A round in which the target says these logits of these drafts."""
-    drafter.propose(DraftInputs(rows, [1] * len(rows), torch.zeros(len(rows), 2), lambda q, u: u))
-    nothing = torch.zeros(len(rows), dtype=torch.long)
-    drafter.observe(rows, Scores(logits, Positions(rows, drafts)), Verdict(nothing, nothing, torch.ones(len(rows), 1)))
-
-
 def test_the_most_probable_tokens_of_every_column_are_kept_and_the_last_decides() -> None:
     """Both rows end with token 1, and the second drafts 1 again: its last column is the last that says what follows 1."""
     rows = group(Request((5, 1), 2), [], [])
@@ -304,25 +269,6 @@ def test_scopes_of_recycled_tokens(scope: str) -> None:
 
 
 # ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────
-
-SAMPLES = 2400
-
-
-def passes_of(target: Runner) -> Callable[[], float]:
-    """A clock by which a pass takes a second, whatever its size, and everything else next to nothing."""
-    calls = itertools.count()
-    return lambda: target.hf.forwards + 1e-6 * next(calls)
-
-
-def sampled(drafter: Drafter, rule: Rule, lookahead: object = None) -> tuple[Engine, list[Row]]:
-    """Rows of one request, which draft for each other."""
-    controller = Fixed(2) if lookahead is None else by_name(lookahead)
-    target = table_model(P)
-    engine = Engine(target, drafter, controller, max_batch=120, rule=rule, clock=passes_of(target))
-    rows = engine.submit(Request((0, 0), SAMPLES, Sampling(seed=3), Limits(max_new_tokens=4)))
-    while engine.step():
-        pass
-    return engine, rows
 
 
 CHAINS, TREES = 0, 5
@@ -489,36 +435,6 @@ def test_trees_need_a_target_that_takes_them() -> None:
     with pytest.raises(UnsupportedModel, match="takes no position for each token"):
         Engine(target, SuffixDrafter(nodes=4), Fixed(2))
     Engine(target, SuffixDrafter(), Fixed(2))
-
-
-def decoded(
-    drafter: Drafter | None,
-    rule: Rule,
-    max_batch: int,
-    *,
-    k: int = 4,
-    temperature: float = 0.7,
-    target: Runner | None = None,
-    prompts: Sequence[int] = (2, 5, 8, 11),
-) -> tuple[Engine, list[list[int]]]:
-    """Groups that join one after the other, rows of which are cancelled; the tokens of the others."""
-    target = target or scripted(hashed(V, spread=3.0), V)
-    engine = Engine(target, drafter, Fixed(k if drafter else 0), max_batch=max_batch, rule=rule)
-    rows: list[Row] = []
-    for number, length in enumerate(prompts):
-        prompt = tuple((i * i) % V for i in range(length))
-        limits = Limits(max_new_tokens=12 + 5 * number)
-        rows += engine.submit(Request(prompt, 3, Sampling(temperature=temperature, seed=number), limits))
-        engine.step()
-    engine.cancel(rows[4:5])
-    while engine.step():
-        pass
-    return engine, [row.tokens for row in rows[:4] + rows[5:]]
-
-
-@cache
-def decoded_plainly(rule: type[Rejection | Coupled], max_batch: int, temperature: float) -> tuple[Engine, list[list[int]]]:
-    return decoded(None, rule(), max_batch, temperature=temperature)
 
 
 @pytest.mark.parametrize("max_batch", [1, 33])

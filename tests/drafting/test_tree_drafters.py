@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import PAIRS, table
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import growth
@@ -24,17 +25,16 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
-from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.testing.tiny import tiny_model
 from shoal.types.requests import Request, Row
-from test_exact_distribution import PAIRS, table
-from test_tree_rules import DIFFERENT, EXACT, HORIZON, Tree, committed
+from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, committed
+from tree_runs import V, run
 
-V = 7
 SHAPES: dict[str, Shape] = {
     "rsd-c": shape_of("rsd-c", 2, 7),
     "rsd-s": shape_of("rsd-s", 3, 8),
@@ -195,21 +195,6 @@ def test_a_beam_is_a_sample_of_paths_without_replacement(monkeypatch: pytest.Mon
 
 
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def run(
-    target: Runner, made: Any, k: int = 4, rule: Rule | None = None, max_batch: int = 3, n: int = 3, new: int = 14,
-    prefix_sharing: str = "auto", **sampling: Any,
-) -> tuple[Engine, list[Row]]:  # fmt: skip
-    engine = Engine(target, made, Fixed(k), max_batch=max_batch, rule=rule or Coupled(), prefix_sharing=prefix_sharing)
-    rows: list[Row] = []
-    for length in range(1, 4):
-        prompt = tuple(i % V for i in range(length))
-        rows += engine.submit(Request(prompt, n, Sampling(**({"seed": 3} | sampling)), Limits(max_new_tokens=new)))
-        engine.step()
-    while engine.step():
-        pass
-    return engine, rows
 
 
 @pytest.mark.parametrize("name", ["rsd-s", "dyspec", "k-seq"])

@@ -26,6 +26,7 @@ from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import Prefix
 from shoal.types.trees import MOST_NODES
+from tree_masks import Tree, path_of, random_tree
 
 CPU = torch.device("cpu")
 ERROR = 1e-9
@@ -36,22 +37,8 @@ ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gpt2", "gpt-oss", "deepsee
 """GQA; a sliding window of 8; soft caps and windows; learned positions; sinks; MLA; a model that attends by its own code."""
 METHODS = ("reference", "pad", "split", "mixed", "bifurcated", "strict")
 
-Tree = Sequence[int]
 
 # ── the definition ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def path_of(tree: Tree, column: int) -> list[int]:
-    """Columns from the root to this one."""
-    path = [column]
-    while path[0]:
-        path.insert(0, tree[path[0] - 1] + 1)
-    return path
-
-
-def random_tree(nodes: int, generator: torch.Generator) -> list[int]:
-    """Parents; every earlier node is as likely."""
-    return [int(torch.randint(-1, i, (1,), generator=generator)) for i in range(nodes)] if nodes else []
 
 
 def random_ids(count: int, generator: torch.Generator) -> list[int]:

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from drafts import group, heard, leave, proposed, row
 from shoal.drafting.paths import probable
 from shoal.drafting.playouts import explored
 from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, likeliest
 from shoal.drafting.trigrams import Trigrams as Table
 from shoal.types.requests import Request
-from test_text_drafters import group, heard, leave, proposed, row
 
 
 def test_two_tokens_of_context_and_one_where_they_are_new() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafts import passes_of
+from laws import ALPHA, PAIRS, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import grafting
 from shoal.drafting.grafting import grafted
@@ -38,10 +40,8 @@ from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.siblings import Siblings
 from shoal.types.trees import DraftTree
-from test_exact_distribution import ALPHA, PAIRS, P, Q, joint
-from test_text_drafters import passes_of
-from test_tree_drafters import run
-from test_tree_rules import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing
+from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing
+from tree_runs import run
 
 V = 7
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from drafts import passes_of
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, by_name
@@ -14,7 +15,6 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 from shoal.types.samples import Sample
-from test_text_drafters import passes_of
 
 V, NEW = 23, 24
 

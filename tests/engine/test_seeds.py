@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import serving
+from laws import ALPHA, P, Q, codes, contingency, joint
 from serving import CONTEXT, legible, served
 from shoal import Shoal, cli, custom_generate
 from shoal.config import Limits, Sampling
@@ -31,7 +32,6 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, occurrences
-from test_exact_distribution import ALPHA, P, Q, codes, contingency, joint
 
 PROMPTS = ["hello", "world", "hello", "sea", "hello"]
 NEW = 24

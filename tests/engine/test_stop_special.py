@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from endings import DRAFTERS, PROMPT, TOKENIZER, encode, only, stream_of
 from shoal.api import Shoal
 from shoal.engine.detokenizer import Detokenizer
 from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import BEGIN, END, PAD, VOCABULARY
-from test_ends import DRAFTERS, PROMPT, TOKENIZER, encode, only, stream_of
 
 SEQUENCES = {
     "alone": ([*encode("abc"), BEGIN, *encode("def")], "<|begin|>", "abc"),

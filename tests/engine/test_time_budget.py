@@ -2,75 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from clocks import Timed
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Fixed
-from shoal.sampling.acceptance import Coupled
 from shoal.serve.submissions import Submission
 from shoal.serve.worker import Worker
-from shoal.testing.engines import engine_of
-from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Commit
 from shoal.types.samples import FINISH_REASONS, Sample, ranked
-
-VOCAB = 12
-
-
-class Timed:
-    """An engine whose clock moves one second per prompt token that the target computes, and per target pass of a round."""
-
-    def __init__(self, *, draft: bool = True, **options: Any) -> None:
-        self.now = 0.0
-        drafter = scripted(hashed(VOCAB, 1), VOCAB) if draft else None
-        settings = {"max_batch": 4, "chunk": 8, "rule": Coupled(), "clock": lambda: self.now, **options}
-        self.engine = engine_of(scripted(hashed(VOCAB, 0), VOCAB), drafter, Fixed(2), **settings)
-        self.samples: dict[Row, Sample] = {}
-        feed, feed_prefix = self.engine.target.feed, self.engine.target.feed_prefix
-
-        def slow_feed(slots: Any, tokens: Any, counts: Sequence[int], *, want_logits: bool = True, **tree: Any) -> Any:
-            self.now += 1 if want_logits else sum(counts)
-            return feed(slots, tokens, counts, want_logits=want_logits, **tree)
-
-        def slow_feed_prefix(prefix: Any, start: int, tokens: Any) -> None:
-            self.now += tokens.numel()
-            feed_prefix(prefix, start, tokens)
-
-        self.engine.target.feed = slow_feed  # type: ignore[method-assign]
-        self.engine.target.feed_prefix = slow_feed_prefix  # type: ignore[method-assign]
-
-    def ask(self, length: int, n: int = 1, new: int = 6, budget: float | None = None, seed: int = 0) -> list[Row]:
-        prompt = tuple(
-            1 + (i * i + seed) % (VOCAB - 1) for i in range(length + 1)
-        )  # the last token is fed in the first round
-        limits = Limits(max_new_tokens=new, time_budget=budget, eos=())
-        return self.engine.submit(Request(prompt, n, Sampling(seed=seed), limits, submitted_at=self.now))
-
-    def step(self) -> list[Commit]:
-        commits = self.engine.step()
-        self.samples |= {commit.row: commit.sample for commit in commits if commit.sample}
-        return commits
-
-    def finish(self) -> Timed:
-        while self.step():
-            pass
-        assert self.engine.scheduler.idle
-        return self
-
-    def finish_alone(self, length: int, seed: int, new: int = 6) -> list[int]:
-        """Tokens of a row that nothing disturbs."""
-        (row,) = self.ask(length, new=new, seed=seed)
-        self.finish()
-        return row.tokens
-
-    def told(self, rows: Sequence[Row]) -> list[str]:
-        return [self.samples[row].finish_reason for row in rows]
-
 
 # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

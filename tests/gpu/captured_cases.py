@@ -20,7 +20,7 @@ from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.types.samples import Result
-from test_static import ARCHITECTURES, Twins
+from static_passes import ARCHITECTURES, Twins
 
 DEVICE = torch.device(os.environ.get("SHOAL_TEST_DEVICE", "cpu"))
 EXECUTOR = "graphed" if DEVICE.type == "cuda" else "eager"

@@ -33,7 +33,7 @@ from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of
 from shoal.types.prefix import Prefix
 from shoal.types.requests import Request
-from test_tree_passes import path_of, random_tree
+from tree_masks import path_of, random_tree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():

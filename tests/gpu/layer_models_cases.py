@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layers_cases import DEVICE, Case
+from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.compiled.buckets import Bucket
@@ -32,6 +32,9 @@ from shoal.models.runner import Runner
 from shoal.models.selfcheck import _reference, _sharing_error, static_error
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix
+
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
 
 
 def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:

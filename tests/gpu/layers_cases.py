@@ -5,9 +5,8 @@ Not collected by itself: `test_layers.py` runs this file in a process of its own
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,41 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from layer_shapes import DEVICE, INTERPRETED, Case, normed
 from mutants import mutant
 from shoal.models.layers import kernels
 from shoal.models.layers.eight_bit import TOKENS, WeightOnly8Bit
 from shoal.models.layers.operations import COLUMNS, add_norm, begin, heads, silu_mul
-from shoal.models.lean.decoder import Norm
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Shapes of a layer; normed: heads are normalised (Qwen3). rotary: features that are rotated."""
-
-    tokens: int = 3
-    width: int = 24
-    heads: int = 4
-    kv_heads: int = 2
-    dim: int = 16
-    rotary: int = 16
-    normed: bool = False
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    def random(self, *shape: int, scale: float = 1.0, salt: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(31 * self.seed + salt)
-        return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(self.dtype).to(DEVICE)
-
-    def norm(self, width: int, salt: int) -> Norm:
-        return Norm(1 + self.random(width, scale=0.3, salt=salt), 0.05)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -59,11 +34,6 @@ def error(found: Tensor, truth: Tensor) -> float:
     eps = torch.finfo(found.dtype).eps if found.dtype != torch.float32 else 4 * torch.finfo(torch.float32).eps
     worst = (found.double() - truth).abs().max() / (4 * eps * truth.abs().max().clamp(min=1))
     return float(worst.nan_to_num(torch.inf))
-
-
-def normed(x: Tensor, norm: Norm) -> Tensor:
-    """The definition, in float64."""
-    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
 
 
 def of_add_norm(case: Case) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from policies import Confident
 from pretend import Pretend
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
@@ -15,8 +16,7 @@ from shoal.models import device_time
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.device_time import Moments, Spans
 from shoal.models.runner import Runner
-from test_static_auto import Confident
-from test_static_pretend import engine
+from static_device import engine
 
 CPU = torch.device("cpu")
 SAMPLINGS = [Sampling(seed=i) for i in range(3)]

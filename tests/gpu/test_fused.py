@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ahead_of_time import CAPABILITIES, TENSOR_CORES, Binary, compiled, needs_compiler
+from attending import build
 from shoal.errors import RequestError
 from shoal.models.attention import methods
 from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, joining_warps, tiling
-from test_attention import build
 
 module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ import pretend
 import shoal
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
@@ -37,23 +34,33 @@ from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.passes import compare
 from shoal.models.compiled.view import View
 from shoal.models.load_report import described
-from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities, pure_probabilities
-from shoal.testing import VOCABULARY, save_pair, tiny_model
+from shoal.testing import save_pair, tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request, Row
-from shoal.types.samples import Result
 from shoal.types.trees import Positions
+from static_passes import (
+    ARCHITECTURES,
+    CPU,
+    DEVICE,
+    NEW,
+    PRETENDED,
+    PROMPTS,
+    STATIC,
+    FakeGraphs,
+    K,
+    Twins,
+    decode,
+    hf,
+    ids,
+    on_device,
+    pair,
+    rows_of,
+    runner,
+)
 
-CPU = torch.device("cpu")
-PRETENDED = os.environ.get("SHOAL_TEST_DEVICE") == "pretend"
-DEVICE = pretend.DEVICE if PRETENDED else torch.device(os.environ.get("SHOAL_TEST_DEVICE", "cpu"))
-"""Where everything is computed: the CPU, a GPU ("cuda"), or a device that pretends to be one ("pretend",
-tests/helpers/pretend.py)."""
-STATIC = "eager" if DEVICE == CPU else "graphed"
 ERROR = 5e-5
 """As in tests/models/test_cache.py: logits reach 10, float32 sums in another order differ by 1e-6 of that."""
-ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gemma3", "gpt2", "mixtral", "gpt-oss", "deepseek-v3", "phi3", "opt")
 
 
 @pytest.fixture(autouse=True)
@@ -69,21 +76,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(fused, "available", lambda query: False)
         monkeypatch.setattr(methods, "available", lambda query: False)
         yield
-
-
-@cache
-def hf(architecture: str = "llama", seed: int = 0, layers: int = 2) -> Any:
-    return on_device(tiny_model(architecture, seed=seed, layers=layers))
-
-
-def on_device(model: Any) -> Any:
-    return pretend.moved(model) if PRETENDED else model.to(DEVICE)
-
-
-def runner(model: Any, executor: str | None = STATIC) -> Runner:
-    made = loading.wrap(model, "tiny", checked=False)
-    made.use_static_passes(executor)
-    return made
 
 
 def by_stages(model: Shoal) -> Shoal:
@@ -141,55 +133,6 @@ def test_a_block_of_one_column_moves_its_real_rows_on() -> None:
 # ── the logits of any schedule ──────────────────────────────────────────────────────────────────────────────────────
 
 Blocks = Sequence[Sequence[int]]
-
-
-class Twins:
-    """One runner with static passes, one without, fed the same."""
-
-    def __init__(self, model: Any, executor: str = STATIC) -> None:
-        self.made, self.plain = runner(model, executor), runner(model, None)
-        self.forks = [self.made.fork(), self.plain.fork()]
-        self.worst = 0.0
-        self.generator = torch.Generator().manual_seed(0)
-
-    def reserve(self, slots: int, capacity: int) -> None:
-        for fork in self.forks:
-            fork.reserve(slots, capacity)
-
-    def feed(self, counts: Sequence[int], want_logits: bool = True) -> None:
-        tokens = torch.randint(0, VOCABULARY, (len(counts), max(counts)), generator=self.generator).to(DEVICE)
-        ours, theirs = (fork.feed(range(len(counts)), tokens, counts, want_logits=want_logits) for fork in self.forks)
-        for row, count in enumerate(counts if want_logits else ()):
-            self.worst = max(self.worst, float((ours[row, :count] - theirs[row, :count]).abs().max()))
-        assert self.forks[0].cache.lengths[: len(counts)] == self.forks[1].cache.lengths[: len(counts)]
-
-    def rollback(self, slot: int, length: int) -> None:
-        for fork in self.forks:
-            fork.cache.rollback(slot, length)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for fork in self.forks:
-            fork.cache.copy(source, target, length)
-
-    def life(self) -> None:
-        """Prompts, ragged rounds with rollbacks, a row that leaves, growth into the next bucket of keys and of the cache."""
-        self.reserve(3, 60)
-        self.feed([11, 5, 2], want_logits=False)
-        for counts, lengths in (
-            ([3, 1, 2], (12, 6, 4)),
-            ([3, 2, 1], (15, 7, 5)),
-            ([1, 1, 1], (16, 8, 6)),
-            ([5, 4, 3], (17, 12, 9)),
-        ):
-            self.feed(counts)
-            for slot, length in enumerate(lengths):
-                self.rollback(slot, length)
-        self.copy(2, 1, 9)  # row 1 leaves, row 2 moves into its slot
-        for _ in range(3):
-            self.feed([3, 3])
-        self.reserve(3, 100)
-        for _ in range(12):
-            self.feed([5, 3])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -281,24 +224,6 @@ def test_the_pure_distribution_is_the_declared_one(cut: dict[str, Any]) -> None:
 
 # ── whole runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 9, 9, 3, 4, 5, 6, 2]]
-NEW = 16
-K = 4
-
-
-def pair(executor: str | None, draft_seed: int = 0) -> Shoal:
-    """A target, and its like (seed 0) or a stranger as its drafter."""
-    draft = hf() if draft_seed == 0 else hf(seed=draft_seed, layers=1)
-    return Shoal(runner(hf(), executor), runner(draft, executor), max_batch=6)
-
-
-def ids(result: Result) -> list[tuple[int, ...]]:
-    return [sample.token_ids for output in result for sample in output.samples]
-
-
-def decode(model: Shoal, **options: Any) -> Result:
-    return model.generate(PROMPTS, 3, **{"lookahead": K, "max_new_tokens": NEW, "seed": 3, **options})
-
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 5}, {"temperature": 0.9, "top_p": 0.9}, {"rule": "rejection"},
@@ -323,13 +248,6 @@ def test_tokens_are_those_of_ordinary_passes(draft_seed: int, options: dict[str,
     drawn = sum(count for key, count in draft.ran.items() if not isinstance(key, Bucket))
     reads_history = "repetition_penalty" in options
     assert drawn == (0 if reads_history else result.stats.draft_passes)
-
-
-def rows_of(engine: Engine, samplings: Sequence[Sampling]) -> list[list[int]]:
-    rows = [row for s in samplings for row in engine.submit(Request((1, 2, 3), 1, s, Limits(max_new_tokens=NEW)))]
-    while engine.step():
-        pass
-    return [row.tokens for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -391,32 +309,6 @@ def test_the_model_is_its_owners_between_passes() -> None:
 
 
 # ── capturing, without a GPU ────────────────────────────────────────────────────────────────────────────────────────
-
-
-class FakeGraphs:
-    """Captures by remembering; a replay runs the function again and writes the result over the last one, as a graph does."""
-
-    log: ClassVar[list[str]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        self.generation = object()
-
-    def __call__(self, run: Run) -> Run:
-        run()
-        self.log.append("capture")
-        result = run()
-
-        def replay() -> Any:
-            self.log.append("replay")
-            for old, new in zip(_tensors(result), _tensors(run()), strict=True):
-                old.copy_(new)
-            return result
-
-        return replay
-
-
-def _tensors(result: Any) -> Sequence[Tensor]:
-    return [result] if isinstance(result, Tensor) else result
 
 
 @pytest.mark.parametrize("options", [*SETTINGS[:2], {"rule": "rejection"}], ids=str)

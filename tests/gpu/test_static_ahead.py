@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from policies import Confident
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
@@ -21,8 +22,7 @@ from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from test_static import FakeGraphs, K, hf, ids, pair, runner
-from test_static_auto import Confident
+from static_passes import FakeGraphs, K, hf, ids, pair, runner
 
 TOKENS = 40
 LOOKAHEADS: dict[str, Callable[[], Any]] = {

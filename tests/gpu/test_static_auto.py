@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import nan
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from policies import LIMIT, Confident, with_known_costs
 from pretend import Pretend
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
@@ -26,52 +26,11 @@ from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from shoal.types.rounds import Outcome
-from test_coupled import with_known_costs
-from test_static import FakeGraphs, hf, runner
-from test_static_pretend import runner as runner_on
-from test_static_pretend import waits
+from static_device import runner as runner_on
+from static_device import waits
+from static_passes import FakeGraphs, hf, runner
 
-LIMIT = 7
 CAPTURED = [name for name, rule in RULES.items() if decides_chains(rule())]
-
-
-class Confident:
-    """Drafts end where the drafter is less sure than `least`, all of them where few rows go on. Notes what it is asked and told.
-
-    Args:
-        ragged: lengths 0 to 7 by row and round, sometimes 0 for all.
-    """
-
-    limit, adaptive, may_speculate = LIMIT, True, True
-
-    def __init__(self, least: float, ragged: bool = False, few: int = 1) -> None:
-        self.least, self.ragged, self.few = least, ragged, few
-        self.round, self.open, self.asked, self.told = 0, list[bool](), list[Any](), list[Outcome]()
-
-    def lengths(self, rows: Sequence[Any], waiting: int) -> list[int]:
-        self.round += 1
-        own = [(self.round * (2 + b)) % (LIMIT + 1) if self.ragged else LIMIT for b in range(len(rows))]
-        self.ends = [min(length, row.max_draft_length) for length, row in zip(own, rows, strict=True)]
-        self.asked.append([])
-        return self.ends
-
-    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
-        if position == 0:
-            self.asked[-1] = []  # from the start
-            self.kept = list(self.ends)
-        drafted_for = [sure if end > position else nan for sure, end in zip(confidence, self.ends, strict=True)]
-        self.asked[-1].append((position, drafted_for))  # of other rows the drafter has seen padding
-        self.kept = [
-            end if sure >= self.least or end < position else position
-            for end, sure in zip(self.kept, confidence, strict=True)
-        ]
-        if sum(end > position for end in self.kept) < self.few:
-            self.kept = [min(end, position + 1) for end in self.kept]
-        return self.kept
-
-    def learn(self, outcome: Outcome) -> None:
-        self.told.append(outcome)
 
 
 SETTINGS: dict[str, tuple[list[Sampling], float]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from policies import Confident
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
@@ -26,8 +27,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from test_static import FakeGraphs, hf, runner
-from test_static_auto import Confident
+from static_passes import FakeGraphs, hf, runner
 
 K = 3
 Settings = tuple[Any, Rule, Sequence[Sampling], int]

@@ -15,46 +15,20 @@ import pytest
 import torch
 
 from pretend import DEVICE, InCapture, Mixed, OnDevice, Pretend, moved
-from shoal.config import Limits, Sampling
+from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.compiled import drafting
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.runner import Runner
-from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.engines import runners_of
 from shoal.testing.tiny import ARCHITECTURES
-from shoal.types.requests import Request
+from static_device import MODELS, device, engine, waits
+
+__all__ = ["device"]  # fixtures
 
 K = 4
-MODELS = {"target": (0, 2), "drafter": (1, 1)}
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    pretend = Pretend()
-    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
-    return pretend
-
-
-def runner(role: str, device: Pretend | None) -> Runner:
-    seed, layers = MODELS[role]
-    hf = tiny_model("llama", seed=seed, layers=layers)
-    made = loading.wrap(hf if device is None else moved(hf), "tiny", "pad", checked=False)
-    made.use_static_passes("eager" if device is None else "graphed")
-    return made
-
-
-def engine(k: int, rule: str, device: Pretend | None, samplings: Sequence[Sampling], new: int = 24) -> Engine:
-    made = engine_of(
-        runner("target", device), runner("drafter", device) if k else None, Fixed(k), rule=RULES[rule](), max_batch=8
-    )
-    for i, sampling in enumerate(samplings):
-        made.submit(Request((1, 2, 3 + i), 1, sampling, Limits(max_new_tokens=new)))
-    return made
 
 
 def tokens(made: Engine) -> list[tuple[int, ...]]:
@@ -98,11 +72,6 @@ def of_a_round(k: int, rule: str, device: Pretend, samplings: Sequence[Sampling]
         device.where.clear()
         made.step()
     return device.counts - before
-
-
-def waits(counts: Counter[str]) -> int:
-    """How often the host waits for the device."""
-    return counts["download"] + counts["read"] + counts["size"]
 
 
 CASES = [

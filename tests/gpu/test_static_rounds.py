@@ -27,7 +27,7 @@ from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
-from test_static import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
+from static_passes import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
 
 RULES: tuple[Rule, ...] = (Rejection(), Coupled())
 

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
 import shoal
+from medusa_heads import save_medusa
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.integrations import drafts, transformers
 from shoal.testing import tiny_tokenizer
 from shoal.types.stats import Stats
-from test_heads import save_medusa
 
 VOCAB = 61
 

@@ -12,11 +12,11 @@ import torch
 from scipy import stats
 
 import shoal
+from readme import ROOT, run_blocks
 from shoal.errors import RequestError
 from shoal.integrations import trl as ours
 from shoal.models.loading import bundled
 from shoal.testing import tiny_model
-from test_readme import ROOT, run_blocks
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

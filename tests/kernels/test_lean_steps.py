@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lean_passes import PROMPTS
 from shoal import Shoal
 from shoal.config import Sampling
 from shoal.models import formats, weights
@@ -24,7 +25,6 @@ from shoal.models.weights.matrix import PACKED
 from shoal.native.build import missing
 from shoal.sampling import native
 from shoal.testing import tiny_model, tiny_tokenizer
-from test_lean import PROMPTS
 from wrong_kernels import wrong_kernels
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")

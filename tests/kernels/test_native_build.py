@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import shoal
+from attending import build
+from native_kernels import excess
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
 from shoal.models.lean.native import NativeKernels
@@ -23,8 +25,6 @@ from shoal.models.lean.plain import PlainKernels
 from shoal.native import build as building
 from shoal.native.build import NotBuilt, missing
 from shoal.testing import save_pair
-from test_attention import build
-from test_native import excess
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lean_passes import MODELS, WRITES, Rows, life, original
+from native_kernels import threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
@@ -33,8 +35,6 @@ from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native import build
 from shoal.types.prefix import Prefix
-from test_lean import MODELS, WRITES, Rows, life, original
-from test_native import threads
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels in C: {build.missing()}")

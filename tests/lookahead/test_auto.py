@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laws import ALPHA, P, Q, joint
+from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
 from shoal.lookahead import plain_rounds
 from shoal.lookahead.acceptance import Acceptance, Tried
@@ -30,8 +32,6 @@ from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
-from test_coupled import KnownCosts
-from test_exact_distribution import ALPHA, P, Q, joint
 
 # ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,16 +183,6 @@ def row(remaining: int = 100) -> Any:
     return SimpleNamespace(
         remaining=remaining, max_draft_length=remaining - 1, serial=serial, group=serial, prompt_length=5, tokens=[0] * 5
     )
-
-
-def auto(verify: dict[int, float], draft: float, acceptance: float, packed: bool = True) -> Auto:
-    """A controller that knows these costs and has seen this acceptance at every position."""
-    pair_costs = PairCosts(packed)
-    pair_costs.verify, pair_costs.draft, pair_costs.rounds = KnownCosts(verify), KnownCosts({1: draft, 64: draft}), 100
-    pair_costs.start = pair_costs.draft
-    seen = pair_costs.acceptance._positions
-    seen._trials[:], seen._hits[:] = 50.0, 50.0 * acceptance
-    return Auto(pair_costs)
 
 
 def best_uniform(verify: CostCurve, draft: float, acceptance: float, rows: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead import auto
@@ -17,7 +18,6 @@ from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
-from test_choice import Clock, Priced, V, truth
 
 
 def test_sizes_by_depth() -> None:
@@ -69,14 +69,14 @@ def drafted_share(nodes: int, tokens: int = 900) -> tuple[float, float]:
 
 def test_trees_that_do_not_pay_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns at 0.15 of a pass each: nine of them for half a token."""
-    monkeypatch.setattr("test_choice.COLUMN", 0.15)
+    monkeypatch.setattr("clocks.COLUMN", 0.15)
     drafted, time = drafted_share(12)
     assert drafted < 0.6
     assert time < 1.02
 
 
 def test_trees_that_pay_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_choice.COLUMN", 0.002)
+    monkeypatch.setattr("clocks.COLUMN", 0.002)
     drafted, time = drafted_share(12)
     assert drafted > 2
     assert time < 0.85

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 import shoal
+from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
+from laws import joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
@@ -33,8 +35,6 @@ from shoal.train.drafter import DrafterTrainer, DrafterTraining
 from shoal.train.models import logits, next_token_loss
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
-from test_exact_distribution import joint
-from test_self_drafting import ALPHA, PASSES, V, model_of, run, runner_of, states_after
 
 EXITS = [1, 2]
 

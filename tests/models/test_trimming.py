@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from laws import ALPHA, table
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
@@ -25,7 +26,6 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
-from test_exact_distribution import ALPHA, table
 
 KEPT = (*range(40, 130), 256)
 

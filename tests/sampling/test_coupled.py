@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 import shoal
+from laws import ALPHA, P, Q, joint
+from policies import with_known_costs
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Auto, Bass, Controller, Fixed, Lookahead, PairCosts
-from shoal.lookahead.costs import CostCurve
+from shoal.lookahead.controller import Bass, Controller, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.drawing import draw, exponential_race
@@ -22,7 +23,6 @@ from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
-from test_exact_distribution import ALPHA, P, Q, joint
 
 PROMPTS = ((0, 0), (1, 2, 3), (2,))
 NEW = 24
@@ -48,26 +48,6 @@ def ids(rows: Sequence[Row]) -> list[list[int]]:
 
 
 PLAIN = ids(run(None, Fixed(0))[1])
-
-
-class KnownCosts(CostCurve):
-    """Costs that stay what they are, so that a run does not depend on the machine's mood."""
-
-    def __init__(self, costs: Mapping[int, float]) -> None:
-        super().__init__()
-        for size, seconds in costs.items():
-            super().observe(size, seconds)
-
-    def observe(self, size: int, seconds: float) -> float:
-        return self.seconds(size)
-
-
-def with_known_costs() -> Auto:
-    """`Auto` for a target whose pass costs little more for many positions, and a drafter ten times as cheap."""
-    pair_costs = PairCosts(packed=False)
-    pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 100: 1.5}), KnownCosts({1: 0.1, 16: 0.1})
-    pair_costs.start = pair_costs.draft
-    return Auto(pair_costs)
 
 
 @pytest.mark.parametrize("max_batch", [1, 4, 16])

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
+from laws import joint, shifted
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Auto, Controller, Fixed, PairCosts
@@ -28,8 +29,7 @@ from shoal.testing.engines import engine_of
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
-from test_exact_distribution import joint, shifted
-from test_static import FakeGraphs
+from static_passes import FakeGraphs
 
 ALPHA = 1e-3
 N = 16_000

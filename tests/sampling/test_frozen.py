@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import frozen
-
-KEPT = json.loads(frozen.FILE.read_text(encoding="utf-8"))
+from frozen_runs import KEPT
 
 
 def test_every_run_is_kept() -> None:

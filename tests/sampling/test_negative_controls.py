@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 import shoal.engine.validation
+from greedy import continuations, decode, drafter, prompt, stock_ids, target_model
+from laws import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
@@ -31,8 +33,6 @@ from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
-from test_exact_distribution import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
-from test_exact_greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 
 real_uniforms = shoal.sampling.uniforms.uniforms
 real_positions = Scores.positions_of

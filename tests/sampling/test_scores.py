@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import frozen
+from frozen_runs import KEPT
 from shoal.config import LOSSY_RULES, Sampling
 from shoal.sampling import distributions, scores
 from shoal.sampling.acceptance import RULES, Rule, by_rejection, by_samples, rejection
@@ -17,7 +18,6 @@ from shoal.sampling.scores import Block, Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
-from test_frozen import KEPT
 
 NAMES = [name for name in KEPT if name.startswith(("llama", "controls", "engine: three", "engine: chunks"))]
 

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from browsers import CHROMIUM, RANGES, browser, eventually, expect, fits, opened, sse
 from serving import TIMEOUT_SECONDS, Gate, Served, legible, pair, served
-from test_playground import CHROMIUM, browser, eventually, expect, fits, opened
-from test_playground_tokens import RANGES, sse
 
 __all__ = ["browser", "opened"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from browsers import CHROMIUM, browser, expect, fits, opened
 from serving import Served, pair, served
 from shoal.models.loading import bundled
 from shoal.serve.model_identity import people_call
-from test_playground import CHROMIUM, browser, expect, fits, opened
 
 __all__ = ["browser", "opened"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")

@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 
 import pytest
 
+from browsers import CHROMIUM, asked, browser, eventually, expect, fits, opened, pass_moment, server
 from serving import TIMEOUT_SECONDS, Served, pair, served
-from test_playground import CHROMIUM, asked, browser, eventually, expect, fits, opened, pass_moment, server
 
 __all__ = ["browser", "opened", "server"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from browsers import CHROMIUM, RANGES, asked, browser, eventually, expect, fits, opened, server, sse
 from serving import Served
-from test_playground import CHROMIUM, asked, browser, eventually, expect, fits, opened, server
 
 __all__ = ["browser", "opened", "server"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
-RANGES = """(name) => [...(CSS.highlights.get(name) ?? [])].map((range) => {
-    const live = new Range();
-    live.setStart(range.startContainer, range.startOffset);
-    live.setEnd(range.endContainer, range.endOffset);
-    return live.toString();
-})"""
-
-
-def sse(*events: dict[str, Any]) -> str:
-    """A streamed answer of these events."""
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
 
 
 def token(text: str, id: int = 1, logprob: float = -0.5, drafter: str | None = None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fastapi.testclient import TestClient
 
 import serving
 from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
+from serving_faults import asking, assert_all_given_back, in_background, server
 from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
@@ -35,23 +35,9 @@ from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
 from shoal.testing import save_pair
 
+__all__ = ["server"]  # fixtures
+
 JSON = {"content-type": "application/json"}
-
-
-def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[httpx.Response]]:
-    """Asks on another thread; what comes is put into the list."""
-    got: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: got.append(ask()))
-    thread.start()
-    return thread, got
-
-
-def assert_all_given_back(server: Served) -> None:
-    """No row runs or waits, on either side of the engine's thread, and the next request is served."""
-    eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
-    assert not server.worker._rows
-    eventually(lambda: not server.worker._submissions)
-    assert server.post(seed=1).status_code == 200
 
 
 # ── clients that go ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,13 +85,6 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
             while part := connection.recv(2**16):
                 rest += part
         assert b"[DONE]" not in rest
-
-
-def asking(**body: Any) -> bytes:
-    """A request as it goes over the wire."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 def test_headers_without_end_are_not_held(server: Served) -> None:
@@ -192,12 +171,6 @@ def test_one_client_goes_and_another_gets_all_of_its_own() -> None:
 
 
 # ── bodies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture(scope="module")
-def server() -> Any:
-    with served(pair(), max_body=2**20) as running:
-        yield running
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 import serving
-from serving import TIMEOUT_SECONDS, Served, pair
+from serving import TIMEOUT_SECONDS, Served, eventually, pair
+from serving_faults import asking, assert_all_given_back, in_background
 from shoal.config import Grammar
 from shoal.constraints import compiler as reading
 from shoal.constraints.compiler import grammars_of
@@ -27,7 +28,6 @@ from shoal.errors import RequestError
 from shoal.serve import grammar_probe, grammars
 from shoal.serve.grammars import GrammarReader, Probe
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from test_serve_faults import asking, assert_all_given_back, eventually, in_background
 
 pytest.importorskip("llguidance")
 TOKENIZER = tiny_tokenizer()

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import require_bare_logger
 
+from bare_logger import require_bare_logger
 from serving import eventually, pair, served
 from shoal.cli import serve
 from shoal.serve import logs

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import serving
-from serving import TIMEOUT_SECONDS, Gate, legible, pair
+from serving import TIMEOUT_SECONDS, Gate, eventually, legible, pair
+from serving_faults import assert_all_given_back, in_background
 from shoal import cli
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
@@ -36,7 +37,6 @@ from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import runner, scripted
 from shoal.types.requests import Request, Row
-from test_serve_faults import assert_all_given_back, eventually, in_background
 
 NO_MEMORY: list[Exception] = [
     MemoryError(),

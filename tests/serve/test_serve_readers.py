@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import serving
-from serving import TIMEOUT_SECONDS, Gate, Served, legible, pair
+from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair
+from serving_faults import asking, assert_all_given_back
 from shoal.serve import protocol, submissions
 from shoal.serve.protocol import MIN_READ_BYTES, READ_TIMEOUT_SECONDS, LimitedProtocol
 from shoal.serve.run import bind
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
-from test_serve_faults import asking, assert_all_given_back, eventually
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 200, "logprobs": 20, "stream": True}
 """Half a megabyte per sample."""

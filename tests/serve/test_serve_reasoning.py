@@ -17,7 +17,7 @@ from shoal.config import Grammar
 from shoal.serve.reasoning import CLOSING, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
-from test_serve_tools import BODY, TIME, WEATHER, speaks
+from tool_calls import BODY, TIME, WEATHER, speaks
 
 TOKENIZER = tiny_tokenizer()
 HYBRID = "{# <tool_call> </think> #}" + BODY + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

@@ -21,6 +21,7 @@ import uvicorn
 from cryptography.hazmat.primitives import serialization
 
 from serving import TIMEOUT_SECONDS, Served, eventually, pair, served
+from serving_faults import asking
 from shoal import cli
 from shoal.api import Shoal
 from shoal.cli import serve
@@ -28,7 +29,6 @@ from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
 from shoal.serve import protocol
 from shoal.serve.tls import PASSWORD_VARIABLE, Tls, read_password
-from test_serve_faults import asking
 
 PASSWORD = "correct horse"
 BODY: dict[str, Any] = {"prompt": "hello", "n": 4, "max_tokens": 40, "seed": 3, "logprobs": 5}

@@ -9,38 +9,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 
 from serving import Served, legible, pair, served
 from shoal.config import Grammar
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallReader, CallRules, forced_schema, format_of
-from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.scripted import History, one_hot
+from tool_calls import BODY, TIME, TOKENIZER, WEATHER, speaks, tool
 
-TOKENIZER = tiny_tokenizer()
-BODY = """{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}\
-{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}<assistant>"""
 TEMPLATES = {HERMES: "{# <tool_call> #}", LLAMA: "{# <|python_tag|> #}", MISTRAL: "{# [TOOL_CALLS] #}"}
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-def tool(name: str, **properties: Any) -> Any:
-    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
-
-
-WEATHER, TIME = tool("weather", city={"enum": ["Rome", "Oslo", "Lima"]}), tool("time", zone={"type": "integer"})
-
-
-def speaks(text: str) -> History:
-    """Says the text behind `<assistant>`, and then the end."""
-    begin, said = tuple(TOKENIZER.encode("<assistant>")), [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
-
-    def script(ids: tuple[int, ...]) -> torch.Tensor:
-        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
-        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
-
-    return script
 
 
 def read(rules: CallRules, text: str, size: int) -> tuple[str, list[Call]]:

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from clocks import Timed
 from shoal.serve.metrics import Metrics, text_of
 from shoal.serve.timeline import Timeline
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
-from test_time_budget import Timed
 
 NAMES = ("request_queue", "time_to_first_token", "inter_token", "time_per_output_token")
 

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import shoal
+from eagle_heads import by_definition
 from shoal.cli import run
 from shoal.drafting.medusa import MedusaHeads
 from shoal.drafting.names import named
@@ -22,7 +23,6 @@ from shoal.train import eagle3, own_samples
 from shoal.train.heads import HeadsTraining
 from shoal.train.loop import Trainer
 from shoal.train.medusa import MedusaTrainer
-from test_eagle3 import by_definition
 
 TRAINING = HeadsTraining(heads=2, samples=32, new_tokens=40, steps=40, length=32, batch=8)
 PROMPTS = ["def f(x):", "import"]

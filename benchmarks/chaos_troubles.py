@@ -105,7 +105,8 @@ class Machine:
         self._met = beside / "met"
         source = Path(shoal.__file__).parents[1]
         self.environment = {
-            **os.environ, "CHAOS_FOLDER": f"{self.folder}/", "CHAOS_MET": str(self._met), "RAY_ADDRESS": "local",
+            **os.environ, "PYTHONDONTWRITEBYTECODE": "1",  # on a full disk Python keeps half of a compiled module
+            "CHAOS_FOLDER": f"{self.folder}/", "CHAOS_MET": str(self._met), "RAY_ADDRESS": "local",
             "PYTHONPATH": os.pathsep.join(map(str, (beside, source, os.environ.get("PYTHONPATH", "")))),
         }  # fmt: skip
         patches = (CLOCKS if trouble.clocks else "") + planted

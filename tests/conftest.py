@@ -42,9 +42,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from bare_logger import require_bare_logger
+from shoal import load
+from shoal.api import Shoal
 from shoal.engine import validation
 from shoal.engine.engine import Engine
+from shoal.models import formats
 from shoal.native.build import missing
+from shoal.testing import save_pair
 from shoal.types.stats import Stats
 
 SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
@@ -214,8 +218,6 @@ def same_seeds() -> Iterator[None]:
 def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number format and form of weights follow the CPU (shoal.models.formats); in tests it has MKL, no 16-bit instructions, and
     packs no weights, which would follow a measurement."""
-    from shoal.models import formats
-
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
 
 
@@ -245,6 +247,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def saved_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of a tiny target and drafter. They are shared: no test writes there."""
+    return save_pair(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Shoal:
+    """The bundled pair. It is shared: no test changes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))  # as `one_kind_of_cpu` has it for each test
+        return load(compile="off", max_batch=8)
 
 
 @pytest.fixture

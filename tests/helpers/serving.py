@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.sampling.acceptance import RULES
-from shoal.serve import item_response, responses
+from shoal.serve import item_response, responses, run
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
@@ -64,11 +65,11 @@ def legible(seed: int) -> History:
     return lambda ids: script(ids) - odd
 
 
-def pair(script: History | None = None, tokenizer: Any = None, max_batch: int = 8) -> Shoal:
+def pair(script: History | None = None, tokenizer: Any = None, max_batch: int = 8, context: int = CONTEXT) -> Shoal:
     """A scripted pair that mostly agrees, with the byte tokenizer; `script`: the target's, and the drafter's too."""
     target = script or legible(0)
     drafter = script or mixed(target, legible(1), every=3)
-    models = [scripted(spoken, VOCABULARY, CONTEXT) for spoken in (target, drafter)]
+    models = [scripted(spoken, VOCABULARY, context) for spoken in (target, drafter)]
     return Shoal(*models, tokenizer or tiny_tokenizer(), max_batch=max_batch)
 
 
@@ -88,6 +89,10 @@ class Served:
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """A request of a prompt, if it says nothing else."""
         return httpx.post(self.url + path, json={"prompt": "hello", **body}, timeout=TIMEOUT_SECONDS)
+
+    def connect(self) -> socket.socket:
+        """A bare connection, which waits as long as tests do."""
+        return socket.create_connection(("127.0.0.1", int(self.url.rsplit(":", 1)[1])), TIMEOUT_SECONDS)
 
     def metric(self, name: str) -> float:
         """One figure of /metrics, by its name with labels."""
@@ -130,3 +135,14 @@ def served(shoal: Shoal, tls: Tls | None = None, **options: Any) -> Iterator[Ser
             thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()
             assert not app.state.worker.thread.alive
+
+
+def run_until_it_ends(app: FastAPI, client: Callable[[str], None], drain: float = TIMEOUT_SECONDS) -> None:
+    """Runs an application as the command does, with its signals, and a client on another thread once it listens."""
+    with bind("127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=client, args=(url,))
+        try:
+            run.run(app, listening, drain, "critical", ready=thread.start)
+        finally:
+            thread.join(TIMEOUT_SECONDS)

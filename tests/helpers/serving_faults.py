@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import Served, eventually, pair, served
+import serving
+from serving import TIMEOUT_SECONDS, Served, eventually, pair, served
+from shoal.serve.run import bind
 
 
 def in_background(ask: Callable[[], httpx.Response]) -> tuple[threading.Thread, list[httpx.Response]]:
@@ -34,6 +37,27 @@ def asking(**body: Any) -> bytes:
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is on its way between a server and a client that reads nothing."""
+
+    def bound(host: str, port: int) -> socket.socket:
+        listening = bind(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr(serving, "bind", bound)
+
+
+def connect_narrowly(server: Served) -> socket.socket:
+    """A connection whose client has little space for what it does not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.settimeout(TIMEOUT_SECONDS)
+    connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    return connection
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import History, one_hot
 
 TOKENIZER = tiny_tokenizer()
@@ -22,12 +22,12 @@ def tool(name: str, **properties: Any) -> Any:
 WEATHER, TIME = tool("weather", city={"enum": ["Rome", "Oslo", "Lima"]}), tool("time", zone={"type": "integer"})
 
 
-def speaks(text: str) -> History:
-    """Says the text behind `<assistant>`, and then the end."""
-    begin, said = tuple(TOKENIZER.encode("<assistant>")), [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+def speaks(text: str, begin: str = "<assistant>", tokenizer: Any = TOKENIZER, ends: bool = True) -> History:
+    """Says the text behind a beginning, and then the end, or its last token again and again."""
+    mark, said = tuple(tokenizer.encode(begin)), [*tokenizer.encode(text), *[tokenizer.eos_token_id] * ends]
 
     def script(ids: tuple[int, ...]) -> torch.Tensor:
-        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
-        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
+        at = max(i for i in range(len(ids) - len(mark) + 1) if ids[i : i + len(mark)] == mark) + len(mark)
+        return one_hot(said[min(len(ids) - at, len(said) - 1)], len(tokenizer))
 
     return script

@@ -1,4 +1,8 @@
-"""`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts."""
+"""`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
+
+Tests of: bench.runner, bench.methods, bench.imposed, bench.report, bench.tables, bench.regret, bench.shapes, bench.work,
+bench.roofline, bench.memory, bench.job, cli.bench.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import stages
+from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from shoal.api import Shoal, load
 from shoal.bench import methods, quiet, regret, shapes, tables
 from shoal.bench import runner as bench_runner
@@ -23,12 +26,11 @@ from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
 from shoal.bench.memory import peak_tensor_bytes
 from shoal.bench.report import Line, Report, Spread, line
-from shoal.bench.roofline import Ceilings, Load, rates
+from shoal.bench.roofline import Load, rates
 from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
-from shoal.cli.files import listed_prompts
-from shoal.errors import InternalError, RequestError
+from shoal.errors import InternalError
 from shoal.models.load_report import described
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.scores import Scores
@@ -36,32 +38,12 @@ from shoal.types import stats
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
+__all__ = ["pair", "quick_ceilings"]  # fixtures
 TOKENS = 8
 JOB = Job(
     batches=(1, 3), lookaheads=("off", "fixed:3", "bass"), baselines=("hf",), temperatures=(0.8, 0.0),
     layouts=("different", "same"), max_new_tokens=TOKENS, repeats=2,
 )  # fmt: skip
-POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Shoal:
-    return shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_ceilings() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_runner, "ceilings", lambda *_: Ceilings(1e9, 1e9))
-        yield
-
-
-def measured(pair: Shoal, job: Job = JOB) -> Report:
-    runner = BenchmarkRunner(pair, job, POOL)
-    runner.check()
-    runner.warm_up()
-    list(runner.measure())
-    return runner.report
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,28 +56,28 @@ def quiet_machine() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def report(pair: Shoal) -> Report:
-    return measured(pair)
+    return measured(pair, JOB)
 
 
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_combination_has_a_line(report: Report) -> None:
+def test_every_combination_has_a_line_of_equal_work(report: Report, pair: Shoal) -> None:
     found = {(one.layout, one.temperature, one.batch, one.setting) for one in report.lines}
     settings = ("off", "fixed:3", "bass", "hf")
     assert found == {(x, t, b, s) for x in JOB.layouts for t in JOB.temperatures for b in JOB.batches for s in settings}
     assert len(report.lines) == len(found)
     assert report.complete
     assert not report.unavailable
-
-
-def test_every_way_commits_the_same_tokens(report: Report) -> None:
+    weights = pair.target.parameter_bytes + pair.draft_model.parameter_bytes if pair.draft_model else 0
     for one in report.lines:
         assert one.committed == TOKENS * one.batch
         assert len(one.runs) == JOB.repeats
         for run in one.runs:
             assert run["tokens"] == [TOKENS] * one.batch
             assert max(run["ended"]) <= run["seconds"]
+        assert min(one.flops or 0, one.bytes or 0) > 0
+        assert (one.peak_bytes or 0) > weights
 
 
 def test_figures_follow_from_the_runs(report: Report) -> None:
@@ -120,14 +102,6 @@ def test_figures_follow_from_the_runs(report: Report) -> None:
         assert (one.rounds == TOKENS) is not drafts or one.accepted == 0
 
 
-def test_work_and_memory_are_counted(report: Report, pair: Shoal) -> None:
-    weights = pair.target.parameter_bytes + pair.draft_model.parameter_bytes if pair.draft_model else 0
-    for one in report.lines:
-        assert (one.flops or 0) > 0
-        assert (one.bytes or 0) > 0
-        assert (one.peak_bytes or 0) > weights
-
-
 def test_rates_of_plain_decoding_by_hand(pair: Shoal) -> None:
     work = Work(((1, 2, 3, 4),), 2, 0.8, 6, seed=0)
     counts = stats.Stats(target_passes=6, prefills=1, prefill_tokens=4, row_rounds=12, committed=12)
@@ -150,7 +124,7 @@ def test_rates_of_plain_decoding_by_hand(pair: Shoal) -> None:
 def test_shares_are_of_the_higher_ceiling(report: Report) -> None:
     one = replace(report.lines[0], flops=50.0, bytes=3.0)
     machine = report.machine | {"ceilings_before": {"flops": 100, "bytes": 9}, "ceilings_after": {"flops": 200, "bytes": 6}}
-    shown = _printed(replace(report, lines=[one], machine=machine))
+    shown = printed(replace(report, lines=[one], machine=machine))
     assert any("25.0%  33.3%" in row for row in shown)
 
 
@@ -168,10 +142,8 @@ def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:
 
 def test_work_of_a_repeat() -> None:
     different, same, grouped = (Case.of(name, 0.8, 4, n=2) for name in ("different", "same", "grouped"))
-    assert [work_of(different, POOL, 1, max_new_tokens=1).prompts, work_of(same, POOL, 1, max_new_tokens=1).prompts] == [
-        tuple(POOL[4:8]),
-        (POOL[1],),
-    ]
+    found = [work_of(case, POOL, 1, max_new_tokens=1).prompts for case in (different, same)]
+    assert found == [tuple(POOL[4:8]), (POOL[1],)]
     work = work_of(grouped, POOL, 0, max_new_tokens=1)
     assert work.rows == [POOL[0], POOL[0], POOL[1], POOL[1]]
     assert work_of(grouped, POOL, 1, max_new_tokens=1).seed != work.seed
@@ -245,7 +217,7 @@ def test_the_command_refuses_and_prints_no_table(
 @pytest.mark.parametrize("when", ["warming up", "measuring"])
 def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary passes go on in their place, and their times would stand under the name of captured ones."""
-    pair = load()
+    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
     pair.target.use_static_passes("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",)), POOL)
 
@@ -264,7 +236,7 @@ def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypa
 
 def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
     """Captured passes go on, so times are shown, with the reason: in the report, its file and on the terminal."""
-    pair = load()
+    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
     pair.target.use_static_passes("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), repeats=1), POOL)
 
@@ -289,7 +261,7 @@ def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.Mo
     assert len(checked) == 4
     assert all(one.same < one.rows for one in checked)
     assert {one.control_rows for one in checked} == {3, 1}  # one row of each prompt
-    assert any("2/3 (" in row for row in _printed(found))
+    assert any("2/3 (" in row for row in printed(found))
 
 
 # ── an imposed acceptance ───────────────────────────────────────────────────────────────────────────────────────────
@@ -333,7 +305,7 @@ def test_imposed_is_written_on_every_output(pair: Shoal, tmp_path: Path) -> None
     for one in found.lines:
         assert one.imposed == (0.5 if one.setting in ("fixed:3", "bass") else None)
         assert one.label == (f"{one.setting} imposed" if one.imposed else one.setting)
-    shown = _printed(found)
+    shown = printed(found)
     assert any("IMPOSED acceptance 0.5" in row for row in shown)
     assert any("fixed:3 imposed" in row for row in shown)
     data = found.to_dict()
@@ -387,7 +359,7 @@ def test_a_baseline_that_cannot_run_is_listed(pair: Shoal, monkeypatch: pytest.M
     assert found.unavailable == [
         {"layout": "different", "temperature": 0.8, "batch": 3, "setting": "hf-static", "reason": "no such kernel"}
     ]
-    assert "not available: hf-static (batch 3): no such kernel" in _printed(found)
+    assert "not available: hf-static (batch 3): no such kernel" in printed(found)
 
 
 def test_assisted_needs_a_drafter(pair: Shoal) -> None:
@@ -399,14 +371,8 @@ def test_assisted_needs_a_drafter(pair: Shoal) -> None:
 # ── what is shown ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _printed(report: Report) -> list[str]:
-    text = StringIO()
-    tables.show(report, Console(file=text, width=tables.WIDTH))
-    return text.getvalue().splitlines()
-
-
 def test_tables_fit_and_hold_the_figures(report: Report) -> None:
-    shown = _printed(report)
+    shown = printed(report)
     ruled = [row for row in shown if "─" in row]
     assert len(ruled) == 2 * len(report.tables())
     assert max(map(len, ruled)) <= tables.WIDTH
@@ -469,13 +435,8 @@ def test_an_interrupted_run_shows_what_was_measured(
     assert "interrupted" in capsys.readouterr().out
     found = json.loads(data.read_text())
     assert not found["complete"]
-    assert [(one["batch"], one["setting"]) for one in found["lines"]] == [
-        (1, "off"),
-        (1, "2"),
-        (1, "hf"),
-        (2, "off"),
-        (2, "2"),
-    ]
+    shown = [(one["batch"], one["setting"]) for one in found["lines"]]
+    assert shown == [(1, "off"), (1, "2"), (1, "hf"), (2, "off"), (2, "2")]
 
 
 def test_plots_without_matplotlib_are_refused_at_once(
@@ -505,16 +466,6 @@ def test_plots_without_matplotlib_are_refused_at_once(
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert command_line([*COMMAND, *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
-
-
-def test_prompts_come_from_files(tmp_path: Path) -> None:
-    lines, whole = tmp_path / "two.jsonl", tmp_path / "one.py"
-    lines.write_text('{"prompt": "def a():\\n"}\n\n"def b():\\n"\n')
-    whole.write_text("import os\n\n")
-    assert listed_prompts([lines, whole]) == ["def a():\n", "def b():\n", "import os\n\n"]
-    lines.write_text('{"text": "x"}\n')
-    with pytest.raises(RequestError, match=r"two.jsonl:1 must be a text"):
-        listed_prompts([lines])
 
 
 # ── regret, shapes, memory, stages ──────────────────────────────────────────────────────────────────────────────────

@@ -1,10 +1,13 @@
-"""`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline."""
+"""`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline.
+
+Tests of: bench.quiet, bench.openvino, bench.plots, cli.bench_progress.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,40 +15,27 @@ from typing import ClassVar
 import pytest
 import torch
 
+from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from shoal.api import Shoal
-from shoal.bench import methods, plots, quiet, shapes, tables
-from shoal.bench import runner as bench_runner
+from shoal.bench import methods, plots, quiet, tables
 from shoal.bench.job import Job
 from shoal.bench.openvino import OpenVinoSampling
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
-from shoal.bench.roofline import Ceilings
 from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Ids, Work
 from shoal.cli import bench_progress
 from shoal.cli import run as command_line
 from shoal.errors import RequestError
 
+__all__ = ["pair", "quick_ceilings"]  # fixtures
 TOKENS = 6
 JOB = Job(
     batches=(3,), lookaheads=("off", "fixed:3"), baselines=("hf",), layouts=("same",), max_new_tokens=TOKENS, repeats=2
 )
-POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
 COMMAND = (
     "bench --shape tiny --prompt-tokens 12 --batch-sizes 2 --lookahead off,2 --baselines hf --max-new-tokens 6 --repeats 1"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Shoal:
-    return shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_ceilings() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_runner, "ceilings", lambda *_: Ceilings(1e9, 1e9))
-        yield
 
 
 class OtherProcess:
@@ -59,13 +49,6 @@ class OtherProcess:
         return {7: quiet.Process(1, "cc", 1.0, 1000.0 * max(0, self.looks - self.first))}
 
 
-def measured(pair: Shoal, job: Job, gate: QuietGate) -> Report:
-    runner = BenchmarkRunner(pair, job, POOL, gate=gate)
-    runner.warm_up()
-    list(runner.measure())
-    return runner.report
-
-
 @pytest.fixture(scope="module")
 def disturbed(pair: Shoal) -> Report:
     """Two looks for each of six runs: the second repeat is disturbed, but for its first method."""
@@ -75,16 +58,11 @@ def disturbed(pair: Shoal) -> Report:
 # ── a busy machine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def printed(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
-    tables.show(report, tables.Console(width=tables.WIDTH))
-    return capsys.readouterr().out
-
-
-def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report) -> None:
     marked = {one.setting: [bool(run["busy"]) for run in one.runs] for one in disturbed.lines}
     # the second repeat runs in reverse order: hf, fixed:3, off; its second look at hf is the tenth
     assert marked == {"off": [False, True], "fixed:3": [False, True], "hf": [False, False]}
-    shown = printed(disturbed, capsys)
+    shown = "\n".join(printed(disturbed))
     assert shown.count("1/2") == 2
     assert "disturbed, by another process that used more than 20% of a core: cc (up to" in shown
     again = Report.from_dict(json.loads(json.dumps(disturbed.to_dict())))
@@ -92,12 +70,10 @@ def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report, capsys: 
     assert tables.markdown(again).count("| 1/2 |") == 2
 
 
-def test_nothing_is_marked_on_a_quiet_machine_or_where_nothing_is_known(
-    pair: Shoal, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_marked_on_a_quiet_machine_or_where_nothing_is_known(pair: Shoal) -> None:
     report = measured(pair, JOB, QuietGate(0.0, read=lambda: {}))
     assert not [one for one in report.lines if one.disturbed]
-    assert "disturbed, by" not in printed(report, capsys)
+    assert "disturbed, by" not in "\n".join(printed(report))
     assert all(run["busy"] == [] for one in report.lines for run in one.runs)
     unknown = measured(pair, JOB, QuietGate(0.0, read=lambda: None))
     assert all(run["busy"] is None for one in unknown.lines for run in one.runs)

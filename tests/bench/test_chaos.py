@@ -1,4 +1,7 @@
-"""benchmarks/chaos.py finds what is lost and doubled: planted faults under each trouble, and the troubles themselves are met."""
+"""benchmarks/chaos.py finds what is lost and doubled: planted faults under each trouble, and the troubles themselves are met.
+
+Tests of: benchmarks/chaos.py, chaos_batches.py, chaos_servers.py, chaos_planted.py and chaos_troubles.py.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,7 @@ def tried(name: str, folder: Path, planted: str = "") -> Outcome:
     return chaos_batches.tried(trouble, source, folder / "run", expected, random.Random(0), planted, command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
 def test_a_batch_without_a_fault_has_none(name: str, tmp_path: Path) -> None:
     seen = tried(name, tmp_path)
@@ -66,6 +70,7 @@ def test_a_batch_without_a_fault_has_none(name: str, tmp_path: Path) -> None:
     assert (seen.met > 0) == (HERE[name].slow or HERE[name].clocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", chaos_planted.BATCHES)
 @pytest.mark.parametrize("name", HERE)
 def test_a_planted_fault_of_a_batch_is_found(name: str, fault: str, tmp_path: Path) -> None:
@@ -90,10 +95,13 @@ def test_a_file_with_a_fault(found: Sequence[dict[str, Any]]) -> None:
     assert chaos_batches.compared(found, {0: ["ab", "cd"]})
 
 
-def test_a_file_without() -> None:
+def test_a_file_or_a_stream_without() -> None:
     assert chaos_batches.compared([ANSWER], {0: ["ab", "cd"]}) == []
     assert chaos_batches.compared([changed("a", "time")], {0: ["ab", "cd"]}) == []
     assert differences("x", ["", "cd"], ["not started", "eos"], ["ab", "cd"]) == []
+    assert read(STREAM) == (True, [])
+    for many in range(len(STREAM)):
+        assert read(STREAM[:many]) == (False, [])
 
 
 # ── a server's clients ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,15 +112,8 @@ def chunk(index: int, text: str, reason: str | None = None) -> str:
 
 
 USAGE = "data: " + json.dumps({"choices": [], "usage": {"choices": [{"ended_by": "length"}] * 2}})
-STREAM = [
-    chunk(0, "a"),
-    chunk(1, "c"),
-    ": keep-alive",
-    chunk(0, "b", "length"),
-    chunk(1, "d", "length"),
-    USAGE,
-    "data: [DONE]",
-]
+TEXTS = [chunk(0, "a"), chunk(1, "c"), ": keep-alive", chunk(0, "b", "length"), chunk(1, "d", "length")]
+STREAM = [*TEXTS, USAGE, "data: [DONE]"]
 
 
 def read(events: Sequence[str]) -> tuple[bool, list[str]]:
@@ -121,26 +122,17 @@ def read(events: Sequence[str]) -> tuple[bool, list[str]]:
     return found.whole, found.faults("request", ["ab", "cd"])
 
 
-def test_streams_without_a_fault() -> None:
-    assert read(STREAM) == (True, [])
-    for many in range(len(STREAM)):
-        assert read(STREAM[:many]) == (False, [])
-
-
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("place", [0, 1, 3, 4])
 def test_an_event_that_is_lost_or_doubled(place: int, times: int) -> None:
     assert read([*STREAM[:place], *[STREAM[place]] * times, *STREAM[place + 1 :]])[1]
 
 
-def test_an_end_without_text_that_is_lost_or_doubled() -> None:
+def test_ends_and_broken_streams() -> None:
     parts = [chunk(0, "ab"), chunk(1, "cd", "length"), USAGE, "data: [DONE]"]
-    assert read(parts)[1]
+    assert read(parts)[1]  # an end without text is lost
     assert read([chunk(0, "", "length"), *parts])[1] == []
     assert read([chunk(0, "", "length")] * 2 + parts)[1]
-
-
-def test_a_broken_stream_with_other_texts() -> None:
     assert read([chunk(0, "b")])[1]
     assert read([chunk(0, "a"), chunk(0, "a")])[1]
 

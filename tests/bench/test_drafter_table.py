@@ -1,4 +1,7 @@
-"""`python benchmarks/drafters.py`: what it asks, what it adds up, and that it goes on where it was stopped."""
+"""`python benchmarks/drafters.py`: what it asks, what it adds up, and that it goes on where it was stopped.
+
+Tests of: benchmarks/drafters.py.
+"""
 
 from __future__ import annotations
 

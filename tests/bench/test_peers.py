@@ -1,4 +1,7 @@
-"""`python benchmarks/peers.py`: what it asks of engines, checks, keeps and shows; on engines made up here, and on shoal."""
+"""`python benchmarks/peers.py`: what it asks of engines, checks, keeps and shows; on engines made up here, and on shoal.
+
+Tests of: benchmarks/peers.py and benchmarks/engines.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,12 @@ from engines import models, tables
 from engines.draws import Sampler, kept_drafts
 from engines.process import Worker
 from engines.results import Comparison, Results
-from engines.rows import ROWS, Row, cells_of, chosen
+from engines.rows import ROWS, cells_of, chosen
 from engines.shoal_engine import Engine as ShoalEngine
-from engines.tasks import PLAIN, Absent, Answer, Setup, Task, convert
+from engines.tasks import PLAIN, Absent, Setup, Task, convert
 from engines.transformers_engine import Engine as TransformersEngine
 from shoal.bench.quiet import Process, QuietGate
 from shoal.errors import InternalError, RequestError
-from shoal.testing.tiny import save_pair
 
 ROW = next(row for row in ROWS if row.name == "bundled-8")
 TOKENS = 6
@@ -224,16 +226,12 @@ def test_a_busy_machine_is_marked(made_up: type[FakeWorker]) -> None:
 
 @pytest.mark.parametrize(
     ("only", "rows", "cells"),
-    [
-        ("", 8, 7 * 9 + 5),
-        ("bundled-1", 1, 9),
-        ("llama-8,qwen-8/openvino", 2, 9 + 1),
-        ("*/shoal/auto", 7, 7),
-    ],
+    [("", 8, 7 * 9 + 5), ("bundled-1", 1, 9), ("llama-8,qwen-8/openvino", 2, 9 + 1), ("*/shoal/auto", 7, 7)],
 )
 def test_only_names_rows_and_cells(only: str, rows: int, cells: int) -> None:
     found = chosen(only)
     assert (len(found), sum(map(len, found.values()))) == (rows, cells)
+    assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def test_the_command_measures_renders_and_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,11 +263,8 @@ def test_ratios_are_those_of_runs_of_the_same_turn(made_up: type[FakeWorker]) ->
     one = comparer()
     one.measure(SHORT, EVERY)
     cells = one.results.measured("bundled-8")
-    for key, seconds in {
-        ("shoal", PLAIN): (2.0, 4.0),
-        ("openvino", PLAIN): (1.0, 1.0),
-        ("shoal", "auto"): (1.0, 1.0),
-    }.items():
+    taken_by = {("shoal", PLAIN): (2.0, 4.0), ("openvino", PLAIN): (1.0, 1.0), ("shoal", "auto"): (1.0, 1.0)}
+    for key, seconds in taken_by.items():
         for run, taken in zip(cells[key].runs, seconds, strict=True):
             run["seconds"] = taken
     found = Comparison.of(ROW, cells)
@@ -290,9 +285,8 @@ def test_ratios_are_those_of_runs_of_the_same_turn(made_up: type[FakeWorker]) ->
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    target, drafter = save_pair(tmp_path_factory.mktemp("pair"))
-    return str(target), str(drafter)
+def places(saved_pair: tuple[Path, Path]) -> tuple[str, str]:
+    return str(saved_pair[0]), str(saved_pair[1])
 
 
 def setup_of(engine: str, method: str, places: tuple[str, str], dtype: str = "float32") -> Setup:
@@ -311,13 +305,11 @@ def test_shoal_and_transformers_decode_the_same_work(places: tuple[str, str]) ->
         sampled = engine.generate(replace(greedy, temperature=0.8, top_p=0.9, seed=1))
         assert [len(ids) for ids in sampled.ids] == [10] * 4
     assert [len(ids) for ids in expected.ids] == [10] * 4
-
-
-def test_transformers_has_no_8_bit_weights(places: tuple[str, str]) -> None:
     with pytest.raises(Absent, match="8-bit"):
         TransformersEngine(setup_of("transformers", PLAIN, places, "int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 def test_a_worker_is_stopped_between_tasks(places: tuple[str, str], tmp_path: Path) -> None:
     with Worker(sys.executable, setup_of("shoal", PLAIN, places), tmp_path / "log.txt") as worker:
@@ -336,6 +328,7 @@ def test_a_worker_is_stopped_between_tasks(places: tuple[str, str], tmp_path: Pa
             worker.run(Task(((5, 6, 7),), 2, 4, 0.8, 1.0, 0))
 
 
+@pytest.mark.slow
 def test_a_worker_says_which_package_is_missing(places: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(Absent, match=r"No module named 'engines\.vllm_engine'"):
         Worker(sys.executable, setup_of("vllm", PLAIN, places), tmp_path / "log.txt")
@@ -356,12 +349,6 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
         convert(tmp_path / "model", write)
     assert len(calls) == 2
     assert [place.name for place in tmp_path.iterdir()] == ["model"]
-
-
-def test_answers_are_plain_data() -> None:
-    assert Answer([[1]]).drafted is None
-    assert all(isinstance(row, Row) for row in ROWS)
-    assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 # ── random models ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,12 +1,16 @@
-"""Results name the commit that they were made at; benchmarks/results takes no others."""
+"""Results name the commit that they were made at; benchmarks/results takes no others.
+
+Tests of: bench.provenance, bench.machine; the arguments of the scripts under benchmarks.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,44 +152,43 @@ def test_bench_refuses_before_it_loads(
     assert "commit the changes first" in capsys.readouterr().err
 
 
+def assert_refused(
+    script: Callable[[], object], place: Path, monkeypatch: pytest.MonkeyPatch, option: str = "--json"
+) -> None:
+    """A script whose tree has changes ends with code 2 before it loads a model."""
+    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.load", _never)
+    monkeypatch.setattr(sys, "argv", ["script", option, str(place)])
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 2
+
+
 @pytest.mark.parametrize("module", [scaling, virtual, prompts, cpu_passes, ragged])
 def test_commands_refuse_before_they_measure(
     module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
-    monkeypatch.setattr("shoal.load", _never)
     monkeypatch.setattr(prompts, "random_llama", _never)
     monkeypatch.setattr(cpu_passes, "load_runner", _never)
     monkeypatch.setattr(ragged, "load_runner", _never)
-    monkeypatch.setattr(sys, "argv", ["script", "--json", str(results / "a.json")])
-    with pytest.raises(SystemExit) as ended:
-        command.run(module.main)
-    assert ended.value.code == 2
+    assert_refused(lambda: command.run(module.main), results / "a.json", monkeypatch)
     error = capsys.readouterr().err
     assert error.startswith("error: results in benchmarks/results must name")
     assert error.count("\n") == 1
 
 
-def test_gpu_scripts_refuse_before_they_measure(results: Path) -> None:
-    code = "from common import arguments; import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; "
-    code += f"arguments('x').parse_args(['--results', {str(results)!r}])"
-    path = os.pathsep.join(map(str, (ROOT / "benchmarks" / "gpu", ROOT / "src")))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "must name the commit" in done.stderr
-
-
-@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping"])
-def test_scripts_refuse_before_they_measure(script: str, results: Path) -> None:
-    code = "import shoal.bench.provenance as p; p.commit = lambda: 'ab-dirty'; import shoal; shoal.load = None; "
-    code += f"import {script}, sys; sys.argv = ['x', '--json', {str(results / 'a.json')!r}]; {script}.main()"
-    path = os.pathsep.join(map(str, (ROOT / "benchmarks", ROOT / "src")))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert (done.returncode, "must name the commit" in done.stderr) == (2, True), done.stderr
+@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping", "gpu"])
+def test_scripts_refuse_before_they_measure(
+    script: str, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those on a GPU have one reader of arguments."""
+    if script == "gpu":
+        monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+        common = importlib.import_module("common")
+        assert_refused(lambda: common.arguments("x").parse_args(), results, monkeypatch, "--results")
+    else:
+        assert_refused(importlib.import_module(script).main, results / "a.json", monkeypatch)
+    assert "must name the commit" in capsys.readouterr().err
 
 
 def test_measurements_become_files_in_one_way_only() -> None:

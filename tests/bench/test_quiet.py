@@ -1,4 +1,7 @@
-"""The gate of measurements: which processes count, how long it waits, what it marks. On processes that the tests make up."""
+"""The gate of measurements: which processes count, how long it waits, what it marks. On processes that the tests make up.
+
+Tests of: bench.quiet.
+"""
 
 from __future__ import annotations
 

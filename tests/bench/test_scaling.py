@@ -1,4 +1,7 @@
-"""`python benchmarks/scaling.py`: what it times, what it predicts from, what it prints."""
+"""`python benchmarks/scaling.py`: what it times, what it predicts from, what it prints.
+
+Tests of: benchmarks/scaling.py.
+"""
 
 from __future__ import annotations
 
@@ -132,20 +135,7 @@ def test_the_command_prints_writes_and_draws(places: tuple[Path, Path], tmp_path
     app = Typer()
     app.command()(scaling.main)
     target, draft = map(str, places)
-    sizes = [
-        "--rows",
-        "1,2,3",
-        "--ks",
-        "0,1,2",
-        "--lengths",
-        "8,16,32",
-        "--ns",
-        "1,2,4",
-        "--new-tokens",
-        "8",
-        "--repeats",
-        "1",
-    ]
+    sizes = "--rows 1,2,3 --ks 0,1,2 --lengths 8,16,32 --ns 1,2,4 --new-tokens 8 --repeats 1".split()
     files = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
     done = CliRunner().invoke(app, ["--model", target, "--draft", draft, *sizes, *files])
     assert done.exit_code == 0, done.output

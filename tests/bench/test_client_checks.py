@@ -1,4 +1,7 @@
-"""The checks of `benchmarks/clients.py`: each client library that is installed, against a live server with the bundled pair."""
+"""The checks of `benchmarks/clients.py`: each client library that is installed, against a live server with the bundled pair.
+
+Tests of: benchmarks/clients.py, client_checks.py and client_requests.py.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,19 @@ import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import client_checks
 import client_requests
 import clients
-import shoal
 from serving import Served, served
+from shoal.api import Shoal
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with shoal.load(max_batch=8) as pair, served(pair, chat_template=clients.TEMPLATE, max_tokens=100) as running:
+def server(bundled: Shoal) -> Iterator[Served]:
+    with served(bundled, chat_template=clients.TEMPLATE, max_tokens=100) as running:
         yield running
 
 
@@ -32,6 +34,7 @@ def installed(client: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", clients.PYTHON_CLIENTS)
 def test_what_a_client_can_do_works(client: str, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not installed(client) or (client == "lm-eval" and not importlib.util.find_spec("tenacity")):
@@ -65,16 +68,3 @@ def test_a_fault_is_shown_in_the_table() -> None:
     for call in (lambda: None, lambda: {}["x"]):
         with pytest.raises(AssertionError):
             client_requests.refused(call)
-
-
-def test_the_page_shows_what_was_found() -> None:
-    import json
-
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "how-to" / "clients.md").read_text("utf-8")
-    [results] = (root / "benchmarks" / "results").glob("clients-*.json")
-    reports: list[dict[str, Any]] = json.loads(results.read_text("utf-8"))["clients"]
-    assert [report["client"] for report in reports] == list(clients.CLIENTS)
-    for report in reports:
-        cells = [report["client"], report["version"], *(report["found"][feature] for feature in clients.FEATURES)]
-        assert f"| {' | '.join(cells)} |" in page

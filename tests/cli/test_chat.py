@@ -1,4 +1,7 @@
-"""`shoal chat`: what is asked, what is printed and kept, and what Ctrl-C leaves."""
+"""`shoal chat`: what is asked, what is printed and kept, and what Ctrl-C leaves.
+
+Tests of: cli.chat, cli.chat_session, cli.chat_settings, cli.chat_views, cli.chat_input, cli.conversation, cli.messages.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,11 @@ from shoal.cli.chat_views import RunningAnswer, TextView
 from shoal.cli.conversation import Conversation
 from shoal.cli.files import read_template
 from shoal.cli.messages import ChatWriter
+from shoal.cli.views import RunningText
 from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import UNSAID, History, runner, scripted
+from shoal.types.samples import Increment
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 LETTERS = range(ord("a") - ord("!"), ord("z") - ord("!") + 1)
@@ -468,14 +473,17 @@ def test_entries(lines: list[str], entry: Entry) -> None:
     assert list(left) == []
 
 
-def test_a_running_answer_ends_its_line_once() -> None:
-    from shoal.types.samples import Increment
-
-    for text in ("a\n", "a", ""):
-        console = Console(file=io.StringIO())
-        with RunningAnswer(console, lambda text, _ended: ("", text)) as view:
+@pytest.mark.parametrize("text", ["a\n", "a", ""])
+def test_a_text_that_grows_ends_its_line_once(text: str) -> None:
+    """An answer of a chat, and a sample of `shoal generate`."""
+    console = Console(file=io.StringIO())
+    views = [RunningAnswer(console, lambda text, _ended: ("", text))]
+    if text:
+        views.append(RunningText(console, lambda ids: "a" * len(ids)))
+    for view in views:
+        with view:
             view.add(Increment(0, 0, text, (1,), 0))
-        assert console.file.getvalue() == ("a\n" if text else "")  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ("a\n" * len(views) if text else "")  # type: ignore[attr-defined]
 
 
 def test_a_value_that_is_refused_changes_nothing() -> None:

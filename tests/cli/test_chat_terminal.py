@@ -1,4 +1,7 @@
-"""`shoal chat` in a pseudo-terminal: its keys, and what it leaves. What stands for the model needs no torch."""
+"""`shoal chat` in a pseudo-terminal: its keys, and what it leaves. What stands for the model needs no torch.
+
+Tests of: cli.chat, cli.chat_input.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,7 @@ class Screen:
     def __init__(self, state: Path, *options: str) -> None:
         self.master, self.slave = pty.openpty()
         self.settings, self.shown = termios.tcgetattr(self.slave), ""
-        self.decode = codecs.getincrementaldecoder(
-            "utf-8"
-        )().decode  # a read may end within a character, or an escape sequence
+        self.decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a character
         environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state), "COLUMNS": "100"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, "chat", *options], stdin=self.slave, stdout=self.slave, stderr=self.slave,

@@ -1,4 +1,7 @@
-"""`shoal complete`, and texts between others: where the cursor is, what is asked of the model, what is shown."""
+"""`shoal complete`, and texts between others: where the cursor is, what is asked of the model, what is shown.
+
+Tests of: cli.complete, cli.cursor, cli.suggestions, constraints.fim.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
-from shoal.api import load
+from shoal.api import Shoal, load
 from shoal.cli.cursor import split_at
 from shoal.cli.streaming import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
@@ -223,12 +226,17 @@ def test_ctrl_c_keeps_what_finished(
     assert "# suggestion" not in answer.out
 
 
-def test_suggestions_parse_under_a_syntax(shoal: Command, tmp_path: Path) -> None:
-    """The bundled pair; the whole file counts, also where the model sees its nearest parts alone."""
+@pytest.fixture
+def loaded(bundled: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair is there at once."""
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda self: bundled)
+
+
+def test_suggestions_parse_under_a_syntax(shoal: Command, loaded: None, tmp_path: Path) -> None:
+    """The whole file counts, also where the model sees its nearest parts alone."""
     path = tmp_path / "b.py"
     path.write_text(LINES.replace("line", "x = 1  # line") * 8 + "def f(a):\n    retu\n\nx = f(1)\n")
-    ask = ["complete", path, "--at", "322:9", "-n", 4, "--seed", 1, "--syntax", "python", "--compile", "off"]
-    ask += ["--max-new-tokens", 24]
+    ask = ["complete", path, "--at", "322:9", "-n", 4, "--seed", 1, "--syntax", "python", "--max-new-tokens", 24]
     found = shoal(*ask, "--json").json["suggestions"]
     before, behind = split_at(path, "322:9")
     kinds = [suggestion["syntax"] for suggestion in found]
@@ -240,20 +248,17 @@ def test_suggestions_parse_under_a_syntax(shoal: Command, tmp_path: Path) -> Non
     path.write_text("def (\n")
     assert "not the beginning of a Python program" in shoal("complete", path, "--at", "1:6", "--syntax", "python").err
     path.write_text('{"name": "sh", "numbers": []}\n')
-    found = shoal(
-        "complete", path, "--at", "1:13", "-n", 2, "--seed", 1, "--syntax", "json", "--compile", "off", "--json"
-    ).json
-    for suggestion in found["suggestions"]:
+    ask = ["complete", path, "--at", "1:13"]
+    for suggestion in shoal(*ask, "-n", 2, "--seed", 1, "--syntax", "json", "--json").json["suggestions"]:
         assert suggestion["syntax"] in ("complete", "cut")
         json.loads('{"name": "sh' + suggestion["text"] + '", "numbers": []}')
-    assert "syntax must be one of python, json" in shoal("complete", path, "--at", "1:13", "--syntax", "rust").err
-    answer = shoal("complete", path, "--at", "1:13", "--syntax", "json", "--members", "--model", "nowhere")
-    assert "members are those of Python" in answer.err
+    assert "syntax must be one of python, json" in shoal(*ask, "--syntax", "rust").err
+    assert "members are those of Python" in shoal(*ask, "--syntax", "json", "--members", "--model", "nowhere").err
 
 
 @pytest.mark.parametrize("syntax", [(), ("--syntax", "python")])
 def test_only_members_that_exist(
-    shoal: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syntax: tuple[str, ...]
+    shoal: Command, loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syntax: tuple[str, ...]
 ) -> None:
     """A cursor inside a name behind a dot; what is before it is written again."""
     asked = []
@@ -265,7 +270,7 @@ def test_only_members_that_exist(
     monkeypatch.setattr(members, "jedi_analyser", lambda: names)
     path = tmp_path / "a.py"
     path.write_text("def f(text):\n    return text.con\n\n\nx = f(1)\n")
-    ask = ("complete", path, "--at", "2:20", "-n", 4, "--seed", 0, "--max-new-tokens", 6, "--compile", "off", *syntax)
+    ask = ("complete", path, "--at", "2:20", "-n", 4, "--seed", 0, "--max-new-tokens", 6, *syntax)
     free = {sample["text"] for sample in shoal(*ask, "--json").json["suggestions"]}
     assert not all(text.startswith(("t", "e")) for text in free)
     found = [sample["text"] for sample in shoal(*ask, "--members", "--json").json["suggestions"]]

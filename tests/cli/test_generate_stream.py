@@ -1,4 +1,7 @@
-"""`shoal generate` while samples grow, and prompts with parameters of their own."""
+"""`shoal generate` while samples grow, and prompts with parameters of their own.
+
+Tests of: cli.generate, cli.streaming, cli.views, cli.prompt_lines.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,16 @@ from rich.console import Console
 
 from shoal import load
 from shoal.api import Shoal
-from shoal.cli import generate, run, streaming, views
+from shoal.cli import generate, run, streaming
 from shoal.cli.console import printable
-from shoal.testing import save_pair
 
 Lines = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Shoal]:
+def pair(saved_pair: tuple[Path, Path]) -> tuple[str, Shoal]:
     """A target's directory, and the target as its own drafter: nearly everything is accepted."""
-    target, _ = save_pair(tmp_path_factory.mktemp("pair"))
-    return str(target), load(target, target)
+    return str(saved_pair[0]), load(saved_pair[0], saved_pair[0])
 
 
 @pytest.fixture
@@ -105,10 +106,8 @@ def test_several_samples_grow_in_place_and_are_then_printed(shoal: Callable[...,
     assert [f"# sample {number}, rank" in text for number in (1, 2, 3)] == [True] * 3
     assert text.index("row 3: ") < text.index("# sample 1")
     assert not err
-
-
-def test_more_rows_than_lines_are_not_drawn(shoal: Callable[..., Any], terminal: Console) -> None:
-    assert shoal(*ASK, "-n", 37)[0] == 0
+    terminal.file = io.StringIO()
+    assert shoal(*ASK, "-n", 37)[0] == 0  # more rows than the terminal has lines
     assert "row 1: " not in shown(terminal)
     assert "# sample 37, rank" in shown(terminal)
 
@@ -254,14 +253,3 @@ def test_other_files_hold_prompts_alone(shoal: Callable[..., Any], tmp_path: Pat
     assert [prompt["prompt"] for prompt in answer["prompts"]] == ["one", "two"]
     (tmp_path / "none.jsonl").write_text("\n")
     assert "holds no prompt" in shoal("--prompts", tmp_path / "none.jsonl")[2]
-
-
-def test_running_text_ends_its_line_once() -> None:
-    """A text that ends by a line break gets no other one."""
-    from shoal.types.samples import Increment
-
-    for text in ("a\n", "a"):
-        console = Console(file=io.StringIO())
-        with views.RunningText(console, lambda ids: "a" * len(ids)) as view:
-            view.add(Increment(0, 0, text, (1,), 0))
-        assert shown(console) == "a\n"

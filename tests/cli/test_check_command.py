@@ -1,4 +1,7 @@
-"""`shoal check`: on which prompts it measures, what it says of them, and what stands beside a prediction."""
+"""`shoal check`: on which prompts it measures, what it says of them, and what stands beside a prediction.
+
+Tests of: cli.check, cli.check_case, cli.check_pair, cli.check_prompts, cli.files, cli.check_result.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,8 @@ ON_PROMPTS = {"context", "memory", "acceptance", "costs", "speed-up", "greedy id
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    target, drafter = save_pair(tmp_path_factory.mktemp("pair"))
-    return "--model", str(target), "--draft", str(drafter)
+def pair(saved_pair: tuple[Path, Path]) -> tuple[str, ...]:
+    return "--model", str(saved_pair[0]), "--draft", str(saved_pair[1])
 
 
 @pytest.fixture
@@ -70,11 +72,9 @@ def test_in_text_the_prompts_are_said_once(pair: tuple[str, ...], capsys: pytest
     assert told.count("from --prompt") == 2
 
 
-@pytest.mark.parametrize(
-    ("measured", "said"), [(-0.13, "< 0.1"), (0.0, "< 0.1"), (0.099, "< 0.1"), (0.1, "0.1"), (2.34, "2.3")]
-)
-def test_noise_is_no_figure(measured: float, said: str) -> None:
-    assert _tenths(measured) == said
+def test_noise_is_no_figure() -> None:
+    shown = {-0.13: "< 0.1", 0.0: "< 0.1", 0.099: "< 0.1", 0.1: "0.1", 2.34: "2.3"}
+    assert {measured: _tenths(measured) for measured in shown} == shown
 
 
 def test_without_prompts_each_kind_is_measured_and_the_user_warned(check: Callable[..., Any]) -> None:
@@ -102,6 +102,7 @@ def test_acceptance_of_a_kind_is_measured_on_its_own_prompts() -> None:
         return f"run {len(calls)}"
 
     sets = built_in(list(BUILT_IN), tiny_tokenizer())
+    assert len({kind.split()[-1] for kind in BUILT_IN}) == len(BUILT_IN)  # by which findings are named
     case = Case(SimpleNamespace(generate=generate), sets, 2, 8, 3, 1, lambda _: None)  # type: ignore[arg-type]
     assert case.acceptance == [{0.8: f"run {i}", 0.0: f"run {i + 1}"} for i in (1, 3, 5)]
     assert calls == [(one.ids, temperature) for one in sets for temperature in (0.8, 0.0)]
@@ -118,6 +119,7 @@ def test_the_bundled_pair_is_measured_on_code_and_says_so() -> None:
 
 
 def test_the_measured_run_stands_beside_the_prediction(check: Callable[..., Any]) -> None:
+    assert check("-p", "def", "--repeats", 3)["speed-up"]["data"]["measured"]["runs"] == 3  # of one prompt
     data = check("-p", "def", "-p", "class")["speed-up"]["data"]
     measured = data["measured"]
     assert set(measured["seconds"]) == {"off", "hf", f"fixed:{measured['k']}"}
@@ -149,10 +151,6 @@ def test_drafts_are_measured_on_the_prompts_that_the_drafter_holds(
     drafted = [figures["drafted"] for name, figures in found["acceptance"]["data"].items() if name.startswith("T=")]
     assert min(drafted) > 0
     assert found["greedy identity"]["data"]["rows"] == 2 * held
-
-
-def test_one_prompt_is_measured_as_often_as_repeats_say(check: Callable[..., Any]) -> None:
-    assert check("-p", "def", "--repeats", 3)["speed-up"]["data"]["measured"]["runs"] == 3
 
 
 def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +229,3 @@ def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
     )
     assert PromptSet.of(CHAT, "", ["Hi."], encoded).ids == (("<u>Hi.<a>", False),)  # the template has written its own BOS
     assert calls == [([{"role": "user", "content": "Hi."}], {"add_generation_prompt": True, "tokenize": False})]
-
-
-def test_kinds_have_names_of_their_own() -> None:
-    assert len({kind.split()[-1] for kind in BUILT_IN}) == len(BUILT_IN)

@@ -1,4 +1,8 @@
-"""The training code at small sizes, and the pair that it shipped."""
+"""The training code at small sizes, and the pair that it shipped.
+
+Tests of: train.corpus, train.distil, train.loop, train.models, train.muon, train.report, train.sampling, train.tokenizer,
+problems.generator.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +39,14 @@ def tokenizer() -> Tokenizer:
 
 
 def tiny_run(checkpoint: Path) -> Trainer:
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=512, num_key_value_heads=1, tie_word_embeddings=True, **shape)
     return Trainer(build(config, seed=0), next_token_loss, checkpoint)
 
 
-def test_problems_repeat_for_a_seed_and_differ_between_seeds():
-    assert generate(3, 20, "train") == generate(3, 20, "train")
-    assert generate(3, 20, "train") != generate(4, 20, "train")
+def test_problems_and_corpus_repeat_for_a_seed_and_differ_between_seeds():
+    assert generate(3, 20, "train") == generate(3, 20, "train") != generate(4, 20, "train")
+    assert build_corpus(SMALL, seed=1) == build_corpus(SMALL, seed=1)
 
 
 PINNED = {  # first 16 digits of the SHA-256 of what the shipped pair was trained and is measured on
@@ -65,23 +62,17 @@ def test_the_generated_problems_never_change():
     assert {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()} == PINNED
 
 
-def test_templates_have_distinct_keys():
-    keys = [template.key for template in templates()]
-    assert len(set(keys)) == len(keys) >= 60
-
-
-def test_splits_share_no_template_or_no_constants():
+def test_splits_share_no_template_no_constants_and_no_file():
     made = {split: generate(1, 300, split) for split in SPLITS}
     assert all(p.split == split for split, problems in made.items() for p in problems)
     trained = {p.template for p in made["train"]}
     assert not trained & {p.template for p in made["templates"]}
     exact = {(p.template, p.constants) for p in made["train"]}
     assert not exact & {(p.template, p.constants) for p in made["constants"]}
-
-
-def test_split_is_a_function_of_template_and_constants():
-    assert split_of("ints.count.above", (3,)) == split_of("ints.count.above", (3,))
     assert {split_of("ints.count.above", (k,)) for k in range(200)} == {"train", "constants"}
+    held_out = [is_held_out(file) for file in stdlib_files()]
+    assert 0 < sum(held_out) < len(held_out) / 5
+    assert not any("test" in file.parts for file in stdlib_files())
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -93,8 +84,9 @@ def test_solutions_pass_their_tests(split):
 
 
 def test_every_template_makes_a_problem():
-    made = {p.template for p in generate(5, 5000, "train") + generate(5, 600, "templates")}
-    assert made == {template.key for template in templates()}
+    keys = [template.key for template in templates()]
+    assert len(set(keys)) == len(keys) >= 60
+    assert {p.template for p in generate(5, 5000, "train") + generate(5, 600, "templates")} == set(keys)
 
 
 def test_fill_in_middle_only_moves_text():
@@ -105,22 +97,9 @@ def test_fill_in_middle_only_moves_text():
     assert prefix + middle + suffix == document
 
 
-def test_stdlib_files_are_split_by_name():
-    held_out = [is_held_out(file) for file in stdlib_files()]
-    assert 0 < sum(held_out) < len(held_out) / 5
-    assert not any("test" in file.parts for file in stdlib_files())
-
-
-def test_corpus_repeats():
-    assert build_corpus(SMALL, seed=1) == build_corpus(SMALL, seed=1)
-
-
-def test_special_tokens_come_first(tokenizer):
+def test_special_tokens_come_first_and_digits_and_line_ends_stand_alone(tokenizer):
     assert [tokenizer.token_to_id(token) for token in SPECIAL] == [0, 1, 2, 3, 4]
     assert tokenizer.encode(f"a{END}").ids[-1] == 0
-
-
-def test_digits_and_line_ends_stand_alone(tokenizer):
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode("x = 1234\n    return").ids]
     assert pieces[2:6] == [" 1", "2", "3", "4"]
     assert pieces[6:8] == ["\n", "    "]
@@ -190,13 +169,10 @@ def test_orthogonalise_brings_singular_values_near_one():
         assert values.max() < 1.5
 
 
-def test_acceptance_is_the_overlap_of_the_distributions():
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    assert acceptance(p.log(), q.log()).item() == pytest.approx(0.6)
-    assert acceptance(p.log(), p.log(), 0.2).item() == pytest.approx(1.0)
-
-
 def test_distillation_from_itself_leaves_only_the_label_term(tmp_path):
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    assert acceptance(p.log(), q.log()).item() == pytest.approx(0.6)  # the overlap of the distributions
+    assert acceptance(p.log(), p.log(), 0.2).item() == pytest.approx(1.0)
     run = tiny_run(tmp_path / "run.pt")
     tokens = torch.randint(0, 512, (2, 9))
     loss = distillation_loss(run.model)(run.model, tokens)
@@ -223,21 +199,15 @@ def shipped() -> LoadedPair:
     return LoadedPair.load(SHIPPED)
 
 
-def test_shipped_drafter_is_an_eighth_of_the_target(shipped):
+def test_shipped_target_mostly_writes_python_that_passes_and_its_drafter_agrees(shipped):
     assert shipped.drafter.num_parameters() * 8 < shipped.target.num_parameters()
-
-
-def test_shipped_target_mostly_writes_python_that_passes(shipped):
     problems = generate(3, 12, "constants")
     prompts = [shipped.tokenizer.encode(problem.prompt).ids for problem in problems]
     written = sample(shipped.target, prompts, temperature=0.2, seed=0, new_tokens=48)
     functions = [first_function(p.prompt + shipped.tokenizer.decode(row)) for p, row in zip(problems, written, strict=True)]
     assert sum(map(is_valid, functions)) >= 10
     assert sum(passes(function, problem) for function, problem in zip(functions, problems, strict=True)) >= 8
-
-
-def test_shipped_models_agree_on_held_out_problems(shipped):
     text = pack([problem.document for problem in generate(3, 40, "templates")], shipped.tokenizer)
     figures = text_figures(shipped, "problems", text)
-    assert figures.agreement >= 0.75
+    assert figures.agreement >= 0.75  # of the models, on problems that were held out
     assert figures.acceptance["1.0"] >= 0.75

@@ -1,4 +1,7 @@
-"""`shoal train drafter`: a small model of the target's architecture learns from it, goes on where it was stopped, and drafts."""
+"""`shoal train drafter`: a small model of the target's architecture learns from it, goes on where it was stopped, and drafts.
+
+Tests of: train.drafter, train.shrink, train.own_samples, train.loop, cli.train.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-import shoal
 from shoal.cli import run
 from shoal.cli.check import checks_of
 from shoal.errors import RequestError
-from shoal.testing import save_pair, tiny_model
+from shoal.testing import tiny_model
 from shoal.train import own_samples
 from shoal.train.drafter import DrafterTrainer, DrafterTraining
 from shoal.train.loop import Trainer
 from shoal.train.shrink import shrunk, small_model
+from trainable import PROMPTS, assert_drafts, learnable, small
 
+__all__ = ["small"]  # a fixture
 TRAINING = DrafterTraining(samples=24, new_tokens=24, steps=12, corpus_steps=6, length=16, batch=4, layers=1, width=16)
-PROMPTS = ["def f(x):", "import"]
 CORPUS = ["def g(y):\n    return y\n" * 8, "import os\n" * 8]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that can be learned: its layers do nothing, so that what follows depends on the last token alone."""
-    found = save_pair(tmp_path_factory.mktemp("pair"))[0]
-    model = LlamaForCausalLM.from_pretrained(found)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data.zero_()
-    model.save_pretrained(found)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_samples, "PART", 8)
+    return learnable(tmp_path_factory.mktemp("pair"))
 
 
 def trainer(place: Path, out: Path) -> DrafterTrainer:
@@ -67,11 +58,8 @@ def test_a_shrunk_config_is_a_model_of_the_same_vocabulary(architecture: str, wi
 
 def test_defaults_follow_the_size_of_the_target() -> None:
     config = tiny_model("llama").config
-    for hidden, depth, heads, expected in (
-        (256, 12, 4, (1, 256, 4)),
-        (1024, 28, 16, (3, 512, 8)),
-        (4096, 32, 32, (4, 1024, 8)),
-    ):
+    sizes = ((256, 12, 4, (1, 256, 4)), (1024, 28, 16, (3, 512, 8)), (4096, 32, 32, (4, 1024, 8)))
+    for hidden, depth, heads, expected in sizes:
         config.hidden_size, config.num_hidden_layers, config.num_attention_heads = hidden, depth, heads
         config.num_key_value_heads, config.intermediate_size = 2, 4 * hidden
         made = shrunk(config)
@@ -125,15 +113,6 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> DrafterTrain
     accepted = [before.accepted, *(one.accepted for _, one in reports)]
     assert accepted[2] > max(accepted[:2])
     return made
-
-
-def assert_drafts(place: Path, out: Path) -> None:
-    with shoal.load(place, out, dtype="float32") as pair:
-        for temperature in (0.0, 0.8):
-            same = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
-            found, plain = (pair.generate("def f(x):", 2, lookahead=k, **same) for k in (2, "off"))
-            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-            assert found.stats.drafted > 0
 
 
 def test_what_is_written_loads_in_transformers(whole: DrafterTrainer, place: Path) -> None:

@@ -1,4 +1,7 @@
-"""`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it."""
+"""`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it.
+
+Tests of: train.heads, train.medusa, train.eagle3, train.ppd, train.loop, cli.train.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,31 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-import shoal
 from eagle_heads import by_definition
 from shoal.cli import run
 from shoal.drafting.medusa import MedusaHeads
 from shoal.drafting.names import named
 from shoal.drafting.trained import Medusa
 from shoal.testing import VOCABULARY, save_pair
-from shoal.train import eagle3, own_samples
+from shoal.train import eagle3
 from shoal.train.heads import HeadsTraining
 from shoal.train.loop import Trainer
 from shoal.train.medusa import MedusaTrainer
+from shoal.train.ppd import PpdTrainer, hidden_but_own
+from trainable import PROMPTS, assert_drafts, learnable, small
 
+__all__ = ["small"]  # a fixture
 TRAINING = HeadsTraining(heads=2, samples=32, new_tokens=40, steps=40, length=32, batch=8)
-PROMPTS = ["def f(x):", "import"]
+PPD = replace(TRAINING, samples=24, steps=30)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that can be learned: its layers do nothing, so that what follows depends on the last token alone."""
-    found = save_pair(tmp_path_factory.mktemp("pair"))[0]
-    model = LlamaForCausalLM.from_pretrained(found)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data.zero_()
-        if "lm_head" in name:
-            parameter.data *= 4
-    model.save_pretrained(found)
-    return found
+    return learnable(tmp_path_factory.mktemp("pair"), sharper=4)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_samples, "PART", 8)
-
-
-def weights(trainer: MedusaTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.trainer.model.state_dict().items()}
-
-
-def loss(trainer: MedusaTrainer) -> float:
+def loss(trainer: MedusaTrainer | PpdTrainer) -> float:
     tokens = torch.from_numpy(trainer.samples.tokens(held_out=False)[:256].astype("int64")).view(8, 32)
     return float(trainer.loss(trainer.trainer.model, tokens).detach())
 
@@ -91,27 +77,30 @@ def test_heads_learn_and_are_the_same_after_an_interruption(
     again.prepare()
     assert again.trainer.step == 5
     again.train()
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(again)[name], tensor)
+    trained = again.trainer.model.state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in whole.trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+FILES = {"medusa": "medusa_lm_head.safetensors", "eagle3": "model.safetensors", "ppd": "prompt_tokens.safetensors"}
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_the_command(kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "heads"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"def f(x):"\n{"prompt": "import"}\n')
     command = ["train", kind, "-m", str(place), "-o", str(out), "--samples", "24", "--new-tokens", "64"]
-    command += ["--prompts", str(prompts)]
-    assert run([*command, "--steps", "2"]) == 0
+    command += ["--prompts", str(prompts), "--steps", "2", *(("--ahead", "2") if kind == "ppd" else ())]
+    assert run(command) == 0
     assert "accepted" in capsys.readouterr().out
-    weights = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
-    assert {file.name for file in out.iterdir()} == {"config.json", weights, "training"}
-    with shoal.load(place, f"{kind}:{out}", dtype="float32") as pair:
-        found = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead=2)
-        plain = pair.generate("def f(x):", 2, max_new_tokens=8, temperature=0.0, lookahead="off")
-        assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-        assert found.stats.drafted > 0
-    assert run([*command, "--steps", "2", "--samples", "32"]) == 2
+    assert {file.name for file in out.iterdir()} == {"config.json", FILES[kind], "training"}
+    assert_drafts(place, f"{kind}:{out}" + (",nodes=6" if kind == "ppd" else ""), drafts=kind != "ppd")
+    if kind == "ppd":
+        accuracies = json.loads((out / "config.json").read_text())["accuracies"]
+        assert [len(row) for row in accuracies] == [10, 10]
+        assert all(0 <= chance <= 1 for row in accuracies for chance in row)
+        return
+    assert run([*command, "--samples", "32"]) == 2
     assert "was begun with" in capsys.readouterr().err
     assert run(["train", kind, "-m", str(place), "-o", str(place)]) == 2
 
@@ -152,3 +141,37 @@ def test_eagle3_heads_are_trained_on_what_they_will_be_given(
                 assert torch.allclose(
                     right[0, place], trainer.target(window[None]).logits[0, place + drafted + 1][heads.target_ids], atol=1e-4
                 )
+
+
+def test_what_prompt_tokens_are_compared_with(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Prompt tokens see a window up to their place and those before them there; each is compared with as many positions on."""
+    trainer = PpdTrainer(tmp_path / "a", str(saved_pair[0]), PROMPTS, PPD)
+    trainer.prepare()
+    tokens = torch.from_numpy(trainer.samples.tokens(held_out=False)[:64].astype("int64")).view(2, 32)
+    said = trainer.said(tokens)
+    embedding, vectors = trainer.target.get_input_embeddings(), trainer.model.weight
+    with torch.no_grad():
+        right = trainer.target(input_ids=tokens, use_cache=False).logits
+        for place_ in (0, 7, 29):
+            given = torch.cat([embedding(tokens[:, : place_ + 1]), vectors[None].expand(2, -1, -1)], dim=1)
+            found = trainer.target(inputs_embeds=given, use_cache=False).logits[:, -2:]
+            for i, (q, p) in enumerate(said):
+                assert q.shape == p.shape == (2, 30, 260)
+                assert torch.allclose(q[:, place_], found[:, i], atol=1e-4)
+                assert torch.equal(p[:, place_], right[:, place_ + 1 + i])
+    seen = hidden_but_own(torch.tensor([0, 2]), 2, 4)[0, 0] == 0
+    assert seen.int().tolist() == [
+        [1, 0, 0, 0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 0, 1, 0],
+        [1, 1, 1, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_prompt_tokens_learn_and_leave_their_target_as_it_is(saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    trainer = PpdTrainer(tmp_path / "a", str(saved_pair[0]), PROMPTS, PPD)
+    trainer.prepare()
+    before, weights = loss(trainer), {name: tensor.clone() for name, tensor in trainer.target.state_dict().items()}
+    trainer.train()
+    assert loss(trainer) < before
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.target.state_dict().items())

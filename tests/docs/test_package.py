@@ -1,4 +1,7 @@
-"""What `scripts/check_package.py` finds in distributions, and what their metadata say. `make package` builds and uses them."""
+"""What `scripts/check_package.py` finds in distributions, and what their metadata say. `make package` builds and uses them.
+
+Tests of: scripts/check_package.py; pyproject.toml.
+"""
 
 from __future__ import annotations
 

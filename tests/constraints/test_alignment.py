@@ -1,4 +1,7 @@
-"""Token alignment: texts continue the prompt's characters, and with their weights they are samples of p given these."""
+"""Token alignment: texts continue the prompt's characters, and with their weights they are samples of p given these.
+
+Tests of: constraints.alignment, constraints.alignment_vocabulary, constraints.masks.
+"""
 
 from __future__ import annotations
 
@@ -163,11 +166,12 @@ def drawn_trees(shape: Shape) -> Drafter:
 @pytest.mark.parametrize(
     ("rule", "drafter"),
     [
-        (Rejection(), None), (Coupled(), None), (Rejection(), lambda: drawn_trees(RsdS(2, 6))),
-        (Coupled(), lambda: RandomTrees(6)),
+        pytest.param(Rejection(), None, id="rejection"),
+        pytest.param(Coupled(), None, id="coupled", marks=pytest.mark.slow),
+        pytest.param(Rejection(), lambda: drawn_trees(RsdS(2, 6)), id="rsd-s", marks=pytest.mark.slow),
+        pytest.param(Coupled(), lambda: RandomTrees(6), id="random trees"),
     ],
-    ids=["rejection", "coupled", "rsd-s", "random trees"],
-)  # fmt: skip
+)
 def test_the_law_and_the_weights_through_the_engine(rule: Any, drafter: Callable[[], Drafter] | None) -> None:
     engine, rows = counted(rule, drafter=None if drafter is None else drafter(), n=1500 if drafter is None else 300)
     assert 0 < engine.stats.accepted < engine.stats.drafted

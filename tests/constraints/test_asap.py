@@ -1,4 +1,7 @@
-"""Rows draw by estimates of what their beginnings are worth: over-estimates that fall to the truth, and weights that stay right."""
+"""Rows draw by estimates of what their beginnings are worth: over-estimates that fall to the truth, and weights that stay right.
+
+Tests of: constraints.estimates, constraints.weights, engine.logprobs.
+"""
 
 from __future__ import annotations
 
@@ -141,8 +144,11 @@ def beginnings(node: Node, text: tuple[int, ...] = ()) -> Iterator[tuple[tuple[i
 
 @pytest.mark.parametrize(
     ("exact", "k", "rule"),
-    [("asap", 0, Rejection()), ("asap+smc", 1, Rejection()), ("asap", 1, Coupled())],
-    ids=["plain", "resampled", "coupled"],
+    [
+        pytest.param("asap", 0, Rejection(), id="plain", marks=pytest.mark.slow),
+        pytest.param("asap+smc", 1, Rejection(), id="resampled"),
+        pytest.param("asap", 1, Coupled(), id="coupled", marks=pytest.mark.slow),
+    ],
 )
 def test_weights_of_texts_are_those_of_p_in_the_mean(exact: str, k: int, rule: Rule) -> None:
     used = engine(k, rule)
@@ -208,16 +214,23 @@ def fit(k: int, rule: Rule, monkeypatch: pytest.MonkeyPatch, *, told: bool = Tru
 
 
 @pytest.mark.parametrize(
-    ("k", "rule"), [(0, Rejection()), (2, Rejection()), (2, Coupled())], ids=["plain", "drafts", "coupled"]
+    ("k", "rule"),
+    [
+        pytest.param(0, Rejection(), id="plain", marks=pytest.mark.slow),
+        pytest.param(2, Rejection(), id="drafts"),
+        pytest.param(2, Coupled(), id="coupled", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_draw_by_the_estimates_of_their_round(k: int, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit(k, rule, monkeypatch) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_law_of_the_local_mask_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit(0, Rejection(), monkeypatch, told=False) < 1e-9
 
 
+@pytest.mark.slow
 def test_weights_become_equal() -> None:
     """Effective number of six rows: of a prompt's first request, and of those after its fortieth."""
 
@@ -355,30 +368,28 @@ def test_tries_that_were_used_least_recently_are_given_up() -> None:
 
 
 @pytest.mark.parametrize("draft", [None, "suffix:nodes=8", "recycling"])
-def test_samples_of_a_grammar_learn_from_each_other(draft: str | None) -> None:
-    """Their declared log-probabilities, with what is reported of the constraint, are those of the model: of trees, too."""
-    pair = shoal.load(draft=draft, compile="off", max_batch=8)
+def test_samples_of_a_grammar_learn_from_each_other(draft: str | None, bundled: shoal.Shoal) -> None:
+    pair = bundled if draft is None else shoal.load(draft=draft, compile="off", max_batch=8)
     options: Any = {"max_new_tokens": 16, "grammar": Grammar("regex", "[a-z]{2}[0-9]{3} x*;"), "lookahead": 3}
     result = pair.generate(["value = "] * 3, 8, exact="asap", **options)
     assert 0 < result.stats.accepted < result.stats.drafted
-    for output in result:
-        for sample in output.samples:
-            assert sample.log_allowed is not None
-            assert sum(sample.processed_logprobs) + sample.log_allowed == pytest.approx(sum(sample.logprobs), abs=1e-3)
+    require_model_s_logprobs(result)
 
 
-def test_aligned_samples_learn() -> None:
-    pair = shoal.load(compile="off", max_batch=4)
-    result = pair.generate(["def fibo", "def fibo"], 8, align=True, exact="asap", max_new_tokens=6, lookahead=2)
-    for output in result:
-        for sample in output.samples:
-            assert sample.log_allowed is not None
-            assert sum(sample.processed_logprobs) + sample.log_allowed == pytest.approx(sum(sample.logprobs), abs=1e-3)
+def require_model_s_logprobs(result: Any) -> None:
+    """Declared log-probabilities, with what is reported of the constraint, are those of the model: of trees, too."""
+    for sample in (sample for output in result for sample in output.samples):
+        assert sample.log_allowed is not None
+        assert sum(sample.processed_logprobs) + sample.log_allowed == pytest.approx(sum(sample.logprobs), abs=1e-3)
 
 
-def test_what_cannot_be_learned_is_refused() -> None:
-    pair = shoal.load(compile="off")
+def test_aligned_samples_learn(bundled: shoal.Shoal) -> None:
+    result = bundled.generate(["def fibo", "def fibo"], 8, align=True, exact="asap", max_new_tokens=6, lookahead=2)
+    require_model_s_logprobs(result)
+
+
+def test_what_cannot_be_learned_is_refused(bundled: shoal.Shoal) -> None:
     with pytest.raises(RequestError, match="checks of single tokens have none: use 'smc'"):
-        pair.generate("1", 2, exact="asap", constraints=[Asked()], max_new_tokens=4)
+        bundled.generate("1", 2, exact="asap", constraints=[Asked()], max_new_tokens=4)
     with pytest.raises(RequestError, match=r"exact='asap\+smc' draws among the rows"):
-        pair.generate("1", 1, exact="asap+smc", grammar=Grammar("regex", "[0-9]+"), max_new_tokens=4)
+        bundled.generate("1", 1, exact="asap+smc", grammar=Grammar("regex", "[0-9]+"), max_new_tokens=4)

@@ -1,4 +1,7 @@
-"""Masks along the branches of draft trees, several constraints of one row, and a constraint of one's own."""
+"""Masks along the branches of draft trees, several constraints of one row, and a constraint of one's own.
+
+Tests of: constraints.masks, constraints.grammar, constraints.protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Grammars: the law is that of the masked target, whatever is drafted; what ends by itself is of the grammar."""
+"""Grammars: the law is that of the masked target, whatever is drafted; what ends by itself is of the grammar.
+
+Tests of: constraints.grammar, constraints.compiler, constraints.masks, config.Grammar.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 import shoal
 import shoal.sampling.acceptance
+from constrained_laws import agreement, law_of, rows_of
 from grammars import ALPHABET, COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible, readable
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
@@ -30,16 +34,13 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Rejection
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.drawing import exponential_race
 from shoal.sampling.uniforms import group_seed, race_uniforms, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.distributions import chain_rule, committed_distribution
-from shoal.testing.engines import engine_of
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
@@ -151,39 +152,26 @@ def _is_prefix(tokens: Sequence[int]) -> bool:
 
 
 def masked_law() -> dict[tuple[int, ...], float]:
-    """Every text of `SMALL` with its probability under the masked table, by the chain rule."""
-    whole, law, open_ = tables(0)[1], {}, [((), 1.0)]
-    while open_:
-        new, mass = open_.pop()
+    """Every text of `SMALL` with its probability under the masked table."""
+    whole = tables(0)[1]
+
+    def following(new: tuple[int, ...]) -> dict[int, float]:
         kept = whole[new[-1] if new else LETTERS[0]] * possible(SMALL, new)
-        for token in kept.nonzero().flatten().tolist():
-            text = (*new, token)
-            share = mass * float(kept[token] / kept.sum())
-            if token == END:
-                law[text] = share
-            else:
-                open_.append((text, share))
-    return law
+        return {token: float(kept[token]) for token in kept.nonzero().flatten().tolist()}
+
+    return law_of(following, 8, END)
 
 
 def test_the_law_of_whole_texts_counted_through_the_engine() -> None:
-    target, drafter = (table_model(tables(seed)[1]) for seed in (0, 1))
-    engine = engine_of(target, drafter, Fixed(3), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=Rejection())
-    rows = engine.submit(Request((LETTERS[0],), 1000, Sampling(seed=1, grammar=SMALL), Limits(max_new_tokens=8)))
-    while engine.step():
-        pass
-    law = masked_law()
-    assert sum(law.values()) == pytest.approx(1)
-    texts = list(law)
-    counts = torch.zeros(len(texts))
-    for row in rows:
-        counts[texts.index(tuple(row.tokens[1:]))] += 1
-    assert len(texts) >= 10
-    assert chi_square(counts, torch.tensor([law[text] for text in texts])) > 1e-6
-    assert 0 < engine.stats.accepted < engine.stats.drafted
+    models, law = [table_model(tables(seed)[1]) for seed in (0, 1)], masked_law()
+    sampling: dict[str, Any] = {"seed": 1, "grammar": SMALL}
+    rows, _ = rows_of(*models, 3, Rejection(), 1000, 8, END, (), prompt=(LETTERS[0],), tokenizer=TOKENIZER, **sampling)
+    assert len(law) >= 10
+    assert agreement(rows, law) > 1e-6
     # The power of the test: the law of an unmasked drafter would show.
-    other = torch.tensor([law[text] ** 0.4 for text in texts])
-    assert chi_square(counts, other / other.sum()) < 1e-6
+    assert (
+        agreement(rows, {text: share**0.4 / sum(each**0.4 for each in law.values()) for text, share in law.items()}) < 1e-6
+    )
 
 
 # ── drafts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -446,15 +434,14 @@ def test_any_json_object_and_a_lark_grammar() -> None:
     assert all(re.fullmatch("[a-c][0-9](,[a-c][0-9])*", text) for text in texts)
 
 
-def test_byte_level_bpe_of_the_bundled_pair() -> None:
+def test_byte_level_bpe_of_the_bundled_pair(bundled: Shoal) -> None:
     """Tokens of several bytes; the pair's own models, plain and with drafts."""
-    model = shoal.load(compile="off")
     schema = {
         "type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "maximum": 99}},
         "required": ["name", "n"], "additionalProperties": False, **COMPACT,
     }  # fmt: skip
     options: dict[str, Any] = {"grammar": Grammar("json_schema", schema), "seed": 3, "max_new_tokens": 32}
-    plain, drafted = (model.generate("record = ", n=3, lookahead=k, **options) for k in (0, 3))
+    plain, drafted = (bundled.generate("record = ", n=3, lookahead=k, **options) for k in (0, 3))
     assert [s.token_ids for s in plain[0].samples] == [s.token_ids for s in drafted[0].samples]
     assert 0 < drafted.stats.accepted <= drafted.stats.drafted
     assert drafted.stats.target_passes < plain.stats.target_passes

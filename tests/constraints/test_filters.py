@@ -1,4 +1,7 @@
-"""Filters: what they let follow and where texts end, by their definition over whole texts; laws are those of the masked target."""
+"""Filters: what they let follow and where texts end, by their definition over whole texts; laws are those of the masked target.
+
+Tests of: constraints.filters, constraints.token_bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 import shoal
+from constrained_laws import agreement, law_of, rows_of
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
@@ -26,7 +30,6 @@ from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 
@@ -92,45 +95,20 @@ LONGEST = 4
 
 
 def law() -> dict[tuple[int, ...], float]:
-    """Token sequences of up to `LONGEST`, each token by p renormalised over what may follow, from the definition."""
-    p, found, open_ = table(0), dict[tuple[int, ...], float](), [((), 1.0)]
-    endings = ["".join(t) for n in range(4) for t in itertools.product("abc", repeat=n)]
-    while open_:
-        new, mass = open_.pop()
+    """Each token by p renormalised over what may follow, from the definition."""
+    p, endings = table(0), ["".join(t) for n in range(4) for t in itertools.product("abc", repeat=n)]
+
+    def following(new: tuple[int, ...]) -> dict[int, float]:
         text = "".join("abc"[LETTERS.index(token)] for token in new)
         allowed = [t for t, c in zip(LETTERS, "abc", strict=True) if any(HOLDS(text + c + end) for end in endings)]
-        allowed += [END] if HOLDS(text) else []
-        weights = p[new[-1] if new else A, allowed]
-        for token, share in zip(allowed, (weights / weights.sum()).tolist(), strict=True):
-            grown = (*new, token)
-            if token == END or len(grown) == LONGEST:
-                found[grown] = mass * share
-            else:
-                open_.append((grown, mass * share))
-    return found
+        return {token: float(p[new[-1] if new else A, token]) for token in allowed + [END] * HOLDS(text)}
+
+    return law_of(following, LONGEST, END)
 
 
-def counted(rule: Any, k: int, constraints: Sequence[Any], rows: int = 600) -> dict[tuple[int, ...], int]:
-    draft = table_model(table(1)) if k else None
-    engine = engine_of(table_model(table(0)), draft, Fixed(k), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=rule)
-    request = Request((A,), rows, Sampling(seed=4), Limits(max_new_tokens=LONGEST), constraints=constraints)
-    held = engine.submit(request)
-    while engine.step():
-        pass
-    assert not k or 0 < engine.stats.accepted < engine.stats.drafted
-    found: dict[tuple[int, ...], int] = {}
-    for row in held:
-        found[tuple(row.tokens[1:])] = found.get(tuple(row.tokens[1:]), 0) + 1
-    return found
-
-
-def agreement(found: dict[tuple[int, ...], int]) -> float:
-    expected = law()
-    assert sum(expected.values()) == pytest.approx(1)
-    assert set(found) <= set(expected)
-    return chi_square(
-        torch.tensor([float(found.get(text, 0)) for text in expected]), torch.tensor([expected[text] for text in expected])
-    )
+def written(rule: Any, k: int, constraints: Sequence[Any], n: int = 600) -> list[Row]:
+    models = table_model(table(0)), table_model(table(1))
+    return rows_of(*models, k, rule, n, LONGEST, END, constraints, prompt=(A,), tokenizer=TOKENIZER)[0]
 
 
 @pytest.mark.parametrize(
@@ -138,19 +116,17 @@ def agreement(found: dict[tuple[int, ...], int]) -> float:
 )
 def test_the_law_counted_through_the_engine(rule: Any, k: int) -> None:
     """A conjunction in one expression, and the same as a list of a filter, a grammar and another filter."""
-    assert agreement(counted(rule, k, [LAW & only_characters("abc")])) > 1e-3
+    whole = [LAW & only_characters("abc")]
+    assert agreement(written(rule, k, whole), law()) > 1e-3
     parts = [without("ab") | containing("cc"), Grammar("regex", "[abc]*"), ~matching("c*")]
     if isinstance(rule, Coupled):
-        assert counted(rule, k, parts, 50) == counted(rule, k, [LAW & only_characters("abc")], 50)
+        assert [row.tokens for row in written(rule, k, parts, 50)] == [row.tokens for row in written(rule, k, whole, 50)]
 
 
 def test_a_mask_of_the_state_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: states that do not move along drafts."""
     monkeypatch.setattr(masks, "_states", lambda positions, b, _, state: dict.fromkeys(positions.columns(b), state))
-    found = counted(Rejection(), 3, [LAW & only_characters("abc")], 100)
-    expected = law()
-    outside = sum(count for text, count in found.items() if text not in expected)
-    assert outside > 0
+    assert agreement(written(Rejection(), 3, [LAW & only_characters("abc")], 100), law()) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -1,4 +1,7 @@
-"""`shoal generate` with a schema, an expression or a grammar: samples that end by themselves fit, drafted or not."""
+"""`shoal generate` with a schema, an expression or a grammar: samples that end by themselves fit, drafted or not.
+
+Tests of: cli.grammars, constraints.sources.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from shoal.cli import run
 from shoal.cli.grammars import GrammarOptions
 from shoal.config import Grammar
 from shoal.constraints.sources import require_readable
-from shoal.testing import save_pair
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22, 333]}}, "required": ["a"], "additionalProperties": False}
@@ -24,9 +26,8 @@ Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    target, drafter = save_pair(tmp_path_factory.mktemp("models"))
-    return ["--model", str(target), "--draft", str(drafter)]
+def models(saved_pair: tuple[Path, Path]) -> list[str]:
+    return ["--model", str(saved_pair[0]), "--draft", str(saved_pair[1])]
 
 
 @pytest.fixture

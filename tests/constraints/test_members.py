@@ -1,4 +1,7 @@
-"""Members after a dot: known names only, one query per dot, the distribution of p given that tokens pass."""
+"""Members after a dot: known names only, one query per dot, the distribution of p given that tokens pass.
+
+Tests of: constraints.members, constraints.syntax.requests.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-import torch
 
+from constrained_laws import agreement, law_of, rows_of
 from member_lists import analyser, asked, passes
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
@@ -20,7 +23,6 @@ from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_tokenizer
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 
 
@@ -41,45 +43,25 @@ TARGET, DRAFTER = hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7)
 
 
 def law() -> dict[tuple[int, ...], float]:
-    found, open_ = dict[tuple[int, ...], float](), [((), 1.0)]
-    while open_:
-        new, mass = open_.pop()
+    def following(new: tuple[int, ...]) -> dict[int, float]:
         text = "".join(Tokens.texts[token] for token in new)
-        allowed = [passes(text, True) if t == END else passes(text + Tokens.texts[t], False) for t in range(VOCAB)]
-        p = TARGET((0, *new)).double().softmax(-1) * torch.tensor(allowed)
-        for token in p.nonzero().flatten().tolist():
-            grown, share = (*new, token), mass * float(p[token] / p.sum())
-            if token == END or len(grown) == LONGEST:
-                found[grown] = share
-            else:
-                open_.append((grown, share))
-    return found
+        p = TARGET((0, *new)).double().softmax(-1)
+        right = [passes(text, True) if t == END else passes(text + Tokens.texts[t], False) for t in range(VOCAB)]
+        return {token: float(p[token]) for token in range(VOCAB) if right[token]}
+
+    return law_of(following, LONGEST, END)
 
 
 def run(rule: Any, k: int, n: int) -> tuple[list[Row], Members]:
     check = Members(TOKENS, analyser=analyser)
-    engine = engine_of(
-        scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB) if k else None, Fixed(k), eos=(END,), rule=rule, max_batch=250
-    )
-    rows = engine.submit(Request((0,), n, Sampling(seed=5), Limits(max_new_tokens=LONGEST), constraints=(check,)))
-    while engine.step():
-        pass
-    return rows, check
-
-
-def agreement(rows: list[Row]) -> float:
-    expected = law()
-    found = [tuple(row.tokens[1:]) for row in rows]
-    counts = torch.tensor([float(found.count(text)) for text in expected])
-    return 0.0 if counts.sum() < len(rows) else chi_square(counts, torch.tensor(list(expected.values())))
+    return rows_of(scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB), k, rule, n, LONGEST, END, [check])[0], check
 
 
 @pytest.mark.parametrize(
     ("rule", "k"), [(Rejection(), 0), (Rejection(), 2), (Coupled(), 2)], ids=["plain", "rejection", "coupled"]
 )
 def test_tokens_have_the_distribution_of_p_given_that_they_pass(rule: Any, k: int) -> None:
-    assert sum(law().values()) == pytest.approx(1)
-    assert agreement(run(rule, k, 600)[0]) > 1e-3
+    assert agreement(run(rule, k, 600)[0], law()) > 1e-3
 
 
 def test_names_of_another_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +69,7 @@ def test_names_of_another_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     first: dict[int, Any] = {}
     real = Members._members
     monkeypatch.setattr(Members, "_members", lambda self, text: first.setdefault(len(text), real(self, text)))
-    assert agreement(run(Rejection(), 2, 300)[0]) < 1e-6
+    assert agreement(run(Rejection(), 2, 300)[0], law()) < 1e-6
 
 
 def test_each_dot_is_asked_about_once() -> None:

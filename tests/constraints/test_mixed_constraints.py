@@ -1,4 +1,8 @@
-"""Masks and checks in one request: a filter, a grammar, members and Python's parser; the law by enumeration and counting."""
+"""Masks and checks in one request: a filter, a grammar, members and Python's parser; the law by enumeration and counting.
+
+Tests of: engine.checks, constraints.check, constraints.filters, constraints.members,
+constraints.syntax.python.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,20 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from constrained_laws import agreement, law_of, rows_of
 from member_lists import analyser, passes
-from shoal.config import Grammar, Limits, Sampling
+from shoal.config import Grammar
 from shoal.constraints.filters import matching, without
 from shoal.constraints.members import Members
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.engine import checks
-from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.significance import chi_square
 from shoal.testing.tiny import END
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Row
 
 TOKENIZER = tiny_tokenizer()
 LETTERS = "ab.()"
@@ -83,48 +84,25 @@ def checked(text: str, token: int) -> bool:
 
 def law(top_k: int) -> dict[tuple[int, ...], float]:
     """The mask goes before truncation, checks come after it; where they leave nothing of it, the best score that passes."""
-    found, open_ = dict[tuple[int, ...], float](), [((), 1.0)]
-    while open_:
-        new, mass = open_.pop()
+
+    def following(new: tuple[int, ...]) -> dict[int, float]:
         text = "".join(LETTERS[TOKENS.index(token)] for token in new)
         scores = TARGET((*PROMPT, *new))
-        allowed = masked(text)
-        kept = sorted(allowed, key=lambda token: -float(scores[token]))[: top_k or None]
-        right = [token for token in kept if checked(text, token)]
-        if not right:
-            right = [token for token in sorted(allowed, key=lambda token: -float(scores[token])) if checked(text, token)][:1]
-        for token, share in zip(right, scores[right].softmax(-1).tolist(), strict=True):
-            grown = (*new, token)
-            if token == END or len(grown) == LONGEST:
-                found[grown] = mass * share
-            else:
-                open_.append((grown, mass * share))
-    return found
+        allowed = sorted(masked(text), key=lambda token: -float(scores[token]))
+        right = [token for token in allowed[: top_k or None] if checked(text, token)]
+        right = right or [token for token in allowed if checked(text, token)][:1]
+        return dict(zip(right, scores[right].softmax(-1).tolist(), strict=True))
+
+    return law_of(following, LONGEST, END)
 
 
-def run(rule: Any, k: int, top_k: int = 0, n: int = 600) -> tuple[list[Row], Any]:
-    draft = scripted(DRAFTER, VOCABULARY) if k else None
-    engine = engine_of(
-        scripted(TARGET, VOCABULARY), draft, Fixed(k), max_batch=250, tokenizer=TOKENIZER, eos=(END,), rule=rule
-    )
+def run(rule: Any, k: int, top_k: int = 0, n: int = 600) -> list[Row]:
     constraints = (
         Members(TOKENIZER, LEFT, analyser=analyser), without("bb"), Grammar("regex", "([b.(][ab.()]*)?"),
         PythonMiddle(TOKENIZER, LEFT, ""), ~matching("b*"),
     )  # fmt: skip
-    rows = engine.submit(
-        Request(PROMPT, n, Sampling(seed=5, top_k=top_k), Limits(max_new_tokens=LONGEST), constraints=constraints)
-    )
-    while engine.step():
-        pass
-    return rows, engine.stats
-
-
-def agreement(rows: list[Row], top_k: int = 0) -> float:
-    expected = law(top_k)
-    assert sum(expected.values()) == pytest.approx(1)
-    found = [tuple(row.tokens[1:]) for row in rows]
-    counts = torch.tensor([float(found.count(text)) for text in expected])
-    return 0.0 if counts.sum() < len(rows) else chi_square(counts, torch.tensor(list(expected.values())))
+    models = scripted(TARGET, VOCABULARY), scripted(DRAFTER, VOCABULARY)
+    return rows_of(*models, k, rule, n, LONGEST, END, constraints, prompt=PROMPT, tokenizer=TOKENIZER, top_k=top_k)[0]
 
 
 @pytest.mark.parametrize(
@@ -133,13 +111,11 @@ def agreement(rows: list[Row], top_k: int = 0) -> float:
     ids=["plain, truncated", "rejection", "rejection, truncated", "coupled"],
 )
 def test_the_law_counted_through_the_engine(rule: Any, k: int, top_k: int) -> None:
-    rows, stats = run(rule, k, top_k)
-    assert not k or 0 < stats.accepted < stats.drafted
-    assert agreement(rows, top_k) > 1e-3
+    assert agreement(run(rule, k, top_k), law(top_k)) > 1e-3
 
 
 def test_the_coupled_rule_writes_what_is_written_without_drafts() -> None:
-    plain, drafted = (run(Coupled(), k, 3, 60)[0] for k in (0, 2))
+    plain, drafted = (run(Coupled(), k, 3, 60) for k in (0, 2))
     assert [row.tokens for row in plain] == [row.tokens for row in drafted]
 
 
@@ -173,4 +149,4 @@ def first_check(real: Any) -> Any:
 @pytest.mark.parametrize(("name", "wrong"), [("_p", late_mask), ("_drawn", first_check)])
 def test_wrong_redraws_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
     monkeypatch.setattr(checks, name, wrong(getattr(checks, name)))
-    assert agreement(run(Rejection(), 2)[0]) < 1e-6
+    assert agreement(run(Rejection(), 2), law(0)) < 1e-6

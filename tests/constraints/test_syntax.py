@@ -1,4 +1,7 @@
-"""Middles that parse: what can be completed is never refused, a text ends only where the whole parses, and laws are as declared."""
+"""Middles that parse: what can be completed is never refused, a text ends only where the whole parses, and laws are as declared.
+
+Tests of: constraints.syntax.python, layout, viable, endings and requests; constraints.check, engine.checks.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import json
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import shoal
+from constrained_laws import agreement, law_of, rows_of
 from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax import python
@@ -32,7 +36,6 @@ from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.testing import tiny_tokenizer
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
 
 PIECES = ("a", "(", ")", "=", "\n", "'", " ", ":", "if ")
@@ -172,52 +175,37 @@ class Even:
 VOCAB, EOS, ROWS = 6, 5, 2000
 
 
-def law(target: object) -> torch.Tensor:
-    """Of two tokens, an end standing for all that follows it, by the definition."""
-    check, joint = Even(), torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+def law(target: Any) -> dict[tuple[int, ...], float]:
+    """Of two tokens, by the definition."""
+    check = Even()
 
-    def conditional(state: tuple[int, ...]) -> torch.Tensor:
-        p = target((0, *state)).double().softmax(-1)  # type: ignore[operator]
-        passes = [check.may_end(state) if t == EOS else check.after(state, t) is not None for t in range(VOCAB)]
-        kept = p * torch.tensor(passes)
-        return kept / kept.sum()
+    def following(new: tuple[int, ...]) -> dict[int, float]:
+        p = target((0, *new)).double().softmax(-1)
+        passes = [check.may_end(new) if t == EOS else check.after(new, t) is not None for t in range(VOCAB)]
+        return {token: float(p[token]) for token in range(VOCAB) if passes[token]}
 
-    first = conditional(())
-    for a in range(VOCAB):
-        if first[a]:
-            joint[a] += first[a] * (conditional((a,)) if a != EOS else torch.eye(VOCAB, dtype=torch.float64)[EOS])
-    return joint
+    return law_of(following, 2, EOS)
 
 
-def counted(target: object, drafter: object | None, rule: object) -> torch.Tensor:
+def fit(target: Any, drafter: Any, rule: Any) -> float:
+    """The p-value of what is written under the law."""
     draft = None if drafter is None else scripted(drafter, VOCAB)
-    engine = engine_of(scripted(target, VOCAB), draft, Fixed(2 if draft else 0), eos=(EOS,), rule=rule, max_batch=250)
-    request = Request((0,), ROWS, Sampling(temperature=1.0, seed=3), Limits(max_new_tokens=2), constraints=(Even(),))
-    rows = engine.submit(request)
-    while any(row.finish_reason is None for row in rows):
-        engine.step()
-    counts = torch.zeros(VOCAB, VOCAB)
-    for row in rows:
-        new = [*row.tokens[1:], EOS][:2]
-        counts[new[0], new[1]] += 1
-    return counts
+    rows, _ = rows_of(scripted(target, VOCAB), draft, 2 if draft else 0, rule, ROWS, 2, EOS, [Even()], seed=3)
+    return agreement(rows, law(target))
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-def test_tokens_have_the_law_of_p_given_that_they_pass(rule: object, drafted: bool) -> None:
-    target = hashed(VOCAB, 1, spread=0.7)
-    found = counted(target, hashed(VOCAB, 2, spread=0.7) if drafted else None, rule)
-    assert chi_square(found, law(target)) > 1e-3
+def test_tokens_have_the_law_of_p_given_that_they_pass(rule: Any, drafted: bool) -> None:
+    assert fit(hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7) if drafted else None, rule) > 1e-3
 
 
 @pytest.mark.parametrize("purpose", [Purpose.TOKEN, Purpose.ACCEPT])
 def test_numbers_used_twice_are_noticed(monkeypatch: pytest.MonkeyPatch, purpose: Purpose) -> None:
     """The control: the draw in place of a refused token by a number that decided on the refused one."""
     monkeypatch.setattr(checks, "uniforms", lambda seed, position, _: uniforms(seed, position, purpose))
-    target = hashed(VOCAB, 1, spread=0.7)
     drafter = None if purpose is Purpose.TOKEN else hashed(VOCAB, 2, spread=0.7)
-    assert chi_square(counted(target, drafter, Rejection()), law(target)) < 1e-6
+    assert fit(hashed(VOCAB, 1, spread=0.7), drafter, Rejection()) < 1e-6
 
 
 def test_greedy_rows_take_the_best_token_that_passes_whatever_is_drafted() -> None:
@@ -261,8 +249,8 @@ def test_where_no_token_passes_the_row_ends_with_an_error() -> None:
     assert "no token passes" in str(row.error)
 
 
-def test_characters_cut_into_tokens_are_read_whole() -> None:
-    tokenizer = shoal.load(compile="off").tokenizer
+def test_characters_cut_into_tokens_are_read_whole(bundled: shoal.Shoal) -> None:
+    tokenizer = bundled.tokenizer
     own = token_bytes(tokenizer)
     middle = PythonMiddle(tokenizer, "x = ", "\n")
     for text, passes in (("\u00e9", True), ("\u20ac", False), ("'\u20ac'", True)):
@@ -273,12 +261,11 @@ def test_characters_cut_into_tokens_are_read_whole() -> None:
         assert state is None or middle.may_end(state)  # type: ignore[arg-type]
 
 
-def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
+def test_middles_of_the_bundled_pair_parse_where_they_end(bundled: shoal.Shoal) -> None:
     left, right = "def largest(numbers):\n    best = ", "\n    return best\n"
-    model = shoal.load(compile="off")
-    prompt = fill_in_middle(model.tokenizer, left, right)
-    middle = PythonMiddle(model.tokenizer, left, right)
-    result = model.generate([prompt], n=8, max_new_tokens=48, temperature=1.2, seed=1, constraints=[middle])
+    prompt = fill_in_middle(bundled.tokenizer, left, right)
+    middle = PythonMiddle(bundled.tokenizer, left, right)
+    result = bundled.generate([prompt], n=8, max_new_tokens=48, temperature=1.2, seed=1, constraints=[middle])
     ended = [sample for sample in result[0].samples if sample.finish_reason == "eos"]
     assert ended
     for sample in ended:
@@ -287,9 +274,9 @@ def test_middles_of_the_bundled_pair_parse_where_they_end() -> None:
         assert viable(left + sample.text)
 
 
-def test_best_end_is_the_place_of_highest_score_that_parses() -> None:
+def test_best_end_is_the_place_of_highest_score_that_parses(bundled: shoal.Shoal) -> None:
     """By brute force over all places, with tokens of several characters, and with bytes that are written again."""
-    tokenizer = shoal.load(compile="off").tokenizer
+    tokenizer = bundled.tokenizer
     own, lots = token_bytes(tokenizer), random.Random(1)
     left, right = "if a:\n    x = (1 + na", "\n    b\n"
     pieces = ("na", "me", ") ", "\n", "    ", "y = 2", "(", ")", " + 1")
@@ -324,25 +311,23 @@ def test_scores_of_ends_are_means_with_an_end() -> None:
 
 
 @pytest.mark.parametrize("align", [False, True])
-def test_rows_that_reach_their_limit_are_cut_where_they_parse(align: bool) -> None:
+def test_rows_that_reach_their_limit_are_cut_where_they_parse(align: bool, bundled: shoal.Shoal) -> None:
     left, right = "def largest(numbers):\n    best = numb", "\n    return best\n"
-    model = shoal.load(compile="off")
     options = {"n": 8, "suffix": right, "max_new_tokens": 20, "temperature": 1.0, "seed": 1, "syntax": "python"}
-    samples = model.generate(left, align=align, **options)[0].samples  # type: ignore[arg-type]
+    samples = bundled.generate(left, align=align, **options)[0].samples  # type: ignore[arg-type]
     assert {sample.syntax for sample in samples} >= {"cut"}
     for sample in samples:
         assert (sample.syntax == "complete") == (sample.finish_reason == "eos")
         ast.parse(left + sample.text + right)
         assert len(sample.logprobs) == len(sample.token_ids)
-        assert sample.text in ("numb" if align else "") + model.tokenizer.decode(sample.token_ids)
+        assert sample.text in ("numb" if align else "") + bundled.tokenizer.decode(sample.token_ids)
     texts = dict.fromkeys(range(8), "")
-    for increment in model.stream(left, align=align, **options):  # type: ignore[arg-type]
+    for increment in bundled.stream(left, align=align, **options):  # type: ignore[arg-type]
         texts[increment.sample] += increment.text
     assert list(texts.values()) == [sample.text for sample in samples]
 
 
-def test_requests_that_cannot_be_checked_are_refused() -> None:
-    model = shoal.load(compile="off")
+def test_requests_that_cannot_be_checked_are_refused(bundled: shoal.Shoal) -> None:
     for prompt, options, message in (
         ("x = = ", {}, "not the beginning of a Python program"),
         ([1, 2], {}, "prompts that are texts"),
@@ -351,16 +336,16 @@ def test_requests_that_cannot_be_checked_are_refused() -> None:
         ("x = 1", {"syntax": "rust"}, "syntax must be one of python"),
     ):
         with pytest.raises(RequestError, match=message):
-            model.generate(prompt, **({"syntax": "python", "max_new_tokens": 2} | options))  # type: ignore[arg-type]
+            bundled.generate(prompt, **({"syntax": "python", "max_new_tokens": 2} | options))  # type: ignore[arg-type]
     whole = Syntax("python", "if x:\n  a\nelse", "\n  b\n")
-    (sample,) = model.generate([5], syntax=whole, max_new_tokens=4, seed=1)[0].samples
+    (sample,) = bundled.generate([5], syntax=whole, max_new_tokens=4, seed=1)[0].samples
     assert sample.syntax in ("incomplete", "complete", "cut")
     assert viable("if x:\n  a\nelse" + sample.text)
 
 
-def test_a_refused_beginning_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_beginning_is_not_read_again(bundled: shoal.Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused for its beginning is what would be refused by itself."""
-    tokenizer = shoal.load(compile="off").tokenizer
+    tokenizer = bundled.tokenizer
 
     def fresh() -> tuple[PythonMiddle, Middle]:
         middle = PythonMiddle(tokenizer, "x = 1 ", "\n")

@@ -1,4 +1,7 @@
-"""Middles under any grammar: both quotients against their definition, JSON against its parser, laws as declared."""
+"""Middles under any grammar: both quotients against their definition, JSON against its parser, laws as declared.
+
+Tests of: constraints.syntax.middles, behind, quotients, expressions, grammars and requests.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shoal
-from shoal.config import Limits, Sampling
+from constrained_laws import agreement, law_of, rows_of
 from shoal.constraints.syntax import middles
 from shoal.constraints.syntax.behind import Behind
 from shoal.constraints.syntax.expressions import automaton, encoded
@@ -25,13 +27,9 @@ from shoal.constraints.syntax.quotients import Column, Quotients
 from shoal.constraints.syntax.requests import read_syntax
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_tokenizer
-from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.significance import chi_square
-from shoal.types.requests import Request
 
 lark = pytest.importorskip("lark")
 
@@ -248,11 +246,11 @@ def test_contexts_that_do_not_fit_are_named() -> None:
         middle("\ud800", '\ud800"]')
 
 
-def test_a_text_ends_only_where_the_parser_of_the_grammar_agrees() -> None:
+def test_a_text_ends_only_where_the_parser_of_the_grammar_agrees(bundled: shoal.Shoal) -> None:
     """Two names side by side are a text of the grammar's characters, while a lexer takes them for one."""
     grammar = "start: NAME NAME\nNAME: /[a-z]+/\n%ignore / +/"
     assert lark.Lark(grammar, parser="earley", lexer="dynamic_complete").parse("ab")
-    tokenizer = shoal.load(compile="off").tokenizer
+    tokenizer = bundled.tokenizer
     own = token_bytes(tokenizer)
     middle = GrammarMiddle(tokenizer, "a", "b", grammar)
     state: Any = middle.start(None)  # type: ignore[arg-type]
@@ -270,59 +268,31 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def law(target: Any, check: GrammarMiddle) -> dict[tuple[int, ...], float]:
     """Of the tokens of a row, by the definition."""
-    found: dict[tuple[int, ...], float] = {}
-    open_: list[tuple[tuple[int, ...], Any, float]] = [((), check.start(None), 1.0)]  # type: ignore[arg-type]
-    while open_:
-        tokens, state, mass = open_.pop()
-        if len(tokens) == LENGTH or EOS in tokens:
-            found[tokens] = mass
-            continue
-        p = target((0, *tokens)).double().softmax(-1)
-        after = {t: check.after(state, t) for t in range(VOCAB - 1)}
-        kept = [t for t in after if after[t] is not None] + [EOS] * check.may_end(state)
-        open_ += [((*tokens, t), after.get(t), mass * float(p[t] / p[kept].sum())) for t in kept]
-    return found
+
+    def following(new: tuple[int, ...]) -> dict[int, float]:
+        state = check.start(None)  # type: ignore[arg-type]
+        for token in new:
+            state = check.after(state, token)
+        kept = [t for t in range(VOCAB - 1) if check.after(state, t) is not None] + [EOS] * check.may_end(state)
+        p = target((0, *new)).double().softmax(-1)
+        return {token: float(p[token]) for token in kept}
+
+    return law_of(following, LENGTH, EOS)
 
 
-def counted(target: Any, drafter: Any, rule: Any, check: Any) -> dict[tuple[int, ...], int]:
-    engine = engine_of(
-        scripted(target, VOCAB),
-        drafter and scripted(drafter, VOCAB),
-        Fixed(2 if drafter else 0),
-        eos=(EOS,),
-        rule=rule,
-        max_batch=250,
-    )
-    limits = Limits(max_new_tokens=LENGTH)
-    rows = engine.submit(Request((0,), ROWS, Sampling(temperature=1.0, seed=3), limits, constraints=(check,)))
-    while any(row.finish_reason is None for row in rows):
-        engine.step()
-    counts: dict[tuple[int, ...], int] = {}
-    for row in rows:
-        assert row.error is None
-        tokens = (
-            (*row.tokens[1:], EOS)[:LENGTH]
-            if row.finish_reason == "eos" and EOS not in row.tokens
-            else tuple(row.tokens[1:])
-        )
-        counts[tokens] = counts.get(tokens, 0) + 1
-    return counts
-
-
-def likelihood(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> float:
-    if not counts.keys() <= expected.keys():
-        return 0.0
-    keys = sorted(expected)
-    return chi_square(torch.tensor([counts.get(key, 0) for key in keys]), torch.tensor([expected[key] for key in keys]))
+def fit(target: Any, drafter: Any, rule: Any, check: Any, right: GrammarMiddle | None = None) -> float:
+    """The p-value of what is written under the law of a check; right: another one, whose law is compared with."""
+    draft = None if drafter is None else scripted(drafter, VOCAB)
+    rows, _ = rows_of(scripted(target, VOCAB), draft, 2 if draft else 0, rule, ROWS, LENGTH, EOS, [check], seed=3)
+    assert all(row.error is None for row in rows)
+    return agreement(rows, law(target, right or check))
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_tokens_have_the_law_of_p_given_that_they_pass(letters: None, rule: Any, drafted: bool) -> None:
-    target = hashed(VOCAB, 1, spread=0.7)
     check = GrammarMiddle(None, "(", "1)", CALCULATOR)
-    found = counted(target, hashed(VOCAB, 2, spread=0.7) if drafted else None, rule, check)
-    assert likelihood(found, law(target, check)) > 1e-3
+    assert fit(hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7) if drafted else None, rule, check) > 1e-3
 
 
 def test_states_that_rows_share_are_noticed(letters: None) -> None:
@@ -333,16 +303,14 @@ def test_states_that_rows_share_are_noticed(letters: None) -> None:
             self._start.column = (super().after(state, token) or state).column
             return self._start if super().after(state, token) else None
 
-    target = hashed(VOCAB, 1, spread=0.7)
-    good = GrammarMiddle(None, "(", "1)", CALCULATOR)
-    found = counted(target, hashed(VOCAB, 2, spread=0.7), Rejection(), Shared(None, "(", "1)", CALCULATOR))
-    assert likelihood(found, law(target, good)) < 1e-6
+    good, shared = (kind(None, "(", "1)", CALCULATOR) for kind in (GrammarMiddle, Shared))
+    models = hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7)
+    assert fit(*models, Rejection(), shared, good) < 1e-6
 
 
 @pytest.mark.parametrize("align", [False, True])
-def test_rows_end_or_are_cut_where_the_whole_is_json(align: bool) -> None:
+def test_rows_end_or_are_cut_where_the_whole_is_json(align: bool, bundled: shoal.Shoal) -> None:
     left, right = '{"name": "shoal", "numbers": [1, 2', ", 5]}\n"
-    model = shoal.load(compile="off")
     options: Any = {
         "n": 8,
         "suffix": right,
@@ -352,21 +320,20 @@ def test_rows_end_or_are_cut_where_the_whole_is_json(align: bool) -> None:
         "syntax": "json",
         "align": align,
     }
-    samples = model.generate(left, **options)[0].samples
+    samples = bundled.generate(left, **options)[0].samples
     for sample in samples:
         assert sample.syntax in ("complete", "cut")
         json.loads(left + sample.text + right)
     assert len({sample.text for sample in samples}) > 1
 
 
-def test_grammars_are_given_by_name_text_or_path(tmp_path: Path) -> None:
+def test_grammars_are_given_by_name_text_or_path(bundled: shoal.Shoal, tmp_path: Path) -> None:
     path = tmp_path / "calculator.lark"
     path.write_text(CALCULATOR)
     assert read_syntax(str(path)) == read_syntax(CALCULATOR)
-    model = shoal.load(compile="off")
-    (sample,) = model.generate("1 + (2", suffix=")", syntax=str(path), max_new_tokens=6, seed=1)[0].samples
+    (sample,) = bundled.generate("1 + (2", suffix=")", syntax=str(path), max_new_tokens=6, seed=1)[0].samples
     column = read(quotients(CALCULATOR, ")"), "1 + (2" + sample.text)
     assert column is not None
     for wanted, message in (("rust", "syntax must be one of python, json"), (str(tmp_path / "none.lark"), "cannot be read")):
         with pytest.raises(RequestError, match=message):
-            model.generate("1", syntax=wanted, max_new_tokens=2)
+            bundled.generate("1", syntax=wanted, max_new_tokens=2)

@@ -1,4 +1,7 @@
-"""Open strings in middles of Python programs: every prefix of a right one is kept, one that nothing closes is refused at once."""
+"""Open strings in middles of Python programs: every prefix of a right one is kept, one that nothing closes is refused at once.
+
+Tests of: constraints.syntax.literals, layout and viable.
+"""
 
 from __future__ import annotations
 

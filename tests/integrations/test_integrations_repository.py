@@ -1,4 +1,7 @@
-"""`custom_generate` as a repository, the arguments that the callable refuses, and models in training mode."""
+"""`custom_generate` as a repository, the arguments that the callable refuses, and models in training mode.
+
+Tests of: integrations.repository, integrations.generate_batch, models.dropout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`model.generate(custom_generate=shoal.custom_generate)` returns what `generate` returns."""
+"""`model.generate(custom_generate=shoal.custom_generate)` returns what `generate` returns.
+
+Tests of: integrations.transformers, integrations.drafts, integrations.generate_batch.
+"""
 
 from __future__ import annotations
 

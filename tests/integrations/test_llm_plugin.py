@@ -1,4 +1,7 @@
-"""The plug-in of `llm` under integrations/, by llm's own command line and Python API, with the bundled pair."""
+"""The plug-in of `llm` under integrations/, by llm's own command line and Python API, with the bundled pair.
+
+Tests of: integrations/llm-shoal.
+"""
 
 from __future__ import annotations
 

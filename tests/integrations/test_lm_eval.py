@@ -1,4 +1,7 @@
-"""Log-probabilities of continuations, and lm-eval's model class: what Transformers computes, and the target's own texts."""
+"""Log-probabilities of continuations, and lm-eval's model class: what Transformers computes, and the target's own texts.
+
+Tests of: integrations.lm_eval, integrations.loglikelihoods.
+"""
 
 from __future__ import annotations
 
@@ -92,16 +95,11 @@ def asked(kind: str, *arguments: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
-    return shoal.load(max_batch=8)
-
-
-@pytest.fixture(scope="module")
-def ours(pair: Any) -> Any:
+def ours(bundled: Any) -> Any:
     pytest.importorskip("lm_eval", reason="the extra shoal[lm-eval] is not installed")
     from shoal.integrations.lm_eval import ShoalLM
 
-    return ShoalLM(pair)
+    return ShoalLM(bundled)
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +134,12 @@ def test_greedy_texts_are_those_of_its_class_for_transformers(ours: Any, theirs:
     assert ours.generate_until(requests, True) == theirs.generate_until(requests, True)
 
 
-def test_each_request_is_sampled_by_its_own_parameters(ours: Any, pair: Any) -> None:
+def test_each_request_is_sampled_by_its_own_parameters(ours: Any, bundled: Any) -> None:
     sampled = {"until": ["\n\n"], "do_sample": True, "temperature": 0.9, "top_p": 0.95, "max_gen_toks": 12, "seed": 7}
     other = {"until": [], "temperature": 1.3, "max_gen_toks": 5}
     requests = [asked("generate_until", PROMPTS[0], given) for given in (sampled, other, sampled)]
     found = ours.generate_until(requests, True)
-    direct = pair.generate(
+    direct = bundled.generate(
         PROMPTS[0], 2, temperature=0.9, top_p=0.95, max_new_tokens=12, seed=7, stop=["\n\n"], lookahead="off"
     )
     assert [found[0], found[2]] == [sample.text for sample in direct[0].samples]
@@ -166,9 +164,9 @@ def test_options_that_it_does_not_have_are_refused_by_name(ours: Any, given: Any
         ours.generate_until([asked("generate_until", "a", {"until": [], **given})], True)
 
 
-def test_a_loaded_pair_takes_no_options_of_loading(ours: Any, pair: Any) -> None:
+def test_a_loaded_pair_takes_no_options_of_loading(ours: Any, bundled: Any) -> None:
     with pytest.raises(RequestError, match="loaded already"):
-        type(ours)(pair, dtype="float32")
+        type(ours)(bundled, dtype="float32")
     with pytest.raises(RequestError, match="no tokenizer"):
         type(ours)(shoal.load(tiny_model("llama", seed=1)))
 

@@ -1,4 +1,7 @@
-"""Rollouts for TRL's trainers: the policy's own tokens and log-probabilities, in every step of a training run."""
+"""Rollouts for TRL's trainers: the policy's own tokens and log-probabilities, in every step of a training run.
+
+Tests of: integrations.trl.
+"""
 
 from __future__ import annotations
 

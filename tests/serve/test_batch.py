@@ -1,4 +1,7 @@
-"""`shoal batch`: what the server would answer, exactly once per id, whatever happened before."""
+"""`shoal batch`: what the server would answer, exactly once per id, whatever happened before; also of files of OpenAI's.
+
+Tests of: cli.batch, cli.batch_progress, serve.offline, serve.output_file, serve.batch_lines, serve.serve_config, durable.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair
+from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair, served
 from shoal import cli
 from shoal.api import Shoal
 from shoal.cli.batch_progress import BatchProgress, print_lines
@@ -169,36 +172,41 @@ def test_a_batch_goes_on_where_it_was_killed(tmp_path: Path, batch: Callable[...
 def test_the_rule_is_coupled_where_a_line_has_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: Any) -> None:
     rules, offline = [], ServeConfig.offline
     monkeypatch.setattr(ServeConfig, "offline", lambda self: (rules.append(self.rule), offline(self))[1])
-    batch(write(tmp_path / "a", [{"prompt": "x"}, {"prompt": "y", "seed": None}]), tmp_path / "a.out")
-    batch(write(tmp_path / "b", [{"prompt": "x"}, {"prompt": "y", "seed": 0}]), tmp_path / "b.out")
-    assert rules == ["rejection", "coupled"]
+    enveloped = [[asked("a", COMPLETIONS, prompt="x", **seed)] for seed in ({}, {"seed": 0})]
+    for lines in (*([{"prompt": "x"}, {"prompt": "y", "seed": seed}] for seed in (None, 0)), *enveloped):
+        (tmp_path / "out").unlink(missing_ok=True)
+        batch(write(tmp_path / "in", lines), tmp_path / "out")
+    assert rules == ["rejection", "coupled"] * 2
 
 
 @pytest.mark.parametrize(
-    ("lines", "kept", "said"),
+    ("kept", "said"),
     [
-        (
-            [{"id": "a", "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z"}],
-            "",
-            "lines 1 and 3 have the same id 'a'",
-        ),
-        ([{"id": "a", "prompt": "x"}], "precious\n", "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], '{"id": [1], "choices": [], "shoal": {}}\n', "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], '{"id": "a", "choices": []}\n', "out:1 is no answer of this version"),
-        ([{"id": "a", "prompt": "x"}], '{"id": "a", "prompt": "x"}\n', "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], "precious, without a line break", "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], "\0binary\n", "out:1 is no answer"),
-        ([{"id": "a", "prompt": "x"}], "precious\0", "out:1 is no answer"),
-        (None, "", "No such file"),
+        ("precious\n", "out:1 is no answer"),
+        ('{"id": [1], "choices": [], "shoal": {}}\n', "out:1 is no answer"),
+        ('{"id": "a", "choices": []}\n', "out:1 is no answer of this version"),
+        ('{"id": "a", "prompt": "x"}\n', "out:1 is no answer"),
+        ("precious, without a line break", "out:1 is no answer"),
+        ("\0binary\n", "out:1 is no answer"),
+        ("precious\0", "out:1 is no answer"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, batch: Any, lines: Any, kept: str, said: str) -> None:
-    source = tmp_path / "in" if lines is None else write(tmp_path / "in", lines)
+def test_files_that_hold_no_answers_are_left_alone(tmp_path: Path, batch: Any, kept: str, said: str) -> None:
     (tmp_path / "out").write_text(kept)
-    code, message = batch(source, tmp_path / "out")
-    assert code == 2
-    assert said in message
+    code, message = batch(write(tmp_path / "in", [{"id": "a", "prompt": "x"}]), tmp_path / "out")
+    assert (code, said in message) == (2, True), message
     assert (tmp_path / "out").read_text() == kept
+
+
+def test_lines_that_cannot_be_told_apart_or_read_are_refused(tmp_path: Path, batch: Any) -> None:
+    own = [{"id": "a", "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z"}]
+    theirs = [asked("a", COMPLETIONS, prompt="x"), chat("b", "y"), chat("a", "z")]
+    for lines in (own, theirs):
+        code, message = batch(write(tmp_path / "in", lines), tmp_path / "out")
+        assert (code, "lines 1 and 3 have the same id 'a'" in message) == (2, True)
+    code, message = batch(tmp_path / "nowhere", tmp_path / "out")
+    assert (code, "No such file" in message) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_output_is_another_file(tmp_path: Path, batch: Any) -> None:
@@ -422,3 +430,141 @@ def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
         (False, "0 of 1 lines answered"),
         (True, "1 of 1 lines answered"),
     ]
+
+
+# ── files of OpenAI's batch API ─────────────────────────────────────────────────────────────────────────────────────
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def asked(name: Any, url: Any, **body: Any) -> dict[str, Any]:
+    """A line as OpenAI's documentation shows it."""
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def chat(name: str, text: str, **options: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": text}]
+    return asked(name, CHAT, model="tiny", messages=messages, **options)
+
+
+def results(tmp_path: Path, lines: list[Any]) -> dict[str, dict[str, Any]]:
+    """What comes back, by custom id."""
+    found: list[Any] = []
+    offline = recipe(pair(max_batch=4), chat_template=TEMPLATE, max_tokens=64).offline()
+    offline.answer(read_lines(write(tmp_path / "in", lines)), found.append)
+    assert len(found) == len(lines)
+    return {entry["custom_id"]: entry for entry in found}
+
+
+def test_results_hold_what_the_server_answers(tmp_path: Path) -> None:
+    lines = [
+        chat("request-1", "Hello world!", seed=1, max_tokens=12),
+        chat("request-2", "Name a prime.", seed=2, max_completion_tokens=9, n=2, logprobs=True, user="somebody"),
+        asked("request-3", COMPLETIONS, prompt="hello", seed=3, n=3, best_of=4),
+        asked("request-4", COMPLETIONS, model="tiny", prompt=["a", "b"], temperature=0, max_tokens=9999),
+        chat("request-5", "Hi", seed=5, nn=1),
+        asked("request-6", COMPLETIONS, prompt="x", model="other"),
+        asked("request-7", COMPLETIONS, prompt="x", n=0),
+    ]
+    got = results(tmp_path, lines)
+    with served(pair(max_batch=4), chat_template=TEMPLATE, max_tokens=64) as server:
+        for line in lines:
+            answer = server.post(line["url"], **({"prompt": None} if "messages" in line["body"] else {}) | line["body"])
+            result = got[line["custom_id"]]
+            assert result.keys() == {"id", "custom_id", "response", "error", "shoal"}
+            assert result["id"].startswith("batch_req_")
+            assert result["error"] is None
+            assert result["response"].keys() == {"status_code", "request_id", "body"}
+            assert result["response"]["request_id"]
+            assert result["response"]["status_code"] == answer.status_code
+            assert essence(result["response"]["body"]) == essence(answer.json())
+            notes = {name: value for name, value in answer.headers.items() if name in ("x-shoal-ignored", "x-shoal-clamped")}
+            assert result["shoal"].get("notes", {}) == notes
+    assert [got[f"request-{n}"]["response"]["status_code"] for n in range(1, 8)] == [200, 200, 200, 200, 400, 404, 400]
+    completion = openai.types.chat.ChatCompletion.model_validate(got["request-2"]["response"]["body"])
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 2 * 9
+    assert len({result["id"] for result in got.values()}) == len({r["response"]["request_id"] for r in got.values()}) == 7
+
+
+def test_lines_of_responses_are_answered(tmp_path: Path) -> None:
+    body = {"model": "tiny", "input": "Hello world!", "seed": 1, "max_output_tokens": 999}
+    got = results(
+        tmp_path, [asked("a", "/v1/responses", **body), chat("b", "x", seed=1), asked("c", "/v1/responses", input=[])]
+    )
+    answer = openai.types.responses.Response.model_validate(got["a"]["response"]["body"])
+    assert answer.usage is not None
+    assert (answer.output_text != "", answer.usage.output_tokens) == (True, 64)
+    assert got["a"]["shoal"]["notes"] == {"x-shoal-clamped": "max_output_tokens=64"}
+    assert (got["c"]["response"]["status_code"], got["c"]["response"]["body"]["error"]["param"]) == (400, "input")
+
+
+def essence(body: dict[str, Any]) -> Any:
+    """An answer without what differs from one asking to the next."""
+    usage = body.get("usage", {})
+    took = [{**choice, "rounds": 0, "mean_logprob": 0} for choice in usage.get("choices", ())]
+    texts = [choice.get("text", choice.get("message")) for choice in body.get("choices", ())]
+    return [body.get(name) for name in ("error", "object", "model")], texts, took, usage.get("completion_tokens")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"url": "/v1/embeddings"}, "invalid_url", "/v1/embeddings"),
+        ({"url": None}, "invalid_url", "None"),
+        ({"url": ["/v1/completions"]}, "invalid_url", "url must be"),
+        ({"method": "GET"}, "invalid_method", "GET"),
+        ({"method": None}, "invalid_method", "POST"),
+        ({"body": "text"}, "invalid_body", "body"),
+        ({"body": None}, "invalid_body", "body"),
+        ({"prompt": "x"}, "unknown_field", "'prompt'"),
+        ({"id": "x"}, "unknown_field", "'id'"),
+        ({"custom_id": 7}, "invalid_custom_id", "custom_id"),
+    ],
+)
+def test_a_wrong_line_has_no_response_and_leaves_the_others_alone(tmp_path: Path, change: Any, code: str, said: str) -> None:
+    wrong = {**asked("wrong", COMPLETIONS, prompt="x"), **change}
+    got = results(tmp_path, [wrong, asked("right", COMPLETIONS, prompt="x", seed=1)])
+    result = got[wrong["custom_id"]]
+    assert (result["response"], result["error"]["code"]) == (None, code)
+    assert result["error"].keys() == {"code", "message"}
+    assert said in result["error"]["message"]
+    assert got["right"]["response"]["status_code"] == 200
+
+
+def test_a_line_without_custom_id_goes_by_its_number(tmp_path: Path) -> None:
+    nameless = asked("x", COMPLETIONS, prompt="x")
+    del nameless["custom_id"]
+    got = results(tmp_path, [asked("right", COMPLETIONS, prompt="x"), nameless])
+    assert got["line-2"]["error"]["code"] == "invalid_custom_id"
+
+
+def test_a_stream_is_refused_as_the_api_would_refuse_a_field(tmp_path: Path) -> None:
+    result = results(tmp_path, [chat("a", "hi", stream=True)])["a"]
+    assert result["error"] is None
+    assert (result["response"]["status_code"], result["response"]["body"]["error"]["param"]) == (400, "stream")
+
+
+def test_both_kinds_of_lines_in_one_file(tmp_path: Path, batch: Any) -> None:
+    lines = [asked("one", COMPLETIONS, prompt="hello", seed=1), {"id": "two", "prompt": "hello", "seed": 1}, {"prompt": "x"}]
+    tally = batch(write(tmp_path / "in", lines), tmp_path / "out")
+    assert (tally["answered"], tally["failed"], tally["tokens"]) == (3, 0, 3 * 16)
+    assert 0 < tally["accepted"] <= tally["drafted"]
+    found = {one.get("custom_id", one["id"]): one for one in map(json.loads, (tmp_path / "out").read_text().splitlines())}
+    assert [name for name, one in sorted(found.items()) if "custom_id" in one] == ["one"]
+    assert sorted(found) == ["line-3", "one", "two"]
+    assert found["one"]["response"]["body"]["choices"][0]["text"] == found["two"]["choices"][0]["text"]
+    kept = (tmp_path / "out").read_bytes()
+    (tmp_path / "out").write_bytes(kept[:-30])
+    assert batch(tmp_path / "in", tmp_path / "out")["answered"] == 1
+
+
+def test_failures_are_counted(tmp_path: Path, batch: Any) -> None:
+    lines = [asked("a", "/v1/embeddings", input="x"), asked("b", COMPLETIONS, prompt="x", n=0)]
+    source = write(tmp_path / "in", lines)
+    code, tally = batch(source, tmp_path / "out")
+    assert (code, tally["answered"], tally["failed"]) == (1, 2, 2)
+    settings = json.loads((tmp_path / "out").read_text().splitlines()[0])["shoal"]
+    del settings["line"]
+    with OutputFile(tmp_path / "out", list(read_lines(source)), settings) as ledger:
+        assert ledger.failed == ledger.ids == {"a", "b"}

@@ -1,4 +1,7 @@
-"""The chat templates that come with shoal: what their formats say, word for word, and their names on the command line."""
+"""The chat templates that come with shoal: what their formats say, word for word, and their names on the command line.
+
+Tests of: cli/chat_templates, cli.files, serve.tool_calls, serve.message_models.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from serving import pair, served
 from shoal.cli import run
 from shoal.cli.files import read_template, template_names, turn_ends
 from shoal.errors import RequestError
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, format_of
-from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.scripted import History, one_hot
+from shoal.testing import tiny_tokenizer
+from tool_calls import speaks
 
 CHAT: list[Any] = [
     {"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"},
@@ -129,22 +131,11 @@ def test_a_name_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
         read_template(Path("llama4"))
 
 
-ENDED = "Hi.<|im_end|>\n<|im_start|>user\nAnd"
-
-
-def goes_on_behind_its_turn(tokenizer: Any) -> History:
-    """Says `ENDED` whenever it is the assistant's turn."""
-    begin, said = tuple(tokenizer.encode("<|im_start|>assistant\n")), tokenizer.encode(ENDED)
-
-    def script(ids: tuple[int, ...]) -> torch.Tensor:
-        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
-        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
-
-    return script
+BEGIN, ENDED = "<|im_start|>assistant\n", "Hi.<|im_end|>\n<|im_start|>user\nAnd"
 
 
 def test_what_ends_a_turn_ends_an_answer(tokenizer: Any) -> None:
-    ended, script = ENDED, goes_on_behind_its_turn(tokenizer)
+    ended, script = ENDED, speaks(ENDED, BEGIN, ends=False)
     options = {"chat_template": read_template(Path("chatml")), "turn_ends": turn_ends(Path("chatml"))}
     with served(pair(script), **options) as server:
         for speculation, drafted in (("auto", True), ("off", False)):
@@ -167,7 +158,7 @@ def test_what_ends_a_turn_ends_a_line_of_a_file_with_stop_strings_of_its_own(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a server adds it to those of a request, unless nothing ends a sample by itself."""
-    shoal, file = pair(goes_on_behind_its_turn(tokenizer)), tmp_path / "asked.jsonl"
+    shoal, file = pair(speaks(ENDED, BEGIN, ends=False)), tmp_path / "asked.jsonl"
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda self: shoal)
     lines = [{}, {"stop": ["q"]}, {"stop": "q"}, {"stop": ["."]}, {"n": 2}, {"eos": []}, {"eos": [], "stop": "A"}]
     file.write_text("".join(json.dumps({"prompt": "x"} | line) + "\n" for line in lines))
@@ -199,9 +190,8 @@ def test_ends_of_turns_are_those_of_the_formats(tokenizer: Any) -> None:
     """Behind an answer there is the end of a turn, the token that ends texts, or what begins the user's turn."""
     assert turn_ends(None) == turn_ends(Path("mine.jinja")) == ()
     for name in RENDERED:
-        behind = rendered(tokenizer, name, [*CHAT[:2], {"role": "assistant", "content": "ANSWER"}, CHAT[3]]).split("ANSWER")[
-            1
-        ]
+        answer = {"role": "assistant", "content": "ANSWER"}
+        _, behind = rendered(tokenizer, name, [*CHAT[:2], answer, CHAT[3]]).split("ANSWER")
         for end in turn_ends(Path(name)) or ("</s>",):
             assert end in behind.split("V")[0]
 

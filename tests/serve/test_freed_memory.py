@@ -1,4 +1,7 @@
-"""Memory that a server freed goes back to the system."""
+"""Memory that a server freed goes back to the system.
+
+Tests of: serve.freed_memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The chat at /chat, in a real browser: markdown, history, candidates, what is edited, drawn again and stopped."""
+"""The chat at /chat, in a real browser: markdown, history, candidates, what is edited, drawn again and stopped.
+
+Tests of: serve/playground: the page at /chat.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from browsers import CHROMIUM, RANGES, browser, eventually, expect, fits, opened
 from serving import TIMEOUT_SECONDS, Gate, Served, legible, pair, served
 
 __all__ = ["browser", "opened"]  # fixtures
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
 
 

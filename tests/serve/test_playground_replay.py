@@ -1,4 +1,7 @@
-"""What the page at / does with a run once it is there: steps, race, links and exports, in a real browser."""
+"""What the page at / does with a run once it is there: steps, race, links and exports, in a real browser.
+
+Tests of: serve/playground: replay and race of the page at /; serve.model_identity.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from shoal.models.loading import bundled
 from shoal.serve.model_identity import people_call
 
 __all__ = ["browser", "opened"]  # fixtures
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]
 HIDDEN = "nodes => nodes.filter((node) => !node.getClientRects().length).length"
 
 

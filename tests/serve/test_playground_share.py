@@ -1,4 +1,7 @@
-"""What people take away from the page at /: examples, links that run, copies and exports, in a real browser."""
+"""What people take away from the page at /: examples, links that run, copies and exports, in a real browser.
+
+Tests of: serve/playground: examples, links, copies and exports of the page at /.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from browsers import CHROMIUM, asked, browser, eventually, expect, fits, opened,
 from serving import TIMEOUT_SECONDS, Served, pair, served
 
 __all__ = ["browser", "opened", "server"]  # fixtures
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]
 CLIPBOARD = {"permissions": ["clipboard-read", "clipboard-write"]}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 

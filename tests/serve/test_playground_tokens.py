@@ -1,4 +1,7 @@
-"""Code colours and token cards of the page, in a real browser."""
+"""Code colours and token cards of the page, in a real browser.
+
+Tests of: serve/playground: code colours and token cards of the page at /.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from browsers import CHROMIUM, RANGES, asked, browser, eventually, expect, fits,
 from serving import Served
 
 __all__ = ["browser", "opened", "server"]  # fixtures
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]
 
 
 def token(text: str, id: int = 1, logprob: float = -0.5, drafter: str | None = None) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""More than one process: nothing lost, nothing doubled, and with seeds the tokens of one, though a worker is killed."""
+"""More than one process: nothing lost, nothing doubled, and with seeds the tokens of one, though a worker is killed.
+
+Tests of: serve.cluster, serve.pool, serve.relay, serve.replica_metrics.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,7 @@ from shoal.serve import cluster, pool  # noqa: E402
 SECONDS = 240
 """The longest that anything is waited for."""
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.limit(600),  # many processes that each import torch
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
 ]

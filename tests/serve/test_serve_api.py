@@ -1,4 +1,8 @@
-"""`shoal serve` answers with exactly what `generate` gives, field by field, through the official client."""
+"""`shoal serve` answers with exactly what `generate` gives, field by field, through the official client.
+
+Tests of: serve.app, serve.api_formats, serve.request_models, serve.request_builder, serve.response_models, serve.responses,
+serve.token_names, serve.metrics, serve.api_errors.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from itertools import chain
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving import Served, legible, pair, served
 from shoal import __version__
+from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.engine import samples
 from shoal.serve.token_names import name_and_bytes
@@ -227,25 +231,6 @@ def test_a_schema_that_is_cut_ends_by_length(server: Served) -> None:
     assert len(json.loads(choice["text"])) == 20
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"grammar": {"type": "regex", "text": "("}},
-        {"grammar": {"type": "lark", "text": "start: nowhere"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}},
-        {"response_format": {"type": "xml"}},
-        {"response_format": {"type": "json_object", "whitespace": "none"}},
-        {"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}},
-    ],
-    ids=str,
-)
-def test_a_grammar_that_is_none_is_refused(server: Served, fields: dict[str, Any]) -> None:
-    response = server.post(**fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"]
-    assert server.worker.thread.alive
-
-
 # ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,6 +282,8 @@ def test_details_tell_the_tokens_and_where_they_came_from(server: Served) -> Non
         assert last["mean_logprob"] == pytest.approx(sample.mean_logprob)
         assert (last["committed"], last["drafted"], last["accepted"]) == (30, sample.drafted, sample.accepted)
         assert [details["rounds"] for details in mine] == list(range(1, sample.rounds + 1))
+        assert all("by_round" not in details for details in mine)
+    assert all("shoal" not in c for piece in events(server, max_tokens=5) for c in piece["choices"])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -331,16 +318,6 @@ def test_rounds_tell_what_was_drafted_and_rejected(path: str, stream: bool) -> N
                 assert tokens[done["start"] + done["accepted"]]["id"] != done["rejected"][0]["id"]
         drafted += mine[-1]["drafted"]
     assert drafted
-
-
-def test_rounds_are_told_only_if_asked_for(server: Served) -> None:
-    assert all(
-        "by_round" not in c["shoal"] for e in events(server, max_tokens=5, shoal={"details": True}) for c in e["choices"]
-    )
-
-
-def test_without_details_there_are_none(server: Served) -> None:
-    assert all("shoal" not in c for piece in events(server, max_tokens=5) for c in piece["choices"])
 
 
 # ── log-probabilities, echo, best_of, suffix ────────────────────────────────────────────────────────────────────────
@@ -462,13 +439,13 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
     assert [took["ended_by"] for took in answer["usage"]["choices"]] == [sample.finish_reason for sample in best]
 
 
-def test_suffix_fills_in(bundled: Served) -> None:
+def test_suffix_fills_in(filling: Served) -> None:
     body = {"prompt": "def add(a, b):\n    ", "suffix": "\n    return c\n", "temperature": 0, "max_tokens": 12}
-    (choice,) = bundled.post(**body, align=False).json()["choices"]
+    (choice,) = filling.post(**body, align=False).json()["choices"]
     from shoal.constraints.fim import fill_in_middle
 
-    ids = fill_in_middle(bundled.shoal.tokenizer, body["prompt"], body["suffix"])
-    (sample,) = bundled.shoal.generate([ids], temperature=0, max_new_tokens=12)[0].samples
+    ids = fill_in_middle(filling.shoal.tokenizer, body["prompt"], body["suffix"])
+    (sample,) = filling.shoal.generate([ids], temperature=0, max_new_tokens=12)[0].samples
     assert choice["text"] == sample.text
 
 
@@ -483,17 +460,16 @@ def test_prompts_are_aligned_as_by_generate(server: Served, monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Iterator[Served]:
-    import shoal
-
-    with served(shoal.load()) as running:
+def filling(bundled: Shoal) -> Iterator[Served]:
+    """The bundled pair, which fills in middles."""
+    with served(bundled) as running:
         yield running
 
 
 @pytest.mark.parametrize("exact", ["weights", "smc"])
-def test_samples_are_weighed(bundled: Served, exact: str) -> None:
+def test_samples_are_weighed(filling: Served, exact: str) -> None:
     grammar = {"type": "regex", "text": "[a-z]{2}[0-9]{3} x*;"}
-    before = bundled.worker.thread.engine.stats.resampled
+    before = filling.worker.thread.engine.stats.resampled
     body: dict[str, Any] = {
         "prompt": "value = ",
         "temperature": 1.0,
@@ -502,11 +478,11 @@ def test_samples_are_weighed(bundled: Served, exact: str) -> None:
         "max_tokens": 10,
         "grammar": grammar,
     }
-    weights = [took["log_weight"] for took in bundled.post(**body, exact=exact).json()["usage"]["choices"]]
+    weights = [took["log_weight"] for took in filling.post(**body, exact=exact).json()["usage"]["choices"]]
     assert len(set(weights)) > 1 or exact == "smc"
     assert all(weight < 0 for weight in weights)
-    assert (bundled.worker.thread.engine.stats.resampled > before) is (exact == "smc")
-    assert "log_weight" not in bundled.post(**body).json()["usage"]["choices"][0]
+    assert (filling.worker.thread.engine.stats.resampled > before) is (exact == "smc")
+    assert "log_weight" not in filling.post(**body).json()["usage"]["choices"][0]
 
 
 @pytest.mark.parametrize(
@@ -525,29 +501,29 @@ def test_what_cannot_be_weighed_is_refused(server: Served, body: dict[str, Any],
     assert words in refused.json()["error"]["message"] + str(refused.json()["error"]["param"])
 
 
-def test_syntax_cuts_middles_where_they_parse(bundled: Served) -> None:
+def test_syntax_cuts_middles_where_they_parse(filling: Served) -> None:
     left, right = "def add(a, b):\n    c = a +", "\n    return c\n"
     body = {"prompt": left, "suffix": right, "syntax": "python", "n": 4, "max_tokens": 12, "seed": 3}
-    answer = bundled.post(**body).json()
+    answer = filling.post(**body).json()
     texts = [choice["text"] for choice in answer["choices"]]
     for text in texts:
         compile(left + text + right, "whole", "exec")
     states = {took["syntax"] for took in answer["usage"]["choices"]}
     assert states <= {"complete", "cut"}
     assert "cut" in states
-    samples = bundled.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
+    samples = filling.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
     assert texts == [sample.text for sample in samples]
-    answer = bundled.post(prompt='["a', suffix='b", 1]', syntax="json", n=2, max_tokens=6, seed=3).json()
+    answer = filling.post(prompt='["a', suffix='b", 1]', syntax="json", n=2, max_tokens=6, seed=3).json()
     assert all(len(json.loads(f'["a{choice["text"]}b", 1]')) >= 2 for choice in answer["choices"])
-    refused = bundled.post(prompt="x = = ", syntax="python", max_tokens=4)
+    refused = filling.post(prompt="x = = ", syntax="python", max_tokens=4)
     assert refused.status_code == 400
     assert "not the beginning of a Python program" in refused.json()["error"]["message"]
 
 
-def test_the_bundled_pair_greedily(bundled: Served) -> None:
+def test_the_bundled_pair_greedily(filling: Served) -> None:
     prompts = ["def add(a, b):\n", "def is_even(n):\n"]
-    answer = bundled.post(prompt=prompts, temperature=0, n=2, max_tokens=40).json()
-    result = bundled.shoal.generate(prompts, 2, temperature=0, max_new_tokens=40, lookahead="off")
+    answer = filling.post(prompt=prompts, temperature=0, n=2, max_tokens=40).json()
+    result = filling.shoal.generate(prompts, 2, temperature=0, max_new_tokens=40, lookahead="off")
     assert [choice["text"] for choice in answer["choices"]] == [s.text for output in result for s in output.samples]
     assert sum(took["accepted"] for took in answer["usage"]["choices"]) > 0
 
@@ -658,17 +634,7 @@ def test_metrics_tell_what_requests_took() -> None:
     assert [found[name,] for name in names] == [1, 0, 0, 8 + 256]
 
 
-def test_models(server: Served) -> None:
-    (model,) = server.client.models.list().data
-    assert model.id == "tiny"
-    assert model.model_extra["shoal"]["loaded"] == server.shoal.loaded
-    assert server.client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError) as error:
-        server.client.models.retrieve("huge")
-    assert error.value.code == "model_not_found"
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[Any, ...]] = [
     ({"tools": []}, "tools"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -691,23 +657,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [1]}, "stop"),
     ({"stop": ["x"] * 65}, "stop"),
     ({"stop": "x" * 513}, "stop"),
-    ({"stop": [""]}, "stop"),
+    ({"stop": [""]}, "stop", "stop must be non-empty strings"),
     ({"stop_token_ids": [260]}, "stop_token_ids"),
     ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
-    ({"logit_bias": {"260": 1}}, "logit_bias"),
+    ({"logit_bias": {"260": 1}}, "logit_bias", "logit_bias names token id 260"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"٣": 1}}, "logit_bias"),
     ({"logit_bias": {"1": float("inf")}}, "logit_bias.1"),
     ({"temperature": float("nan")}, "temperature"),
-    ({"suffix": "x"}, "suffix"),
-    ({"prompt": ""}, "prompt"),
+    ({"suffix": "x"}, "suffix", "no fill-in-the-middle tokens"),
+    ({"prompt": ""}, "prompt", "the prompt is empty"),
     ({"prompt": ["x", [1]]}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"),
-    ({"prompt": [260]}, "prompt"),
-    ({"prompt": "x" * 3000}, "prompt"),
+    ({"prompt": [260]}, "prompt", "prompt ids must be in 0..259"),
+    ({"prompt": "x" * 3000}, "prompt", "you requested 3001 tokens (3000 in the prompt, 1 in"),
     ({"prompt": ["x"] * 200_000}, "prompt"),
     ({"prompt": ["x"] * 60, "n": 5, "max_tokens": 0, "echo": True}, "prompt"),
     ({"grammar": {"type": "regex", "text": "("}}, "grammar"),
+    ({"grammar": {"type": "lark", "text": "start: nowhere"}}, "grammar"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "whitespace": "none"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}}, "grammar"),
     ({"grammar": {"type": "regex", "text": "a?" * 2**13 + "b"}}, "grammar"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
     ({"seed": 2**63}, "seed"),
@@ -723,47 +694,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str, Any], param: str) -> None:
-    body = json.dumps({"prompt": "hello", **fields})
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == (404 if param == "model" else 400)
-    error = response.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["param"].split(".")[0] == param.split(".")[0]
-    assert error["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": [999]}, "prompt ids must be in 0..259"),
-        (
-            {"prompt": "x" * 3000},
-            "you requested 3001 tokens (3000 in the prompt, 1 in",
-        ),
-        ({"logit_bias": {"999": 1}}, "logit_bias names token id 999"),
-        ({"stop": [""]}, "stop must be non-empty strings"),
-        ({"suffix": "x"}, "no fill-in-the-middle tokens"),
-    ],
-)
-def test_what_the_engine_refuses_is_told_in_its_words(server: Served, fields: dict[str, Any], message: str) -> None:
-    for stream in (False, True):
-        response = server.post(stream=stream, **fields)
-        assert response.status_code == 400
-        assert message in response.json()["error"]["message"]
-
-
-def test_a_chat_is_refused_for_its_messages(server: Served) -> None:
-    long = [{"role": "user", "content": "x" * 3000}]
-    response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": long, "max_tokens": 1})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-
-
-def test_null_is_the_default(server: Served) -> None:
-    nulls = dict.fromkeys(("temperature", "stop", "logit_bias", "stream", "n", "echo", "suffix", "speculation", "shoal"))
-    assert server.post(seed=1, **nulls).json()["choices"] == server.post(seed=1).json()["choices"]
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case)[:40])
+def test_what_cannot_be_done_is_refused_by_name(server: Served, case: tuple[Any, ...]) -> None:
+    """What the engine refuses is told in its words, before a stream begins, too."""
+    fields, param, *words = case
+    for stream in (False, True) if words else (False,):
+        body = json.dumps({"prompt": "hello", **({"stream": True} if stream else {}), **fields})
+        response = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == (404 if param == "model" else 400)
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"].split(".")[0] == param.split(".")[0]
+        assert "".join(words) in error["message"] != ""
 
 
 def test_seeds_are_refused_where_they_cannot_be_kept() -> None:

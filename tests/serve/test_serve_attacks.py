@@ -1,4 +1,8 @@
-"""Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile."""
+"""Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile.
+
+Tests of: serve.bodies, serve.protocol, serve.hosts, serve.ops, serve.api_errors, serve.run,
+serve.request_parser.
+"""
 
 from __future__ import annotations
 

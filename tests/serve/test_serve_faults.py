@@ -1,4 +1,8 @@
-"""What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on."""
+"""What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on.
+
+Tests of: serve.worker, serve.engine_thread, serve.submissions, serve.keys, serve.run,
+serve.scoring, cli.serve.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,17 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-import serving
-from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
-from serving_faults import asking, assert_all_given_back, in_background, server
+from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, run_until_it_ends, served
+from serving_faults import asking, assert_all_given_back, connect_narrowly, in_background, narrow, server
 from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import protocol, run
 from shoal.serve.keys import is_valid_key, owner_of, read_keys, weights_of
-from shoal.serve.run import bind
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
-from shoal.testing import save_pair
 
-__all__ = ["server"]  # fixtures
+__all__ = ["narrow", "server"]  # fixtures
 
 JSON = {"content-type": "application/json"}
 
@@ -47,11 +48,8 @@ JSON = {"content-type": "application/json"}
 def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
     gate = Gate(legible(0), length=40)
     with served(pair(gate)) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        body = json.dumps({"prompt": "hello", "n": 3, "max_tokens": 900, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(head.encode() + body)
+        with server.connect() as connection:
+            connection.sendall(asking(prompt="hello", n=3, max_tokens=900, stream=stream))
             assert gate.reached.wait(TIMEOUT_SECONDS)
             assert server.worker.rows == 3
             if stream:
@@ -64,21 +62,11 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off those who do not read")
-def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_cut_off(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "UNREAD_TIMEOUT_SECONDS", 1.0)
-
-    def narrow(host: str, port: int) -> socket.socket:
-        listening = bind(host, port)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # little is on its way
-        return listening
-
-    monkeypatch.setattr(serving, "bind", narrow)
-    with served(pair()) as server, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(TIMEOUT_SECONDS)
-        connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        connection.sendall(asking(prompt="hello", n=4, max_tokens=200, logprobs=20, stream=True))
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    with served(pair()) as server, connect_narrowly(server) as connection:
+        connection.sendall(asking(prompt="hello", n=4, max_tokens=80, logprobs=20, stream=True))
+        assert connection.recv(12).startswith(b"HTTP/1.1 200")
         assert_all_given_back(server)  # though the connection is open, and there is more to read
         rest = b""
         with suppress(ConnectionError):
@@ -88,8 +76,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_headers_without_end_are_not_held(server: Served) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(TIMEOUT_SECONDS)
+    with server.connect() as connection:
         sent = 0
         with suppress(ConnectionError):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
@@ -100,8 +87,7 @@ def test_headers_without_end_are_not_held(server: Served) -> None:
 
 
 def test_one_connection_serves_many_requests(server: Served) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(TIMEOUT_SECONDS)
+    with server.connect() as connection:
         connection.sendall(3 * asking(prompt="hello", max_tokens=2, seed=1))
         got = b""
         while got.count(b'"choices"') < 6:  # one in each answer, and one in its usage
@@ -109,6 +95,7 @@ def test_one_connection_serves_many_requests(server: Served) -> None:
     assert got.count(b"HTTP/1.1 200") == 3
 
 
+@pytest.mark.slow
 def test_three_hundred_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)  # so many threads take long to send
     limits = httpx.Limits(max_connections=300)
@@ -195,12 +182,6 @@ def test_malformed_json(server: Served, body: bytes) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_json_that_does_not_say_so(server: Served) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
-    assert response.status_code == 400
-    assert "sent as application/json" in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_ten_megabytes(server: Served, chunked: bool) -> None:
     body = b'{"prompt": "' + b"x" * 10 * 2**20 + b'"}'
@@ -211,32 +192,15 @@ def test_a_body_of_ten_megabytes(server: Served, chunked: bool) -> None:
     assert server.post().status_code == 200
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("PUT", "/v1/completions", 405)])
-def test_what_is_not_there(server: Served, method: str, path: str, status: int) -> None:
-    response = httpx.request(method, server.url + path)
-    assert response.status_code == status
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-
-def test_curl_can_talk_to_it(server: Served) -> None:
-    body = json.dumps({"prompt": "hello", "seed": 4, "stream": True})
-    command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2])
-    assert text == server.shoal.generate("hello", seed=4, max_new_tokens=16, lookahead=4)[0].samples[0].text
-
-
 # ── keys and origins ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_keys_open_the_api_and_nothing_else_does() -> None:
     with served(pair(), keys=("first", "second")) as server:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer firs"}, {"authorization": "first"}):
-            for path in ("/v1/models", "/v1/completions", "/v1/chat/completions"):
-                response = httpx.request(
-                    "GET" if path == "/v1/models" else "POST", server.url + path, headers=given, json={}
-                )
+            for path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/tokenizer_info"):
+                method = "GET" if path in ("/v1/models", "/tokenizer_info") else "POST"
+                response = httpx.request(method, server.url + path, headers=given, json={})
                 assert response.status_code == 401
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.json()["error"]["code"] == "invalid_api_key"
@@ -246,15 +210,15 @@ def test_keys_open_the_api_and_nothing_else_does() -> None:
         assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
 
 
-def test_the_command_asks_for_the_keys_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_asks_for_the_keys_of_its_file(
+    saved_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "keys").write_text("first\n")
-    target, drafter = map(str, save_pair(tmp_path))
+    target, drafter = saved_pair
     apps: list[Any] = []
     monkeypatch.setattr("shoal.serve.run.run", lambda app, *_, **__: apps.append(app))
-    assert (
-        cli.run(["serve", "--model", target, "--draft", drafter, "--port", "0", "--api-key-file", str(tmp_path / "keys")])
-        == 0
-    )
+    ask = ["serve", "--model", str(target), "--draft", str(drafter), "--port", "0", "--api-key-file", str(tmp_path / "keys")]
+    assert cli.run(ask) == 0
     statuses = []
     with TestClient(apps[0], base_url="http://localhost") as client:
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Bearer first"}):
@@ -411,12 +375,6 @@ def test_a_row_whose_model_fails_fails_alone() -> None:
         assert server.metric('shoal_rows_total{reason="error"}') == 3
 
 
-def test_controls_that_leave_no_token_are_the_requests_fault(server: Served) -> None:
-    response = server.post(grammar={"type": "regex", "text": "a"}, logit_bias={"999": 0.0})
-    assert response.status_code == 400
-    assert_all_given_back(server)
-
-
 # ── the engine's thread ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -457,20 +415,17 @@ def test_a_killed_thread_turns_health_red_and_hangs_nobody() -> None:
         assert isinstance(server.worker.thread.failure, SystemExit)
 
 
-def test_a_thread_killed_while_idle() -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_thread_that_ends_by_itself_turns_health_red(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it is idle, or by an error that nobody foresaw."""
+
+    def step() -> None:
+        raise ZeroDivisionError("a bug")
+
     with served(pair()) as server:
-        kill(server.worker.thread._thread)
-        assert server.post().status_code == 503
-        assert_red(server)
-
-
-def test_what_nobody_foresaw_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(pair()) as server:
-
-        def step() -> None:
-            raise ZeroDivisionError("a bug")
-
         monkeypatch.setattr(server.worker.thread.engine, "step", step)
+        if killed:
+            kill(server.worker.thread._thread)
         assert server.post().status_code == 503
         assert_red(server)
 
@@ -484,7 +439,7 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     app = application(pair(gate))
     lines: list[str] = []
 
-    def client() -> None:
+    def client(url: str) -> None:
         body = {"prompt": "hello", "n": 2, "max_tokens": 60, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS) as response:
             assert gate.reached.wait(TIMEOUT_SECONDS)
@@ -493,12 +448,8 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
             gate.opened.set()
             lines.extend(line for line in response.iter_lines() if line)
 
-    with bind("127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread = threading.Thread(target=client)
-        with pytest.raises(KeyboardInterrupt) if sent == signal.SIGINT else nullcontext():
-            run.run(app, listening, TIMEOUT_SECONDS, "critical", ready=thread.start)
-        thread.join()
+    with pytest.raises(KeyboardInterrupt) if sent == signal.SIGINT else nullcontext():
+        run_until_it_ends(app, client)
     assert lines[-1] == "data: [DONE]"
     ends = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line[6:])["choices"]]
     assert ends.count("length") == 2
@@ -513,7 +464,7 @@ def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int, monkeyp
     worker = app.state.worker
     got: list[httpx.Response] = []
 
-    def client() -> None:
+    def client(url: str) -> None:
         thread, answers = in_background(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_SECONDS))
         assert gate.reached.wait(TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -526,11 +477,7 @@ def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int, monkeyp
         got.extend(answers)
 
     body = {"prompt": "hello", "n": 2, "max_tokens": 900}
-    with bind("127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread = threading.Thread(target=client)
-        run.run(app, listening, drain, "critical", ready=thread.start)
-        thread.join()
+    run_until_it_ends(app, client, drain)
     took = got[0].json()["usage"]["choices"]
     assert [choice["ended_by"] for choice in took] == ["cancelled", "cancelled"]
     assert all(15 < choice["completion_tokens"] < 900 for choice in took)
@@ -546,6 +493,7 @@ def refused(url: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)  # a process of its own loads the pair
 def test_the_command_leaves_nothing_behind() -> None:
     command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", "--name", "small"]

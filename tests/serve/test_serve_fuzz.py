@@ -1,4 +1,7 @@
-"""Whatever fits the server's own description of itself, or just does not, is answered as described, and never with a crash."""
+"""Whatever fits the server's own description of itself, or just does not, is answered as described, and never with a crash.
+
+Tests of: serve.app, serve.request_models, serve.item_models, serve.infill_models; the description at /openapi.json.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ MODELS = (CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest)
 FIELDS = sorted({name for model in MODELS for name in model.model_fields})
 NEEDED = {"prompt", "tokens", "messages", "input", "input_prefix", "input_suffix"}
 load_all_checks()
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

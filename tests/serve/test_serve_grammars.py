@@ -1,12 +1,12 @@
-"""Grammars of strangers: what takes all the time or memory there is holds nobody up, and what comes again is read once."""
+"""Grammars of strangers: what takes all the time or memory there is holds nobody up, and what comes again is read once.
+
+Tests of: serve.grammars, serve.grammar_probe, serve.given_grammars, constraints.compiler.
+"""
 
 from __future__ import annotations
 
 import ast
 import gc
-import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,11 +26,10 @@ from shoal.constraints.compiler import grammars_of
 from shoal.constraints.sources import source_of
 from shoal.errors import RequestError
 from shoal.serve import grammar_probe, grammars
-from shoal.serve.grammars import GrammarReader, Probe
+from shoal.serve.grammars import Probe
 from shoal.testing import VOCABULARY, tiny_tokenizer
 
 pytest.importorskip("llguidance")
-TOKENIZER = tiny_tokenizer()
 PRIMES = (97, 89, 83, 79)
 ENDLESS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in PRIMES]}
 """llguidance multiplies the automata of the factors, minutes long, whatever its own limits are."""
@@ -45,25 +44,40 @@ def regex(text: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been read before."""
-    monkeypatch.setattr(reading, "_known", {})
+def fresh() -> Any:
+    """A tokenizer for which nothing has been read before."""
+    return tiny_tokenizer()
 
 
 @pytest.fixture
-def server(fresh: None) -> Iterator[Served]:
-    with serving.served(pair(tokenizer=TOKENIZER)) as running:
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """Those that are started to read grammars."""
+    started: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(real(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(grammars.subprocess, "Popen", start)
+    return started
+
+
+@pytest.fixture
+def server(fresh: Any) -> Iterator[Served]:
+    with serving.served(pair(tokenizer=fresh)) as running:
         yield running
 
 
 # ── what takes too much ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_forty_endless_grammars_stop_nobody(server: Served) -> None:
     """They are admitted, wait for the two threads of their own, and leave with their clients; others are served meanwhile."""
     with ExitStack() as clients:
         for number in range(40):
-            client = clients.enter_context(socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))))
+            client = clients.enter_context(server.connect())
             body = {"allOf": [*ENDLESS["allOf"], {"maximum": 10**9 + number}]}
             client.sendall(asking(prompt="hello", response_format=schema(body)))
         eventually(lambda: server.worker.rows == 40)
@@ -71,7 +85,6 @@ def test_forty_endless_grammars_stop_nobody(server: Served) -> None:
             assert server.post(seed=1, max_tokens=4).status_code == 200
         assert server.worker.rows > 30
     eventually(lambda: server.worker.rows == 0)
-    eventually(lambda: not server.worker._grammars._readings)
     assert_all_given_back(server)
 
 
@@ -130,10 +143,10 @@ def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: st
 
 
 @pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
-def test_what_is_wrong_is_said_in_the_same_words(kind: str) -> None:
+def test_what_is_wrong_is_said_in_the_same_words(kind: str, fresh: Any) -> None:
     """Whoever finds it first: the process that reads it first, or the library."""
     wrong = Grammar(kind, {"regex": "(", "lark": "start: nothing", "json_schema": '{"type": "nothing"}'}[kind])
-    known = grammars_of(TOKENIZER, VOCABULARY)
+    known = grammars_of(fresh, VOCABULARY)
     with pytest.raises(RequestError) as here:
         known.constraint(wrong)
     one = Probe(known)
@@ -145,22 +158,20 @@ def test_what_is_wrong_is_said_in_the_same_words(kind: str) -> None:
     assert str(there.value) == str(here.value)
 
 
-def test_a_killed_process_costs_one_request(server: Served) -> None:
+def test_a_killed_process_is_started_again(processes: list[subprocess.Popen[str]], server: Served) -> None:
     assert server.post(grammar=regex("a+"), max_tokens=4).status_code == 200
-    (first,) = {id(one): one for one in server.worker._grammars._open}.values()
-    assert first._process is not None
-    os.kill(first._process.pid, signal.SIGKILL)
-    first._process.wait()
+    (first,) = processes
+    first.kill()
+    first.wait()
     assert server.post(grammar=regex("b+"), max_tokens=4).status_code == 200
     assert_all_given_back(server)
 
 
-def test_no_process_is_left_behind() -> None:
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+def test_no_process_is_left_behind(processes: list[subprocess.Popen[str]], fresh: Any) -> None:
+    with serving.served(pair(tokenizer=fresh)) as server:
         assert server.post(grammar=regex("c+|never seen before"), max_tokens=4).status_code == 200
-        processes = [one._process for one in server.worker._grammars._open]
     assert processes
-    assert all(process is not None and process.returncode is not None for process in processes)
+    assert all(process.returncode is not None for process in processes)
 
 
 # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,21 +180,20 @@ def test_no_process_is_left_behind() -> None:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars are not read until this is set."""
-    go = threading.Event()
-    real = GrammarReader._job
+    go, real = threading.Event(), grammars.grammars_of
 
-    def job(self: GrammarReader, grammar: Grammar) -> Any:
+    def late(*arguments: Any) -> Any:
         assert go.wait(TIMEOUT_SECONDS)
-        return real(self, grammar)
+        return real(*arguments)
 
-    monkeypatch.setattr(GrammarReader, "_job", job)
+    monkeypatch.setattr(grammars, "grammars_of", late)
     yield go
     go.set()
 
 
-def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, fresh: None) -> None:
+def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, fresh: Any) -> None:
     """What there is no place for is refused before anything is read for it."""
-    with serving.served(pair(tokenizer=TOKENIZER, max_batch=2), queue=2) as server:
+    with serving.served(pair(tokenizer=fresh, max_batch=2), queue=2) as server:
         asking, got = in_background(lambda: server.post(n=4, grammar=regex("d+"), max_tokens=4))
         eventually(lambda: server.worker.rows == 4)
         refused = server.post(grammar=regex("e+"))
@@ -194,9 +204,9 @@ def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, f
         assert_all_given_back(server)
 
 
-def test_too_many_grammars_at_a_time(held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_grammars_at_a_time(held: threading.Event, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_WAITING", 2)
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+    with serving.served(pair(tokenizer=fresh)) as server:
         asked = [in_background(lambda text=text: server.post(grammar=regex(text), max_tokens=4)) for text in ("f+", "g+")]
         eventually(lambda: server.worker.rows == 2)
         refused = server.post(grammar=regex("h+"))
@@ -209,19 +219,18 @@ def test_too_many_grammars_at_a_time(held: threading.Event, fresh: None, monkeyp
         assert_all_given_back(server)
 
 
-def test_a_time_budget_holds_for_the_wait_too(held: threading.Event, fresh: None) -> None:
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+def test_a_time_budget_holds_for_the_wait_too(held: threading.Event, fresh: Any) -> None:
+    with serving.served(pair(tokenizer=fresh)) as server:
         late = server.post(grammar=regex("i+"), time_budget=0.2)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "grammar_timeout")
         held.set()
         assert_all_given_back(server)
 
 
-def test_what_nobody_waits_for_is_not_read(held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+def test_what_nobody_waits_for_is_not_read(held: threading.Event, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving.served(pair(tokenizer=fresh)) as server:
         for text in ("j+", "k+", "l+", "m+"):
             assert server.post(grammar=regex(text), time_budget=0.1).status_code == 503
-        assert not server.worker._grammars._readings
         checks = counted(monkeypatch, Probe, "check")
         held.set()
         assert server.post(grammar=regex("n+"), max_tokens=4).status_code == 200
@@ -232,9 +241,9 @@ def test_what_nobody_waits_for_is_not_read(held: threading.Event, fresh: None, m
 
 
 def test_requests_at_a_time_have_a_grammar_read_once(
-    held: threading.Event, fresh: None, monkeypatch: pytest.MonkeyPatch
+    held: threading.Event, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+    with serving.served(pair(tokenizer=fresh)) as server:
         read = counted(monkeypatch, reading.Grammars, "_read")
         checks = counted(monkeypatch, Probe, "check")
         asked = [in_background(lambda: server.post(n=2, grammar=regex("o+"), max_tokens=4)) for _ in range(5)]
@@ -247,21 +256,21 @@ def test_requests_at_a_time_have_a_grammar_read_once(
         assert (len(read), len(checks)) == (1, 1)
 
 
-def test_a_grammar_costs_no_process_of_its_own_to_start(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_costs_no_process_of_its_own_to_start(
+    processes: list[subprocess.Popen[str]], fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is started once per thread forks for each grammar that is new, and for none that is known."""
-    started, real = [], subprocess.Popen
-    monkeypatch.setattr(grammars.subprocess, "Popen", lambda *a, **o: started.append(a) or real(*a, **o))
     checks = counted(monkeypatch, Probe, "check")
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+    with serving.served(pair(tokenizer=fresh)) as server:
         assert server.post(max_tokens=4).status_code == 200
-        assert not started
+        assert not processes
         for text in ("s+", "t+", "u+", "s+", "t+", "v+"):
             assert server.post(grammar=regex(text), n=2, max_tokens=4).status_code == 200
     assert len(checks) == 4
-    assert 1 <= len(started) <= grammars.READER_THREADS
+    assert 1 <= len(processes) <= grammars.READER_THREADS
 
 
-def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[dict[str, Any]] = []
     real = reading.Grammars._read
 
@@ -270,15 +279,15 @@ def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: None, mo
         return real(self, grammar, **limits)
 
     monkeypatch.setattr(reading.Grammars, "_read", read)
-    with serving.served(pair(tokenizer=TOKENIZER)) as server:
+    with serving.served(pair(tokenizer=fresh)) as server:
         assert server.post(grammar=regex("w+"), max_tokens=4).status_code == 200
-    grammars_of(TOKENIZER, VOCABULARY).constraint(Grammar("regex", "x+"))
+    grammars_of(fresh, VOCABULARY).constraint(Grammar("regex", "x+"))
     assert known == [grammars.LIMITS, {}]
 
 
-def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read = counted(monkeypatch, reading.Grammars, "_read")
-    known = grammars_of(TOKENIZER, VOCABULARY)
+    known = grammars_of(fresh, VOCABULARY)
     threads = [threading.Thread(target=known.constraint, args=(Grammar("regex", "p{1,500}"),)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -287,10 +296,10 @@ def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: None, monkey
     assert len(read) == 1
 
 
-def test_a_grammar_that_is_kept_is_not_read_again(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_is_kept_is_not_read_again(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others come between its reading and its use; after that, memory is bounded."""
     read = counted(monkeypatch, reading.Grammars, "_read")
-    known = grammars_of(TOKENIZER, VOCABULARY)
+    known = grammars_of(fresh, VOCABULARY)
     kept = known.constraint(Grammar("regex", "q+"))
     for number in range(reading.KEPT + 1):
         known.constraint(Grammar("regex", f"r{number}"))
@@ -299,6 +308,6 @@ def test_a_grammar_that_is_kept_is_not_read_again(fresh: None, monkeypatch: pyte
     assert len(read) == before
     del kept
     gc.collect()
-    assert len(known._alive) == reading.KEPT
+    assert sum(known.known(Grammar("regex", f"r{number}")) is not None for number in range(reading.KEPT + 1)) == reading.KEPT
     known.constraint(Grammar("regex", "q+"))
     assert len(read) == before + 1

@@ -1,4 +1,7 @@
-"""/infill with the bodies of llama.cpp's clients: the texts are those of `generate`, the answers have what the clients read."""
+"""/infill with the bodies of llama.cpp's clients: the texts are those of `generate`, the answers have what the clients read.
+
+Tests of: serve.infill, serve.infill_models, constraints.fim, constraints.members.
+"""
 
 from __future__ import annotations
 
@@ -228,15 +231,7 @@ def test_members_are_for_servers_that_allow_them(server: Served, monkeypatch: py
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "members")
     assert "--members" in refused.json()["error"]["message"]
     monkeypatch.setattr("shoal.constraints.members.jedi_analyser", lambda: lambda before, behind: ["z", "9"])
-    body = VSCODE | {
-        "prompt": "    a.",
-        "members": True,
-        "align": False,
-        "seed": 3,
-        "temperature": 5.0,
-        "top_k": 0,
-        "samplers": None,
-    }
+    body = VSCODE | {"prompt": "    a.", "members": True, "align": False, "temperature": 5.0, "top_k": 0, "samplers": None}
     with served(server.shoal, members=True, max_tokens=64) as allowed:
         (model,) = httpx.get(f"{allowed.url}/v1/models").json()["data"]
         assert model["shoal"]["members"]

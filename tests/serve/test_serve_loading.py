@@ -1,15 +1,16 @@
-"""A server answers from its start: while its model is loaded it lives and is not ready."""
+"""A server answers from its start: while its model is loaded it lives and is not ready.
+
+Tests of: serve.loading, cli.serve; deploy/grafana.json.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,6 @@ def health_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [200]
 
 
-def test_health_is_answered_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    health_while_loading(monkeypatch)
-
-
 @contextmanager
 def opened_after(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
     """The socket answers once there is a model."""
@@ -94,10 +91,13 @@ def not_yet_alive(listening: socket.socket, tls: Tls | None = None) -> Iterator[
             yield
 
 
-@pytest.mark.parametrize(("sabotage", "told"), [(opened_after, []), (not_yet_alive, [503])])
-def test_a_socket_that_opens_after_loading_is_found(sabotage: Any, told: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "answered", sabotage)
-    with pytest.raises(AssertionError, match=re.escape(f"assert {told} == [200]")):
+@pytest.mark.parametrize(("sabotage", "told"), [(None, [200]), (opened_after, []), (not_yet_alive, [503])])
+def test_health_is_answered_while_the_model_is_loaded(
+    sabotage: Any, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sabotage:
+        monkeypatch.setattr(loading, "answered", sabotage)
+    with pytest.raises(AssertionError, match=re.escape(f"assert {told} == [200]")) if sabotage else nullcontext():
         health_while_loading(monkeypatch)
 
 
@@ -109,42 +109,19 @@ def test_a_failure_to_load_passes_through() -> None:
         assert listening.fileno() >= 0
 
 
-def test_the_command_ends_with_the_error_of_loading(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "serve",
-        "--model",
-        str(tmp_path / "missing"),
-        "--port",
-        "0",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert ended.returncode == 2
-    assert "missing" in ended.stderr
-    assert ended.stdout == ""
-
-
-def test_figures_of_the_dashboard_are_served() -> None:
-    dashboard = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text(encoding="utf-8"))
+def test_figures_are_served_and_documented() -> None:
+    """Those that the dashboard asks for, and those of the page on the API, which names all."""
+    root = Path(__file__).parents[2]
+    dashboard = json.loads((root / "deploy" / "grafana.json").read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    names = {name for text in asked for name in re.findall(r"\b(?:shoal|process)_\w+", text)}
     with served(pair(), prefix_bytes=1 << 20) as server:
         server.post(n=2, max_tokens=4, seed=1)
         text = httpx.get(f"{server.url}/metrics").text
     told = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    names = {name for text in asked for name in re.findall(r"\b(?:shoal|process)_\w+", text)}
     assert len(names) > 10
     assert names <= told
-
-
-def test_every_figure_is_documented() -> None:
-    with served(pair()) as server:
-        server.post(n=2, max_tokens=4, seed=1)
-        text = httpx.get(f"{server.url}/metrics").text
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"shoal_\w+", page.split("## Metrics")[1].split("\n## ")[0]))
+    page = (root / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"shoal_\w+", page.split("## Metrics")[1].split("\n## ")[0]))
     families = re.findall(r"^# TYPE (shoal_\w+) (\w+)$", text, flags=re.MULTILINE)
-    names = {name for name, _ in families if not name.endswith("_created")}
-    assert names <= told, names - told
-    assert told <= names, told - names
+    assert {name for name, _ in families if not name.endswith("_created")} == documented

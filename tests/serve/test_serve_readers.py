@@ -1,4 +1,7 @@
-"""Clients that do not read their streams: they take no place of others, no memory without bound, and are cut off in the end."""
+"""Clients that do not read their streams: they take no place of others, no memory without bound, and are cut off in the end.
+
+Tests of: serve.protocol, serve.submissions.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,21 @@ import torch
 
 import serving
 from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair
-from serving_faults import asking, assert_all_given_back
+from serving_faults import asking, assert_all_given_back, connect_narrowly, narrow
 from shoal.serve import protocol, submissions
 from shoal.serve.protocol import MIN_READ_BYTES, READ_TIMEOUT_SECONDS, LimitedProtocol
-from shoal.serve.run import bind
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 
-LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 200, "logprobs": 20, "stream": True}
-"""Half a megabyte per sample."""
-
-
-@pytest.fixture(autouse=True)
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little is on its way between server and client."""
-
-    def bound(host: str, port: int) -> socket.socket:
-        listening = bind(host, port)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return listening
-
-    monkeypatch.setattr(serving, "bind", bound)
+__all__ = ["narrow"]  # a fixture
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 80, "logprobs": 20, "stream": True}
+"""A fifth of a megabyte per sample: more than lies on the way."""
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 @contextmanager
 def reader(server: Served, **body: Any) -> Iterator[socket.socket]:
     """A client that has asked, and reads what its test reads."""
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(TIMEOUT_SECONDS)
-        connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    with connect_narrowly(server) as connection:
         connection.sendall(asking(**{**LONG, **body}))
         assert connection.recv(12).startswith(b"HTTP/1.1 200")
         yield connection

@@ -1,4 +1,7 @@
-"""Reasoning of chat models apart from their answers: by the template's `<think>`, with grammars and calls behind it."""
+"""Reasoning of chat models apart from their answers: by the template's `<think>`, with grammars and calls behind it.
+
+Tests of: serve.reasoning, serve.answerer.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.serve.reasoning import CLOSING, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
-from shoal.testing.scripted import one_hot, scripted
+from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, WEATHER, speaks
 
 TOKENIZER = tiny_tokenizer()
@@ -192,13 +194,7 @@ def test_what_stands_around_a_grammar_is_checked() -> None:
 def test_ends_that_are_special_tokens_are_read_and_refused_before_a_grammar() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    begin, said = tuple(tokenizer.encode("<assistant>")), [*tokenizer.encode(SAID), tokenizer.eos_token_id]
-
-    def script(ids: tuple[int, ...]) -> torch.Tensor:
-        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
-        return one_hot(said[min(len(ids) - at, len(said) - 1)], len(tokenizer))
-
-    model = scripted(script, len(tokenizer), CONTEXT)
+    model = scripted(speaks(SAID, tokenizer=tokenizer), len(tokenizer), CONTEXT)
     with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=HYBRID) as server:
         message = asked(server, tools=[TIME])["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:")

@@ -1,4 +1,8 @@
-"""/v1/responses, with the official client: the same samples as /v1/chat/completions, as items and typed events."""
+"""/v1/responses, with the official client: the same samples as /v1/chat/completions, as items and typed events.
+
+Tests of: serve.item_models, serve.item_format, serve.item_answers, serve.item_response,
+serve.tool_calls.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,8 @@ from pydantic import TypeAdapter
 from serving import Served, legible, pair, served
 from shoal.serve.item_format import ItemWriter
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallReader, CallRules
-from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.scripted import History, one_hot
+from tool_calls import TOKENIZER, speaks
 
-TOKENIZER = tiny_tokenizer()
 TEMPLATE = """{# <tool_call> #}{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}<{{ m.role }}>\
 {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}\
 {% endfor %}<assistant>"""
@@ -236,17 +238,6 @@ ITEMS = [
     ("message", "\nand"),
     ("function_call", '{"city": "Oslo"}'),
 ]
-
-
-def speaks(text: str) -> History:
-    """Says the text behind `<assistant>`, and then the end."""
-    begin, said = tuple(TOKENIZER.encode("<assistant>")), [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
-
-    def script(ids: tuple[int, ...]) -> torch.Tensor:
-        at = max(i for i in range(len(ids) - len(begin) + 1) if ids[i : i + len(begin)] == begin) + len(begin)
-        return one_hot(said[min(len(ids) - at, len(said) - 1)], VOCABULARY)
-
-    return script
 
 
 @pytest.fixture(scope="module")

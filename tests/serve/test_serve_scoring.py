@@ -1,8 +1,10 @@
-"""Scoring of prompts takes its memory from the same budget as rows do, and its time from its own request."""
+"""Scoring of prompts takes its memory from the same budget as rows do, and its time from its own request.
+
+Tests of: serve.scoring, engine.memory, engine.scheduler.
+"""
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair, served
+from serving_faults import asking
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.memory import Memory
@@ -40,6 +43,7 @@ def at_rest(server: Served) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2 * budget(300)
     taken: list[int] = []
@@ -64,13 +68,13 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Memory, "allocate", made)
     with served(pair(), kv_bytes=most) as server:
         got: list[httpx.Response] = []
-        asked: list[dict[str, Any]] = [{"n": 3, "max_tokens": 200}, {"prompt": ["x" * 500, "y" * 40], **SCORE}] * 4
+        asked: list[dict[str, Any]] = [{"n": 3, "max_tokens": 200}, {"prompt": ["x" * 500, "y" * 40], **SCORE}] * 2
         threads = [threading.Thread(target=lambda body=body: got.append(server.post(**body))) for body in asked]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_SECONDS)
-        assert [response.status_code for response in got] == [200] * 8
+        assert [response.status_code for response in got] == [200] * 4
         assert max(taken) <= most
         assert max(taken) > most / 2, "nothing was tight"
         never = server.post(prompt="x" * 1300, **SCORE)
@@ -79,6 +83,7 @@ def test_scoring_and_rows_stay_within_one_budget(monkeypatch: pytest.MonkeyPatch
         eventually(lambda: at_rest(server))
 
 
+@pytest.mark.slow
 def test_caches_that_rows_have_left_make_room() -> None:
     """They keep the size they had where there is no want of memory."""
     most = 2 * budget(300)
@@ -193,10 +198,8 @@ def test_scoring_ends_with_its_requests_time(stream: bool) -> None:
 def test_a_client_that_goes_leaves_no_prompt_being_scored() -> None:
     gate = Gate(legible(0), length=10)
     with served(pair(gate), kv_bytes=budget(500)) as server:
-        body = b'{"prompt": "%s", "max_tokens": 0, "echo": true, "logprobs": 0}' % (b"x" * 400)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-            connection.sendall(head % len(body) + body)
+        with server.connect() as connection:
+            connection.sendall(asking(prompt="x" * 400, **SCORE))
             assert gate.reached.wait(TIMEOUT_SECONDS)
         eventually(lambda: server.worker.rows == 0)
         gate.opened.set()

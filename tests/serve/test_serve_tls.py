@@ -1,4 +1,7 @@
-"""HTTPS by the server itself: who is answered, who is not, and what is said about files that do not fit."""
+"""HTTPS by the server itself: who is answered, who is not, and what is said about files that do not fit.
+
+Tests of: serve.tls, serve.protocol, cli.tls.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -14,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import trustme
 import uvicorn
 from cryptography.hazmat.primitives import serialization
 
 from serving import TIMEOUT_SECONDS, Served, eventually, pair, served
-from serving_faults import asking
+from serving_faults import asking, connect_narrowly, narrow
 from shoal import cli
 from shoal.api import Shoal
 from shoal.cli import serve
@@ -30,6 +31,7 @@ from shoal.errors import RequestError
 from shoal.serve import protocol
 from shoal.serve.tls import PASSWORD_VARIABLE, Tls, read_password
 
+__all__ = ["narrow"]  # a fixture
 PASSWORD = "correct horse"
 BODY: dict[str, Any] = {"prompt": "hello", "n": 4, "max_tokens": 40, "seed": 3, "logprobs": 5}
 
@@ -89,21 +91,12 @@ def test_answers_are_those_of_http(server: Served, files: Path, shoal: Shoal) ->
     assert all(0 < took["accepted"] < took["drafted"] for took in encrypted.json()["usage"]["choices"])
 
 
-def test_openais_client_streams(server: Served, files: Path) -> None:
-    with httpx.Client(verify=trusting(files)) as http:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http)
-        chunks = list(client.completions.create(model="tiny", stream=True, **BODY))
-    ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
-    assert ends == ["length"] * 4
-    assert len(chunks) > 8
-
-
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_writes_pause_and_go_on(loop: str, files: Path, shoal: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and answers in one piece, larger and smaller than a connection's buffers."""
     factory = pytest.importorskip(loop).new_event_loop
     monkeypatch.setattr(uvicorn.Config, "get_loop_factory", lambda self: factory)
-    large = {**BODY, "max_tokens": 150, "logprobs": 20}
+    large = {**BODY, "max_tokens": 100, "logprobs": 20}
     with (
         served(shoal, Tls(files / "server-both.pem")) as server,
         httpx.Client(verify=trusting(files), timeout=TIMEOUT_SECONDS, base_url=server.url) as client,
@@ -114,16 +107,17 @@ def test_writes_pause_and_go_on(loop: str, files: Path, shoal: Shoal, monkeypatc
             assert len(client.post("/v1/completions", json=large).content) > 200_000
 
 
-def test_who_does_not_read_is_cut_off(files: Path, shoal: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 1.0)
-    with served(shoal, Tls(files / "server-both.pem")) as server, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        with trusting(files).wrap_socket(connection, server_hostname="127.0.0.1") as encrypted:
-            encrypted.sendall(asking(prompt="hello", n=8, max_tokens=400, logprobs=20, stream=True))
-            assert encrypted.recv(12).startswith(b"HTTP/1.1 200")
-            eventually(lambda: not server.worker._submissions)
-            assert server.worker.rows == 0
+def test_who_does_not_read_is_cut_off(files: Path, shoal: Shoal, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "READ_TIMEOUT_SECONDS", 0.2)
+    with (
+        served(shoal, Tls(files / "server-both.pem")) as server,
+        connect_narrowly(server) as connection,
+        trusting(files).wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
+    ):
+        encrypted.sendall(asking(prompt="hello", n=4, max_tokens=80, logprobs=20, stream=True))
+        assert encrypted.recv(12).startswith(b"HTTP/1.1 200")
+        eventually(lambda: not server.worker._submissions)
+        assert server.worker.rows == 0
 
 
 def test_http_and_strangers_certificates_are_refused(server: Served) -> None:

@@ -1,4 +1,8 @@
-"""The tokenizer's routes, the model's names, request ids, and comments that keep a quiet stream open."""
+"""The tokenizer's routes, the model's names, request ids, and comments that keep a quiet stream open.
+
+Tests of: serve.token_routes, serve.model_routes, serve.absent_routes, serve.api_paths,
+serve.responses.
+"""
 
 from __future__ import annotations
 
@@ -74,16 +78,14 @@ def test_what_cannot_be_tokenized_is_refused(server: Served, path: str, fields: 
     assert response.json()["error"]["param"] == param
 
 
-def test_a_key_guards_the_tokenizer() -> None:
-    with served(pair(), keys=("sesame",)) as server:
-        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}).status_code == 401
-        assert httpx.get(f"{server.url}/tokenizer_info").status_code == 401
-
-
 def test_every_name_of_the_model_is_served(server: Served) -> None:
     models = server.client.models.list().data
     assert [(model.id, model.max_model_len) for model in models] == [(name, CONTEXT) for name in ("tiny", "small", "gpt-4o")]
+    assert models[0].model_extra["shoal"]["loaded"] == server.shoal.loaded
     assert server.client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError) as error:
+        server.client.models.retrieve("huge")
+    assert error.value.code == "model_not_found"
     answers = [server.client.completions.create(model=name, prompt="hello", seed=1) for name in ("tiny", "gpt-4o")]
     assert [answer.model for answer in answers] == ["tiny", "gpt-4o"]
     assert answers[0].choices[0].text == answers[1].choices[0].text

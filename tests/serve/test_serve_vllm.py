@@ -1,4 +1,7 @@
-"""vLLM's fields in requests do what the library does alone, drafted or not; what would mean something else is refused."""
+"""vLLM's fields in requests do what the library does alone, drafted or not; what would mean something else is refused.
+
+Tests of: serve.vllm_fields, serve.given_grammars, serve.prompts, serve.sampling_params.
+"""
 
 from __future__ import annotations
 

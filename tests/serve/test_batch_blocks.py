@@ -1,4 +1,7 @@
-"""Blocks of lines whose workers die: every line is answered or given up once, and only those that kill are given up."""
+"""Blocks of lines whose workers die: every line is answered or given up once, and only those that kill are given up.
+
+Tests of: serve.blocks.
+"""
 
 from __future__ import annotations
 

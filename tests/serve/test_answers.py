@@ -1,0 +1,523 @@
+"""Answers written from rows that are made by hand, without a model: every figure of `usage`, of choices and of their streams.
+
+Of `shoal.serve.responses`, `api_formats`, `submissions` and `scoring`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engine.detokenizer import Detokenizer
+from shoal.errors import BadLogits, OutOfMemory, RequestError
+from shoal.serve.api_errors import ApiError
+from shoal.serve.api_formats import ApiFormat, ChatFormat, CompletionFormat
+from shoal.serve.parsed_request import ParsedRequest
+from shoal.serve.reasoning import ReasoningRules
+from shoal.serve.responses import ApiResponse
+from shoal.serve.scoring import CHUNK_TOKENS, Scoring
+from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.tool_calls import HERMES, CallRules
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import hashed, scripted
+from shoal.types.counts import DraftCounts
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Commit
+from shoal.types.samples import Sample, TopLogprobs
+
+TOKENIZER = tiny_tokenizer()
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def tokens(text: str, mean: float = -1.0, tops: int = 0) -> tuple[TokenUpdate, ...]:
+    """Tokens of ASCII characters, the first of each pair a draft; their log-probabilities have the mean."""
+    best = [TopLogprobs(tuple((own + i, mean - i) for i in range(tops)), ((own, 0.0),) * tops) for own in ids(text)]
+    return tuple(
+        TokenUpdate(own, character, mean, None if place % 2 else "suffix", best[place] if tops else None)
+        for place, (own, character) in enumerate(zip(ids(text), text, strict=True))
+    )
+
+
+def sample(text: str, mean: float = -1.0, reason: str = "length", **fields: Any) -> Sample:
+    own = ids(text)
+    counts: dict[str, Any] = {"drafted": 4, "accepted": 1, "by_drafter": {"suffix": DraftCounts(4, 1)}} | fields
+    names = ("rounds", "drafted", "accepted", "target_passes")
+    numbers = [counts.pop(name, 3) for name in names]
+    logs = (mean,) * len(own)
+    average = mean if own else math.nan
+    return Sample(text, own, logs, logs, average, reason, 1.0, *numbers, (None,) * len(own), **counts)
+
+
+def ended(index: int, text: str, mean: float = -1.0, reason: str = "length", tops: int = 0, **fields: Any) -> RowUpdate:
+    made = sample(text, mean, reason, **fields)
+    error = fields.get("error") and BadLogits(fields["error"])
+    return RowUpdate(index, text, tokens(text, mean, tops), len(text), made.drafted, made.accepted, made.rounds, made, error)
+
+
+def parsed(prompts: Sequence[str], drawn: int = 1, **fields: Any) -> ParsedRequest:
+    encoded = [ids(text) for text in prompts]
+    known: dict[str, Any] = {
+        "requests": [Request(own, drawn) for own in encoded], "returned": drawn, "top_logprobs": None, "echo": None,
+        "stream": False, "include_usage": False, "details": False, "rounds": False, "headers": {},
+        "deadline": time.perf_counter() + 100,
+    }  # fmt: skip
+    return ParsedRequest(prompts=encoded, drawn=drawn, **{**known, **fields})
+
+
+class Worker:
+    """Takes submissions and says what it was given; scores prompts by a script."""
+
+    def __init__(self, updates: Sequence[Any]) -> None:
+        self.updates, self.scoring = updates, asyncio.Lock()
+        self.reserved: list[int] = []
+        engine = SimpleNamespace(
+            stats=SimpleNamespace(lossy=None), target=scripted(hashed(VOCABULARY), VOCABULARY, 512),
+            reserve_tokens=lambda count: self.reserved.append(count) or True,
+        )  # fmt: skip
+        self.thread = SimpleNamespace(engine=engine, call=self._call, post=lambda job: job())
+
+    async def _call(self, job: Any) -> Any:
+        return job()
+
+    @asynccontextmanager
+    async def serving(self, submission: Submission) -> AsyncIterator[None]:
+        for update in self.updates:
+            submission.inbox.put_nowait(update if isinstance(update, Exception) else [update])
+        yield
+
+
+def response(api: type[ApiFormat], request: ParsedRequest, updates: Sequence[Any]) -> ApiResponse:
+    return ApiResponse(Worker(updates), TOKENIZER, "m", api, request, created=7, key="k")  # type: ignore[arg-type]
+
+
+def whole(api: type[ApiFormat], request: ParsedRequest, updates: Sequence[Any]) -> Any:
+    """The answer as clients get it."""
+    return json.loads(json.dumps(asyncio.run(response(api, request, updates).whole()), allow_nan=False))
+
+
+def streamed(api: type[ApiFormat], request: ParsedRequest, updates: Sequence[Any]) -> list[Any]:
+    async def read() -> bytes:
+        return b"".join([piece async for piece in response(api, replace(request, stream=True), updates).events()])
+
+    lines = asyncio.run(read()).decode().split("\n\n")
+    assert lines.pop() == ""
+    found = [line.removeprefix("data: ") for line in lines]
+    return [json.loads(line) for line in found if line != "[DONE]"]
+
+
+# ── whole answers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_best_of_each_prompt_are_returned_and_all_are_counted() -> None:
+    means = [-3.0, -1.0, -2.0, -1.5, -0.5, -2.5]
+    rows = [ended(i, "abcdef"[i] * (i + 1), mean, restored=i + 1) for i, mean in enumerate(means)]
+    request = parsed(["hello", "you"], 3, returned=2, echo=["hello", "you"])
+    answer = whole(CompletionFormat, request, [rows[i] for i in (4, 0, 5, 3, 1, 2)])
+    assert [choice["text"] for choice in answer["choices"]] == ["hellobb", "helloccc", "youeeeee", "youdddd"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (8, 21, 29)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}  # 21 of the rows, at most what there is
+    assert usage["by_drafter"] == {"suffix": {"drafted": 24, "accepted": 6}}
+    assert [took["index"] for took in usage["choices"]] == [0, 1, 2, 3]
+    assert [took["completion_tokens"] for took in usage["choices"]] == [2, 3, 5, 4]
+    assert [took["mean_logprob"] for took in usage["choices"]] == [-1.0, -2.0, -0.5, -1.5]
+    assert answer | {"choices": 0, "usage": 0} == {
+        "id": "cmpl-k", "object": "text_completion", "created": 7, "model": "m", "choices": 0, "usage": 0,
+    }  # fmt: skip
+
+
+def test_what_was_restored_is_the_sum_over_prompts() -> None:
+    rows = [ended(0, "a", restored=3), ended(1, "b", restored=2)]
+    assert whole(CompletionFormat, parsed(["hello", "you"]), rows)["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
+
+
+def test_what_usage_says_of_a_choice() -> None:
+    one = ended(0, "abc", -math.inf, "stop", syntax="cut", log_weight=-math.inf, rounds=2)
+    late = ended(1, "de", -2.0, "eos", in_time=False)
+    none = ended(2, "", reason="not started")
+    bad = ended(3, "f", reason="error", error="no weights in /root/models/x.bin")
+    answer = whole(CompletionFormat, parsed(["hello"], 4), [one, late, none, bad])
+    assert answer["usage"]["choices"] == [
+        {"index": 0, "completion_tokens": 3, "drafted": 4, "accepted": 1, "by_drafter": {"suffix": {"drafted": 4, "accepted": 1}},
+         "rounds": 2, "mean_logprob": -9999.0, "ended_by": "stop", "finished": True, "syntax": "cut", "log_weight": -9999.0,
+         "error": None},
+        {"index": 1, "completion_tokens": 2, "drafted": 4, "accepted": 1, "by_drafter": {"suffix": {"drafted": 4, "accepted": 1}},
+         "rounds": 3, "mean_logprob": -2.0, "ended_by": "eos", "finished": False, "error": None},
+        {"index": 2, "completion_tokens": 0, "drafted": 4, "accepted": 1, "by_drafter": {"suffix": {"drafted": 4, "accepted": 1}},
+         "rounds": 3, "mean_logprob": None, "ended_by": "not started", "finished": False, "error": None},
+        {"index": 3, "completion_tokens": 1, "drafted": 4, "accepted": 1, "by_drafter": {"suffix": {"drafted": 4, "accepted": 1}},
+         "rounds": 3, "mean_logprob": -1.0, "ended_by": "error", "finished": False, "error": "no weights in x.bin"},
+    ]  # fmt: skip
+    assert [choice.get("error") for choice in answer["choices"]] == [None, None, None, "no weights in x.bin"]
+
+
+@pytest.mark.parametrize(("reason", "said"), [
+    ("eos", "stop"), ("stop", "stop"), ("length", "length"), ("time", "length"), ("not started", "length"),
+    ("cancelled", "length"),
+])  # fmt: skip
+def test_the_reasons_of_the_api(reason: str, said: str) -> None:
+    assert whole(CompletionFormat, parsed(["a"]), [ended(0, "b", reason=reason)])["choices"][0]["finish_reason"] == said
+    cut = ended(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', reason=reason)
+    rules = CallRules(HERMES, {"f"}, forced=False, parallel=True)
+    (choice,) = whole(ChatFormat, parsed(["a"], rules=rules), [cut])["choices"]
+    assert choice["finish_reason"] == ("tool_calls" if said == "stop" else said)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BadLogits("nan"), 500), (OutOfMemory("full"), 503), (RequestError("no"), 400)]
+)
+def test_rows_fail_together_or_alone(error: Any, status: int) -> None:
+    bad = replace(ended(0, "", reason="error", error="x"), error=error)
+    good = ended(1, "b")
+    answer = whole(CompletionFormat, parsed(["a"], 2), [bad, good])
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["error", "length"]
+    with pytest.raises((ApiError, RequestError), match=str(error)) as raised:
+        whole(CompletionFormat, parsed(["a"], 2), [bad, replace(bad, index=1)])
+    assert getattr(raised.value, "status_code", 400) == status
+
+
+# ── log-probabilities ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
+    request = parsed(["hello"], echo=["hello"], top_logprobs=2)
+    answer = whole(CompletionFormat, request, [ended(0, "abc", tops=5)])
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [*"hello", *"abc"]
+    assert logprobs["text_offset"] == [*range(8)]
+    assert logprobs["token_logprobs"][5:] == [-1.0] * 3
+    assert logprobs["top_logprobs"][5:] == [{"a": -1.0, "b": -2.0}, {"b": -1.0, "c": -2.0}, {"c": -1.0, "d": -2.0}]
+    assert [len(top or ()) for top in logprobs["top_logprobs"][:5]] == [0, 2, 2, 2, 2]
+    plain = whole(CompletionFormat, parsed(["hello"], top_logprobs=0), [ended(0, "abc", tops=5)])
+    assert plain["choices"][0]["logprobs"]["top_logprobs"] is None
+    assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+def test_offsets_count_characters() -> None:
+    """A character of three bytes takes three tokens, of which the last one writes it."""
+    own = ids("€")
+    pieces = [TokenUpdate(token, text, -1.0, None) for token, text in zip(own, ("", "", "€"), strict=True)]
+    pieces += tokens("ab")
+    update = replace(ended(0, ""), text="€ab", tokens=tuple(pieces))
+    logprobs = whole(CompletionFormat, parsed(["x"], top_logprobs=0), [update])["choices"][0]["logprobs"]
+    assert logprobs["text_offset"] == [0, 0, 0, 1, 2]
+    assert logprobs["tokens"][:3] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    halves = [replace(update, text=text, tokens=tuple(some), sample=last) for text, some, last in
+              (("€a", pieces[:4], None), ("b", pieces[4:], update.sample))]  # fmt: skip
+    chunks = streamed(CompletionFormat, parsed(["x"], top_logprobs=0), halves)
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 0, 0, 1], [2]]
+    chat = whole(ChatFormat, parsed(["x"], top_logprobs=0), [update])["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in chat] == [[0xE2], [0x82], [0xAC], [97], [98]]
+
+
+def test_of_tokens_with_one_name_the_most_probable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token: ("same", b"same"))
+    answer = whole(CompletionFormat, parsed(["x"], top_logprobs=3), [ended(0, "a", tops=3)])
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"same": -1.0}]
+
+
+@pytest.mark.parametrize("path", [1, 3])
+def test_log_probabilities_of_a_prompt_are_those_of_the_model(path: int) -> None:
+    """Over three chunks, and with ties: the rank of a token counts the more probable ones."""
+    length = 2 * CHUNK_TOKENS + path
+    given = [int(token) for token in torch.randint(0, 200, (length,), generator=torch.Generator().manual_seed(0))]
+    script = hashed(VOCABULARY)
+
+    def tied(history: tuple[int, ...]) -> torch.Tensor:
+        return (script(history) * 2).round() / 2
+
+    scoring = Scoring(scripted(tied, VOCABULARY, length), given, 4)
+    advances = 0
+    while not scoring.done:
+        scoring.advance()
+        advances += 1
+    assert advances == (2 if path == 1 else 3)
+    scoring.release()
+    expected = [tied(tuple(given[:i])).log_softmax(-1) for i in range(1, length)]
+    own = [float(each[given[i]]) for i, each in enumerate(expected, 1)]
+    found = scoring.tokens(TOKENIZER)
+    assert [one.id for one in found] == given
+    assert found[0].logprob is None
+    assert [one.logprob for one in found[1:]] == pytest.approx(own)
+    first, *places = scoring.ranked(2)
+    assert first is None
+    for i, place in enumerate(places, 1):
+        logs = expected[i - 1]
+        logprob, rank = place[given[i]]
+        assert (logprob, rank) == (pytest.approx(own[i - 1]), 1 + int((logs > logs[given[i]]).sum()))
+        top = found[i].top
+        assert top is not None
+        assert [value for _, value in top.raw] == pytest.approx(logs.topk(4).values.tolist())
+        others = {token: (value, at) for at, (token, value) in enumerate(top.raw[:2], 1) if token != given[i]}
+        assert {token: entry for token, entry in place.items() if token != given[i]} == others
+
+
+def test_what_cannot_be_scored() -> None:
+    target = scripted(hashed(VOCABULARY), VOCABULARY, 4)
+    for wrong in ([], [1] * 5, [VOCABULARY], [-1]):
+        with pytest.raises(RequestError, match="prompt"):
+            Scoring(target, wrong, 0)
+    Scoring(target, [0, VOCABULARY - 1, 0, 0], 0)
+
+
+def test_low_precision_is_scored_in_float32() -> None:
+    script = hashed(VOCABULARY)
+    target = scripted(lambda history: script(history).bfloat16(), VOCABULARY, 8, dtype=torch.bfloat16)
+    scoring = Scoring(target, [1, 2, 3], 1)
+    scoring.advance()
+    logs = script((1,)).bfloat16().float().log_softmax(-1)
+    assert scoring.tokens(TOKENIZER)[1].logprob == pytest.approx(float(logs[2]), abs=1e-6)
+
+
+def test_prompts_are_told_by_their_choices() -> None:
+    """Ids and log-probabilities of its own prompt with each choice of a completion; of a chat's one prompt beside its choices."""
+    given = parsed(["hello", "you"], 2, token_ids=True, prompt_logprobs=1)
+    rows = [ended(i, "abcd"[i]) for i in range(4)]
+    choices = whole(CompletionFormat, given, rows)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[*ids(text)] for text in ("hello", "hello", "you", "you")]
+    assert [choice["token_ids"] for choice in choices] == [[*ids(text)] for text in "abcd"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [5, 5, 3, 3]
+    place = choices[2]["prompt_logprobs"][1]
+    logs = hashed(VOCABULARY)(ids("you")[:1]).log_softmax(-1)
+    best = int(logs.argmax())
+    own = ids("you")[1]
+    assert place[str(own)] == {
+        "logprob": pytest.approx(float(logs[own])), "rank": 1 + int((logs > logs[own]).sum()), "decoded_token": "o",
+    }  # fmt: skip
+    assert place[str(best)]["rank"] == 1
+    chat = whole(ChatFormat, parsed(["hello"], 2, token_ids=True, prompt_logprobs=1), rows[:2])
+    assert chat["prompt_token_ids"] == [*ids("hello")]
+    assert len(chat["prompt_logprobs"]) == 5
+    assert all("prompt_token_ids" not in choice for choice in chat["choices"])
+
+
+def test_echoed_prompts_without_new_tokens() -> None:
+    given = parsed(["hello", "you"], 2, requests=[], echo=["hello", "you"], top_logprobs=0, token_ids=True)
+    answer = whole(CompletionFormat, given, [])
+    assert [choice["text"] for choice in answer["choices"]] == ["hello", "hello", "you", "you"]
+    assert [choice["logprobs"]["tokens"] for choice in answer["choices"]] == [[*"hello"]] * 2 + [[*"you"]] * 2
+    assert [choice["token_ids"] for choice in answer["choices"]] == [[]] * 4
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[*ids("hello")]] * 2 + [[*ids("you")]] * 2
+    assert answer["usage"]["completion_tokens"] == 0
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def halves(update: RowUpdate) -> list[RowUpdate]:
+    """A row in two updates."""
+    at = len(update.text) // 2
+    begun = replace(update, text=update.text[:at], tokens=update.tokens[:at], sample=None, committed=at, rounds=1)
+    return [begun, replace(update, text=update.text[at:], tokens=update.tokens[at:])]
+
+
+def test_a_stream_of_several_prompts() -> None:
+    rows = [ended(i, "abcdefgh"[i] * 4, restored=1, tops=2) for i in range(4)]
+    parts = [halves(row) for row in rows]
+    updates = [parts[3][0], parts[0][0], parts[0][1], parts[2][0], parts[3][1], parts[1][0], parts[2][1], parts[1][1]]
+    given = parsed(["hello", "you"], 2, echo=["hello", "you"], top_logprobs=1, token_ids=True, include_usage=True)
+    events = streamed(CompletionFormat, given, updates)
+    *chunks, last = events
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1, 2, 3, 3, 0, 0, 2, 3, 1, 2, 1]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:4]] == ["hello", "hello", "you", "you"]
+    for index, text in enumerate(("hello", "hello", "you", "you")):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in own) == text + rows[index].text
+        assert [choice.get("prompt_token_ids") for choice in own] == [[*ids(text)], None, None]
+        assert [choice["finish_reason"] for choice in own] == [None, None, "length"]
+        joined = {name: [value for choice in own for value in choice["logprobs"][name]] for name in own[0]["logprobs"]}
+        assert joined["tokens"] == [*text, *rows[index].text]
+        assert joined["text_offset"] == [*range(len(text) + 4)]
+        assert len(joined["token_logprobs"]) == len(joined["top_logprobs"]) == len(text) + 4
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 16
+    assert [took["index"] for took in last["usage"]["choices"]] == [0, 1, 2, 3]
+    whole_usage = whole(CompletionFormat, replace(given, include_usage=False), rows)["usage"]
+    assert last["usage"] == whole_usage
+
+
+def test_usage_of_a_stream_is_in_the_order_of_rows() -> None:
+    rows = [ended(0, "aaa"), ended(1, "b")]
+    *_, last = streamed(CompletionFormat, parsed(["x"], 2, include_usage=True), [rows[1], rows[0]])
+    assert [took["completion_tokens"] for took in last["usage"]["choices"]] == [3, 1]
+
+
+def test_a_chat_stream_tells_its_prompt_once_and_its_role_first() -> None:
+    rows = [ended(0, "ab"), ended(1, "cd")]
+    chunks = streamed(ChatFormat, parsed(["hello"], 2, token_ids=True), [rows[1], *halves(rows[0])])
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[*ids("hello")], None, None, None, None]
+    assert [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks[2:]] == [
+        (1, {"content": "cd"}), (0, {"content": "a"}), (0, {"content": "b"}),
+    ]  # fmt: skip
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_an_error_in_a_stream_is_its_last_event() -> None:
+    updates = [*halves(ended(0, "ab"))[:1], ApiError(503, "gone", code="pass_failed")]
+    chunks = streamed(CompletionFormat, parsed(["x"], include_usage=True), updates)
+    assert chunks[-1] == {
+        "error": {"message": "gone", "type": "service_unavailable_error", "param": None, "code": "pass_failed"}
+    }
+    assert len(chunks) == 2
+
+
+def test_details_add_up_over_a_stream() -> None:
+    row = ended(0, "abcd", -1.0)
+    own = tuple(token._replace(logprob=-float(place)) for place, token in enumerate(row.tokens))
+    chunks = streamed(CompletionFormat, parsed(["x"], details=True), halves(replace(row, tokens=own)))
+    details = [chunk["choices"][0]["shoal"] for chunk in chunks]
+    assert [one["mean_logprob"] for one in details] == [-0.5, -1.5]
+    assert [one["committed"] for one in details] == [2, 4]
+    assert [[token["from_draft"] for token in one["tokens"]] for one in details] == [[True, False], [True, False]]
+    assert [[token["drafter"] for token in one["tokens"]] for one in details] == [["suffix", None], ["suffix", None]]
+    assert all("by_round" not in one for one in details)
+
+
+# ── reasoning and calls ─────────────────────────────────────────────────────────────────────────────────────────────
+
+CALLS = 'Two.<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}</tool_call>'
+
+
+def test_calls_of_a_chat() -> None:
+    rules = CallRules(HERMES, {"f", "g"}, forced=False, parallel=True)
+    row = replace(ended(0, "", reason="eos"), text=CALLS)
+    (choice,) = whole(ChatFormat, parsed(["x"], rules=rules), [row])["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Two.")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": '{"a": "é"}'}, {"name": "g", "arguments": "{}"},
+    ]  # fmt: skip
+    assert [len(call["id"]) for call in message["tool_calls"]] == [9, 9]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    only = replace(row, text=CALLS.removeprefix("Two."))
+    assert whole(ChatFormat, parsed(["x"], rules=rules), [only])["choices"][0]["message"]["content"] is None
+    cut = CALLS.index('<tool_call>{"name": "g')
+    chunks = streamed(ChatFormat, parsed(["x"], rules=rules), [
+        replace(row, text=CALLS[:cut], sample=None), replace(row, text=CALLS[cut:]),
+    ])  # fmt: skip
+    told = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [(call["index"], call["function"]["name"]) for call in told] == [(0, "f"), (1, "g")]
+    first = whole(ChatFormat, parsed(["x"], rules=replace(rules, parallel=False)), [row])["choices"][0]["message"]
+    assert [call["function"]["name"] for call in first["tool_calls"]] == ["f"]
+    unknown = replace(rules, names={"f"})
+    kept = whole(ChatFormat, parsed(["x"], rules=unknown), [row])["choices"][0]["message"]
+    assert [call["function"]["name"] for call in kept["tool_calls"]] == ["f"]
+    assert '{"name": "g"}' in kept["content"]
+
+
+def test_reasoning_of_a_chat_and_its_tokens() -> None:
+    text = "<think>ab</think>cd"
+    given = parsed(["x"], reasoning=ReasoningRules(False))
+    answer = whole(ChatFormat, given, [ended(0, text)])
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant", "content": "cd", "reasoning_content": "ab", "reasoning": "ab",
+    }  # fmt: skip
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 17}
+    alone = whole(ChatFormat, given, [ended(0, "<think>ab")])
+    assert alone["choices"][0]["message"]["content"] is None
+    assert alone["usage"]["completion_tokens_details"] == {"reasoning_tokens": 9}
+    none = whole(ChatFormat, given, [ended(0, "ab")])
+    assert none["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+    assert none["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    *_, last = streamed(ChatFormat, replace(given, include_usage=True), halves(ended(0, text)))
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 17}
+
+
+# ── submissions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def row_of(text: str) -> Row:
+    """A row that has written a text."""
+    row = Row(Request(ids("x")), 0, 0, 0, [*ids("x"), *ids(text)], frozenset(), 99)
+    row.detokenizer = Detokenizer(TOKENIZER, row.request.prompt_ids)
+    for token in ids(text):
+        row.detokenizer.push(token)
+        row.logprobs.append(-1.0)
+        row.drafters.append(None)
+    return row
+
+
+def submission(**options: Any) -> Submission:
+    return Submission([Request(ids("x"), 2)], 2, **{"stream": True, "detailed": True, **options})
+
+
+def test_tokens_are_sent_once_and_not_before_their_text() -> None:
+    sub, row = submission(), row_of("ab€"[:2])
+    row.detokenizer.take(final=False)
+    first = sub.update(1, Commit(row, [*ids("ab")], 1, "ab"))
+    assert first is not None
+    assert (first.index, [token.text for token in first.tokens], first.committed) == (1, ["a", "b"], 2)
+    for token in ids("€")[:2]:
+        row.tokens.append(token)
+        row.detokenizer.push(token)
+        row.logprobs.append(-2.0)
+        row.drafters.append("suffix")
+    row.detokenizer.take(final=False)
+    second = sub.update(1, Commit(row, [*ids("€")[:2]], 2, ""))
+    assert second is not None
+    assert second.tokens == ()
+    assert second.committed == 4
+    other = sub.update(0, Commit(row_of("c"), [*ids("c")], 0, "c"))
+    assert other is not None
+    assert other.tokens == ()  # nothing of it has been shown yet
+
+
+def test_rounds_say_where_they_began() -> None:
+    for stream in (True, False):
+        sub, row = submission(stream=stream, rounds=True, detailed=False), row_of("abc")
+        found = [sub.update(0, Commit(row, [*ids("abc")], 2, "abc", None, (7, 8, 9), ("m", "m", "s"), (0, 1)))]
+        row.tokens += ids("d")
+        last = sub.update(0, Commit(row, [*ids("d")], 0, "d", sample("abcd"), (5,), ("m",)))
+        cut = sub.update(1, Commit(row, [], 0, "", sample("abcd")))
+        rounds = [(3, 2, [(9, "s")], 0), (1, 0, [(5, "m")], 3)]
+        updates = [update for update in (*found, last) if update is not None]
+        told = [(one.committed, one.accepted, one.rejected, one.start) for update in updates for one in update.by_round]
+        assert told == rounds
+        assert [len(update.by_round) for update in updates] == ([1, 1] if stream else [2])
+        assert cut is not None
+        assert cut.by_round == ()
+    refused = submission(rounds=True, detailed=False).update(0, Commit(row, [], 0, "", None, (5,), ("m",)))
+    assert refused is not None
+    assert [(one.committed, one.start) for one in refused.by_round] == [(0, 4)]
+
+
+def test_a_stop_string_takes_its_tokens_away() -> None:
+    sub, row = submission(), row_of("abcd")
+    update = sub.update(0, Commit(row, [*ids("abcd")], 0, "ab", sample("ab", reason="stop")))
+    assert update is not None
+    assert [token.id for token in update.tokens] == [*ids("ab")]
+
+
+def test_unread_updates_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ended(0, "abc", tops=2)
+    assert one.size == 500 + 4 * 3 + 250 * 3 + 100 * 6
+    monkeypatch.setattr("shoal.serve.submissions.MAX_UNREAD_BYTES", 2 * one.size)
+
+    async def run(stream: bool) -> list[bool]:
+        sub = submission(stream=stream)
+        taken = [sub.put([one]), sub.put([one])]
+        reader = sub.updates()
+        await anext(reader)
+        taken += [sub.put([one]), sub.put([one])]
+        assert sub.inbox.empty() is stream
+        return taken
+
+    assert asyncio.run(run(True)) == [True, True, True, False]
+    assert asyncio.run(run(False)) == [True] * 4

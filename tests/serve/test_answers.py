@@ -20,14 +20,20 @@ import torch
 
 from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import BadLogits, OutOfMemory, RequestError
-from shoal.serve.api_errors import ApiError
+from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.api_formats import ApiFormat, ChatFormat, CompletionFormat
+from shoal.serve.infill import InfillResponse
+from shoal.serve.infill_models import InfillRequest
+from shoal.serve.item_format import ItemFormat, ItemWriter
+from shoal.serve.item_models import ResponsesRequest
+from shoal.serve.item_response import ItemResponse
+from shoal.serve.metrics import Metrics
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.reasoning import ReasoningRules
-from shoal.serve.responses import ApiResponse
+from shoal.serve.responses import ApiResponse, event
 from shoal.serve.scoring import CHUNK_TOKENS, Scoring
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
-from shoal.serve.tool_calls import HERMES, CallRules
+from shoal.serve.tool_calls import HERMES, Call, CallRules
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.counts import DraftCounts
@@ -240,7 +246,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(path: int) -> None
     def tied(history: tuple[int, ...]) -> torch.Tensor:
         return (script(history) * 2).round() / 2
 
-    scoring = Scoring(scripted(tied, VOCABULARY, length), given, 4)
+    scoring = Scoring(scripted(tied, VOCABULARY, length), given, 8)
     advances = 0
     while not scoring.done:
         scoring.advance()
@@ -261,7 +267,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(path: int) -> None
         assert (logprob, rank) == (pytest.approx(own[i - 1]), 1 + int((logs > logs[given[i]]).sum()))
         top = found[i].top
         assert top is not None
-        assert [value for _, value in top.raw] == pytest.approx(logs.topk(4).values.tolist())
+        assert [value for _, value in top.raw] == pytest.approx(logs.topk(8).values.tolist())
         others = {token: (value, at) for at, (token, value) in enumerate(top.raw[:2], 1) if token != given[i]}
         assert {token: entry for token, entry in place.items() if token != given[i]} == others
 
@@ -272,6 +278,19 @@ def test_what_cannot_be_scored() -> None:
         with pytest.raises(RequestError, match="prompt"):
             Scoring(target, wrong, 0)
     Scoring(target, [0, VOCABULARY - 1, 0, 0], 0)
+
+
+def test_the_first_token_of_a_prompt_has_nothing_before_it() -> None:
+    """SentencePiece drops the blank at the beginning of a text, and only there."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE({"<unk>": 0, "▁the": 1}, [], unk_token="<unk>"))
+    model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    scoring = Scoring(scripted(hashed(2), 2, 8), [1, 1, 1], 0)
+    scoring.advance()
+    found = scoring.tokens(PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>"))
+    assert [one.text for one in found] == ["the", " the", " the"]
 
 
 def test_low_precision_is_scored_in_float32() -> None:
@@ -521,3 +540,143 @@ def test_unread_updates_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
     assert asyncio.run(run(True)) == [True, True, True, False]
     assert asyncio.run(run(False)) == [True] * 4
+
+
+# ── for the log, and as JSON ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_computed_counts_all_rows() -> None:
+    one = response(CompletionFormat, parsed(["hello", "you"], 2), [])
+    assert one.computed() == {"prompt_tokens": 8, "completion_tokens": 0, "samples": 0}
+    one._submission().members = [row_of(text) for text in ("ab", "", "abc", "d")]
+    assert one.computed() == {"prompt_tokens": 8, "completion_tokens": 6, "samples": 4}
+
+
+def test_an_event_is_json_whatever_is_in_it() -> None:
+    assert event({"a": "é\u2028", "b": None}) == 'data: {"a":"é\u2028","b":null}\n\n'.encode()
+    with pytest.raises(ValueError, match="JSON"):
+        event({"a": math.nan})
+
+
+def test_bytes_that_are_not_known_are_null_in_chats_and_empty_in_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token: ("?", None))
+    row = ended(0, "a", tops=1)
+    (entry,) = whole(ChatFormat, parsed(["x"], top_logprobs=1), [row])["choices"][0]["logprobs"]["content"]
+    assert (entry["bytes"], entry["top_logprobs"][0]["bytes"]) == (None, None)
+    (item,) = ItemFormat(TOKENIZER, 0, parsed(["x"], top_logprobs=1)).logprobs(row)
+    assert (item["bytes"], item["top_logprobs"][0]["bytes"]) == ([], [])
+
+
+def items(rows: Sequence[Any], request: ParsedRequest | None = None, **asked: Any) -> Any:
+    body = ResponsesRequest(input="hi", **asked)
+    one = ItemResponse(
+        Worker(rows), TOKENIZER, "m", ItemFormat, request or parsed(["hello"]), created=7, key="k", request=body
+    )  # type: ignore[arg-type]
+    return json.loads(json.dumps(asyncio.run(one.whole()), allow_nan=False))
+
+
+@pytest.mark.parametrize(("reason", "status"), [("eos", "completed"), ("stop", "completed"), ("length", "incomplete"),
+                                                ("time", "incomplete"), ("cancelled", "incomplete")])  # fmt: skip
+def test_how_an_answer_of_items_ends(reason: str, status: str) -> None:
+    answer = items([ended(0, "abc", reason=reason, restored=4)])
+    assert (answer["status"], answer["output"][0]["status"]) == (status, status)
+    assert (answer["completed_at"] is None, answer["incomplete_details"]) == (
+        (False, None) if status == "completed" else (True, {"reason": "max_output_tokens"})
+    )
+    assert answer["output"][0]["content"][0]["text"] == "abc"
+    usage = answer["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (5, 3, 8)
+    assert usage["input_tokens_details"] == {"cached_tokens": 4, "cache_write_tokens": 0}
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert (answer["id"], answer["object"], answer["created_at"], answer["model"]) == ("resp_k", "response", 7, "m")
+
+
+def test_an_answer_of_items_repeats_what_was_asked() -> None:
+    answer = items(
+        [ended(0, "a")], temperature=0, top_p=0.5, instructions="be", metadata={"a": "b"}, parallel_tool_calls=False
+    )
+    assert (answer["temperature"], answer["top_p"], answer["instructions"]) == (0, 0.5, "be")
+    assert (answer["metadata"], answer["parallel_tool_calls"], answer["tool_choice"]) == ({"a": "b"}, False, "auto")
+    plain = items([ended(0, "a")])
+    assert (plain["temperature"], plain["top_p"], plain["metadata"], plain["parallel_tool_calls"]) == (1.0, 1.0, {}, True)
+    assert (plain["text"], plain["top_logprobs"]) == ({"format": {"type": "text"}}, 0)
+
+
+def test_log_probabilities_are_those_of_the_first_text() -> None:
+    writer = ItemWriter("k")
+    events = writer.add(["a", Call("f", "{}"), "b"], [{"token": "a"}])
+    told = [one["logprobs"] for one in events if one["type"] == "response.output_text.delta"]
+    assert told == [[{"token": "a"}], []]
+    assert [item["id"] for item in writer.items] == ["msg_k0", "fc_k1", "msg_k2"]
+    assert [one["output_index"] for one in events] == [0] * 6 + [1] * 4 + [2] * 3
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("status", "kind"), [
+    (400, "invalid_request_error"), (401, "authentication_error"), (404, "invalid_request_error"), (429, "rate_limit_error"),
+    (500, "server_error"), (503, "service_unavailable_error"),
+])  # fmt: skip
+def test_errors_have_the_types_of_the_api(status: int, kind: str) -> None:
+    error = ApiError(status, "no /root/models/x.bin", param="p" * 200, code="c")
+    said = "no /root/models/x.bin" if status < 500 else "no x.bin"
+    assert error.body() == {"error": {"message": said, "type": kind, "param": "p" * 97 + "...", "code": "c"}}
+
+
+@pytest.mark.parametrize(("error", "status", "code"), [
+    (RequestError("x"), 400, "invalid_value"), (OutOfMemory("x"), 503, "out_of_memory"), (BadLogits("x"), 500, "internal_error"),
+    (KeyError("x"), 500, "internal_error"),
+])  # fmt: skip
+def test_errors_of_the_library_become_answers(error: Exception, status: int, code: str) -> None:
+    found = api_error_of(error)
+    assert (found.status_code, found.code) == (status, code)
+
+
+# ── metrics ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_metrics_note_of_a_row() -> None:
+    metrics = Metrics()
+    metrics.row_ended(replace(sample("abcd", reason="eos"), finished_at=2.5, target_passes=2, rounds=4), 0.25)
+    metrics.row_ended(replace(sample("", reason="time"), target_passes=0), None)
+    found = {one.name: one.value for family in metrics.families() for one in family.samples if not one.labels}
+    for name, count, total in (("row_seconds", 2, 3.5), ("row_tokens", 2, 4), ("row_acceptance_length", 1, 2),
+                               ("time_per_output_token_seconds", 1, 0.25)):  # fmt: skip
+        assert (found[f"shoal_{name}_count"], found[f"shoal_{name}_sum"]) == (count, total), name
+    ends = {
+        one.labels["reason"]: one.value
+        for family in metrics.families()
+        for one in family.samples
+        if one.name == "shoal_rows_total"
+    }
+    assert ends == {"eos": 1, "time": 1}
+
+
+# ── /infill ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def infilled(rows: Sequence[Any], request: ParsedRequest | None = None, **asked: Any) -> Any:
+    body = InfillRequest(input_prefix="a", input_suffix="b", **asked)
+    one = InfillResponse(Worker(rows), TOKENIZER, "m", body, request or parsed(["hello"]), truncated=False)  # type: ignore[arg-type]
+    return json.loads(json.dumps(asyncio.run(one.whole()), allow_nan=False))
+
+
+@pytest.mark.parametrize(("reason", "kind", "text"), [("eos", "eos", "ab\ncd\nef"), ("stop", "word", "ab\ncd\nef"),
+                                                      ("length", "limit", "ab\ncd\nef"), ("time", "limit", "ab\ncd")])  # fmt: skip
+def test_how_an_infill_ends(reason: str, kind: str, text: str) -> None:
+    answer = infilled([ended(0, "ab\ncd\nef", reason=reason)])
+    assert (answer["content"], answer["stop_type"], answer["has_new_line"]) == (text, kind, True)
+    assert (answer["tokens_predicted"], answer["tokens_evaluated"], answer["stop"]) == (8, 5, True)
+    assert (answer["timings"]["draft_n"], answer["timings"]["draft_n_accepted"]) == (4, 1)
+    assert (answer["timings"]["prompt_n"], answer["timings"]["predicted_n"]) == (5, 8)
+
+
+def test_fields_of_an_infill_that_were_asked_for() -> None:
+    row = ended(0, "ab", tops=3)
+    answer = infilled([row], parsed(["hello"], top_logprobs=2), response_fields=["content", "timings/prompt_n", "none/such"])
+    assert answer == {"content": "ab", "timings/prompt_n": 5}
+    (first, _) = infilled([row], parsed(["hello"], top_logprobs=2))["completion_probabilities"]
+    assert (first["id"], first["token"], first["bytes"], first["logprob"]) == (*ids("a"), "a", [97], -1.0)
+    assert [(top["token"], top["logprob"]) for top in first["top_logprobs"]] == [("a", -1.0), ("b", -2.0)]
+    assert "completion_probabilities" not in infilled([row])

@@ -1,18 +1,29 @@
-"""Modules of Python with one thing wrong, for negative controls."""
+"""Sources with one thing wrong, for negative controls."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 
+def replaced(texts: Mapping[str, str], right: str, wrong: str) -> dict[str, str]:
+    """Puts `wrong` in the place of `right`, which must stand in the texts once, however it is spaced and broken into lines."""
+    words = re.findall(r"\w+|[^\w\s]", right)
+    end = r"[^\S\n]*\n" if right.endswith("\n") else ""
+    pattern = re.compile(r"\s*".join(map(re.escape, words)) + end)
+    places = sum(len(pattern.findall(text)) for text in texts.values())
+    assert places == 1, f"the sources say {right!r} {places} times"
+    return {name: pattern.sub(lambda _: wrong, text) for name, text in texts.items()}
+
+
 def mutant(module: ModuleType, right: str, wrong: str, folder: Path) -> ModuleType:
-    """The module with `wrong` in place of `right`, which must stand in its source once."""
+    """Imports the module with `wrong` in place of `right`, which must stand in its source once."""
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
-    assert source.count(right) == 1, f"the source says {right!r} {source.count(right)} times"
     path = folder / "mutant.py"
-    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    path.write_text(replaced({"": source}, right, wrong)[""], encoding="utf-8")
     spec = importlib.util.spec_from_file_location("mutant", path)
     assert spec is not None
     assert spec.loader is not None

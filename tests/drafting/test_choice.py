@@ -1,22 +1,20 @@
-"""A choice over several drafters: what it brings and loses on a clock of its own, row by row, and that the law stays."""
+"""A choice over several drafters: what it brings and loses on a clock of its own, row by row, and that the law stays.
+
+Tests of: lookahead.choosing, drafting.first_tokens, drafting.text, drafting.sums.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from clocks import ROWS, TOKENS, Clock, Priced, V, truth
-from drafts import sampled
-from laws import ALPHA, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.first_tokens import SURE, FirstTokens
-from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
-from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.engine.engine import Engine
@@ -24,11 +22,9 @@ from shoal.lookahead.choosing import AutoChoice
 from shoal.lookahead.controller import Auto, Controller, by_name
 from shoal.lookahead.costs import CostCurve, MixedCostCurve, PairCosts
 from shoal.lookahead.fixed import Fixed
-from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.distributions import chain_rule
+from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import RandomTrees
-from shoal.testing.scripted import runner, table_model
-from shoal.testing.significance import chi_square
+from shoal.testing.scripted import runner
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 from shoal.types.trees import DraftTree
@@ -273,49 +269,3 @@ def test_rows_are_told_apart_by_what_came_of_first_tokens() -> None:
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Alternating(Auto):
-    """Drafts up to 3 tokens by each choice in turn."""
-
-    limit = 3
-
-    def __init__(self, drafter: SumDrafter) -> None:
-        super().__init__(PairCosts(packed=True))
-        self.drafter, self.round = drafter, 0
-
-    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        self.round += 1
-        self.drafter.use(self.round % len(self.drafter.choices))
-        self._longest = [min(row.max_draft_length, 3) for row in rows]
-        return self._longest
-
-    def learn(self, outcome: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-def test_choices_keep_the_joint_distribution(rule: Rule) -> None:
-    drafter = SumDrafter([SuffixDrafter("group")], ModelDrafter(table_model(Q), 4))
-    engine, rows = sampled(drafter, rule, Alternating(drafter))
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    assert all(counts.accepted > 100 for counts in engine.stats.by_drafter.values())
-    assert set(engine.stats.by_drafter) == {"suffix", "model"}
-
-
-class Peeking(SumDrafter):
-    """Leaves a row to the other drafter for what the model has drawn for it."""
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        tree = super().propose(inputs)
-        if tree.q is None:
-            return tree
-        kept = [tokens[:0] if tokens[:1] == [1] else tokens for tokens in tree.drafts]
-        made = DraftTree.of(kept, device=inputs.uniforms.device, steps=tree.steps)
-        return DraftTree(made.tokens, made.lengths, tree.q[: made.m], made.drafts, made.parents, made.steps)
-
-
-def test_a_choice_by_what_was_drawn_is_noticed() -> None:
-    """A sabotage."""
-    _, rows = sampled(Peeking([SuffixDrafter("group")], ModelDrafter(table_model(Q), 4)), Rejection())
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA

@@ -1,10 +1,13 @@
 """EAGLE-3 heads: what they draft is what the published layout means, in ragged batches; exact by their q; refused where they do not
-fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py."""
+fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py.
+
+Tests of: models.eagle3, drafting.growth, drafting.eagle3, drafting.hidden, drafting.shapes,
+drafting.trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from drafts import passes_of
 from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
-from laws import ALPHA, P, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
@@ -28,17 +29,14 @@ from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import Eagle3
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
-from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
 from shoal.models.eagle3 import published_layers
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model
-from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 
@@ -196,41 +194,6 @@ SMALL = CONFIG | {
     "num_key_value_heads": 1,
     "vocab_size": 4,
 }
-
-
-def sampled(kind: type[Eagle3Drafter], rule: Rule, lookahead: int | str) -> tuple[Engine, list[Row]]:
-    """A Markov chain whose hidden states are its logits; the heads draft three of its four tokens."""
-    target = table_model(P)
-    heads = random_heads(SMALL | {"draft_vocab_size": 3}, 3 * 4, 4, own=True).double()
-    heads.target_ids.copy_(torch.tensor([0, 2, 3]))
-    engine = Engine(
-        target, kind(heads, (0, 1, 2), target), by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target)
-    )
-    rows = engine.submit(Request((0, 0), 2400, Sampling(seed=3), Limits(max_new_tokens=4)))
-    while engine.step():
-        pass
-    return engine, rows
-
-
-@pytest.mark.parametrize(("rule", "lookahead"), [(Rejection(), 2), (Coupled(), 2), (Rejection(), "auto")], ids=str)
-def test_tokens_have_the_joint_distribution(rule: Rule, lookahead: int | str) -> None:
-    engine, rows = sampled(Eagle3Drafter, rule, lookahead)
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-
-
-class WrongQ(Eagle3Drafter):
-    """A sabotage: q by id of the draft vocabulary, where the target's ids are meant."""
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        tree = super().propose(inputs)
-        return tree if tree.q is None else replace(tree, q=[q[:, [0, 2, 3, 1]] for q in tree.q])
-
-
-def test_a_wrong_q_is_noticed() -> None:
-    engine, rows = sampled(WrongQ, Rejection(), 2)
-    assert engine.stats.accepted > 0
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
 
 
 @pytest.mark.parametrize("shape", ["", "rsd-s", "union"])

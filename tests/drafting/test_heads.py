@@ -1,21 +1,20 @@
-"""Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit."""
+"""Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit.
+
+Tests of: drafting.checkpoints, drafting.hidden, drafting.medusa, drafting.trained, drafting.sums,
+drafting.suffix, drafting.names.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import shoal
 from drafts import decoded as decoded_by
-from drafts import passes_of
-from laws import ALPHA, P, joint
-from medusa_heads import HEADS, V, guessing, save_medusa
+from medusa_heads import HEADS, V, guessing, knowing, save_medusa
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
@@ -27,24 +26,15 @@ from shoal.drafting.sums import SumDrafter
 from shoal.drafting.trained import Medusa
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
-from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model
-from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
-from shoal.testing.scripted import ahead, hashed, scripted, table_model
-from shoal.testing.significance import chi_square
+from shoal.testing.scripted import ahead, hashed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.trees import DraftTree
 
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-
-
-def knowing(vocab: int) -> Callable[[Tensor], Tensor]:
-    """Heads on `ahead`: head i says what the target says i + 2 positions on."""
-    return lambda x: torch.stack([x[..., vocab * (i + 1) : vocab * (i + 2)] for i in range(HEADS)])
 
 
 def decoded(drafter: Drafter | None, rule: Rule, max_batch: int, temperature: float) -> tuple[Engine, list[list[int]]]:
@@ -76,44 +66,6 @@ def test_tokens_are_those_of_plain_decoding(nodes: int, max_batch: int, rule: Ru
             assert stats.acceptance_length > (3.0 if nodes else 3.2)
         assert not drafter._last
         assert not drafter._prompts._of
-
-
-@pytest.mark.parametrize(
-    ("rule", "lookahead", "nodes"), [(Rejection(), 2, 0), (Coupled(), 2, 5), (Rejection(), "auto", 0)], ids=str
-)
-def test_tokens_have_the_joint_distribution(rule: Rule, lookahead: int | str, nodes: int) -> None:
-    engine, rows = sampled(MedusaDrafter(knowing(4), 1, nodes), rule, lookahead, 1200 if nodes else 2400)
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-
-
-def sampled(drafter: Drafter, rule: Rule, lookahead: int | str, n: int = 2400) -> tuple[Engine, list[Row]]:
-    table = P.log()
-
-    def script(ids: tuple[int, ...]) -> Tensor:
-        return table[(0, 0, *ids)[-2:]]
-
-    target = table_model(P, features=ahead(script, HEADS + 1))
-    engine = Engine(target, drafter, by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target))
-    rows = engine.submit(Request((0, 0), n, Sampling(seed=3), Limits(max_new_tokens=4)))
-    while engine.step():
-        pass
-    return engine, rows
-
-
-class ClaimsItsHeads(MedusaDrafter):
-    """A sabotage: the most probable token is proposed, and said to be drawn from a distribution."""
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        tree = super().propose(inputs)
-        q = torch.full((len(inputs.rows), 4), 0.1, dtype=torch.float64)
-        return replace(tree, q=[q.scatter(1, column[:, None], 0.7) for column in tree.tokens.unbind(1)]) if tree.m else tree
-
-
-def test_a_claimed_q_is_noticed() -> None:
-    engine, rows = sampled(ClaimsItsHeads(knowing(4), 1), Rejection(), 2)
-    assert engine.stats.accepted > 0
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
 
 
 def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: pytest.MonkeyPatch) -> None:

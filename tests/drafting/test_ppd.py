@@ -1,5 +1,9 @@
 """Prompt tokens of PPD: what the drafter reads is what the target says behind them, and nothing else of the pass or the cache knows
-of them; trees of the size that pays; refused where they do not fit."""
+of them; trees of the size that pays; refused where they do not fit.
+
+Tests of: models.vectors, drafting.pass_times, drafting.probe_trees, drafting.ppd,
+models.cache.plan, drafting.trained, drafting.names.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,8 @@ from torch import Tensor
 
 import shoal
 from drafts import decoded as decoded_by
-from drafts import passes_of
 from exits import PASSES, runner_of
-from laws import ALPHA, P, joint
+from prompt_tokens import SHARES, scripted_tokens
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting.names import named
@@ -38,22 +41,13 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores
 from shoal.testing import save_pair, tiny_model
-from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
-from shoal.testing.scripted import History, hashed, scripted, table_model
-from shoal.testing.significance import chi_square
+from shoal.testing.scripted import History, hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 
 V, M = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-SHARES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1), (0.4, 0.2, 0.1))
-
-
-def scripted_tokens(vocab: int = V, count: int = M, shares: Sequence[Sequence[float]] = SHARES) -> PromptTokens:
-    """Of a scripted target, whose embedding of an id is the id: ids that it does not have."""
-    vectors = torch.arange(vocab, vocab + count, dtype=torch.float64)[:, None]
-    return PromptTokens(vectors, tuple(map(tuple, shares[:count])))
 
 
 def foretelling(script: History, vocab: int) -> History:
@@ -96,27 +90,6 @@ def test_tokens_are_those_of_plain_decoding(nodes: int, max_batch: int, rule: Ru
         assert stats.acceptance_length > (1.6 if nodes == 4 else 2.2 if not temperature else 1.7)
         assert not drafter._known
         assert not drafter._placed
-
-
-@pytest.mark.parametrize(("rule", "lookahead"), [(Coupled(), 3), (Rejection(), "auto")], ids=str)
-def test_tokens_have_the_joint_distribution(rule: Rule, lookahead: int | str) -> None:
-    engine, rows = sampled(rule, lookahead)
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    assert lookahead == "auto" or 0 < engine.stats.accepted < engine.stats.drafted
-
-
-def sampled(rule: Rule, lookahead: int | str) -> tuple[Engine, list[Row]]:
-    table = torch.zeros(4 + M, 4 + M, 4, dtype=torch.float64)
-    table[:4, :4] = P
-    table[:, 4:] = P.mean((0, 1))  # what prompt tokens say
-    target = table_model(table)
-    engine = Engine(
-        target, PpdDrafter(scripted_tokens(4), 8), by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target)
-    )
-    rows = engine.submit(Request((0, 0), 700, Sampling(seed=3), Limits(max_new_tokens=4)))
-    while engine.step():
-        pass
-    return engine, rows
 
 
 def test_the_protocol_is_kept() -> None:

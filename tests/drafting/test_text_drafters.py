@@ -1,4 +1,8 @@
-"""Drafters without a model: what they look up, what they keep, and that the tokens are those of plain decoding."""
+"""Drafters without a model: what they look up, what they keep, and that the tokens are those of plain decoding.
+
+Tests of: drafting.automaton, drafting.recycling, drafting.ngram, drafting.trigrams, drafting.text,
+drafting.sums.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,13 @@ import itertools
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from drafts import V, decoded, decoded_plainly, group, heard, leave, passes_of, proposed, row, sampled
-from laws import ALPHA, P, Q, codes, contingency, joint
+from by_pairs import by_pairs
+from drafts import V, decoded, decoded_plainly, group, heard, leave, passes_of, proposed, row
 from shoal.config import Limits, Sampling
-from shoal.drafting import sums
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter, copied
@@ -32,12 +34,9 @@ from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model
-from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
-from shoal.testing.scripted import hashed, mixed, scripted, table_model
-from shoal.testing.significance import chi_square, independence
+from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request
-from shoal.types.trees import DraftTree
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(scripted(mixed(hashed(V), hashed(V, 1)), V), V),
@@ -268,92 +267,6 @@ def test_scopes_of_recycled_tokens(scope: str) -> None:
     assert (drafter.table_bytes == 0) == (scope != "engine")
 
 
-# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-CHAINS, TREES = 0, 5
-
-
-@pytest.mark.parametrize(
-    ("lookahead", "nodes", "rule"),
-    [
-        (None, CHAINS, Rejection()), (None, CHAINS, Coupled()), ("auto", CHAINS, Rejection()), ("auto", CHAINS, Coupled()),
-        (None, TREES, Coupled()), ("auto", TREES, Rejection()),
-    ],
-    ids=lambda given: type(given).__name__ if isinstance(given, Rejection | Coupled) else str(given),
-)  # fmt: skip
-def test_siblings_that_draft_for_each_other_have_the_joint_distribution_and_are_independent(
-    lookahead: object, nodes: int, rule: Rule
-) -> None:
-    engine, rows = sampled(SuffixDrafter("group", nodes=nodes), rule, lookahead)
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    pairs = contingency(codes(rows[::2], 4, slice(2)), codes(rows[1::2], 4, slice(2)))
-    assert independence(pairs) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert engine.stats.draft_passes == 0
-
-
-class ClaimsFrequencies(SuffixDrafter):
-    """A sabotage: the most frequent token is proposed, and the frequencies are said to be the q that it was drawn from."""
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        tree = super().propose(inputs)
-        if not tree.m:
-            return tree
-        q = torch.full((len(inputs.rows), 4), 0.1, dtype=torch.float64)
-        claimed = [q.scatter(1, column[:, None], 0.7) for column in tree.tokens.unbind(1)]
-        return replace(tree, q=claimed)
-
-
-def test_a_claimed_q_is_noticed() -> None:
-    engine, rows = sampled(ClaimsFrequencies("group"), Rejection())
-    assert engine.stats.accepted > 0
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
-
-
-# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Taken(SumDrafter):
-    """Counts the rows that each of the two drafted for."""
-
-    def __init__(self) -> None:
-        super().__init__([SuffixDrafter("group")], ModelDrafter(table_model(Q), 4))
-        self.by_text = self.by_model = 0
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        before = [len(row.tokens) for row in inputs.rows]
-        tree = super().propose(inputs)
-        one_hot = tree.q is not None and (tree.q[0].max(-1).values == 1.0).sum()
-        assert before == [len(row.tokens) for row in inputs.rows]
-        self.by_text += int(one_hot)
-        self.by_model += len(inputs.rows) - int(one_hot) if tree.q is not None else 0
-        return tree
-
-
-@pytest.mark.parametrize("lookahead", [None, "auto"], ids=["fixed", "auto"])
-@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-def test_sums_have_the_joint_distribution(rule: Rule, lookahead: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one round are drafted for by one or the other, and verified together."""
-    monkeypatch.setattr("shoal.drafting.first_tokens.SURE", 0.3)
-    engine, rows = sampled(drafter := Taken(), rule, lookahead)
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert engine.stats.draft_passes > 0
-    if isinstance(rule, Rejection):
-        assert drafter.by_text > 200 < drafter.by_model
-
-
-def test_a_row_without_its_point_mass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sabotage: the model's q, or none at all, stands for what the other drafter proposed."""
-    monkeypatch.setattr("shoal.drafting.first_tokens.SURE", 0.3)
-    real = sums._with_point_masses
-    monkeypatch.setattr(sums, "_with_point_masses", lambda q, drafts, m: real(q, [[] for _ in drafts], m))
-    monkeypatch.setattr(Taken, "propose", SumDrafter.propose)
-    _, rows = sampled(Taken(), Rejection())
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
-
-
 # ── sabotage of what is kept ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -437,9 +350,7 @@ def test_trees_need_a_target_that_takes_them() -> None:
     Engine(target, SuffixDrafter(), Fixed(2))
 
 
-@pytest.mark.parametrize("max_batch", [1, 33])
-@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@by_pairs({"max_batch": [1, 33], "rule": [Rejection(), Coupled()], "name": DRAFTERS})
 def test_tokens_are_those_of_plain_decoding(name: str, rule: Rule, max_batch: int) -> None:
     """At T > 0 as well: without a q both rules draw what plain decoding draws. Nothing is kept of rows that have left."""
     sampled = name not in MODELS or isinstance(rule, Coupled)  # which have a q, so that rejection sampling draws anew

@@ -66,12 +66,13 @@ def passes_of(target: Runner) -> Callable[[], float]:
     return lambda: target.hf.forwards + 1e-6 * next(calls)
 
 
-def sampled(drafter: Drafter, rule: Rule, lookahead: object = None) -> tuple[Engine, list[Row]]:
-    """Rows of one request, which draft for each other."""
-    controller = Fixed(2) if lookahead is None else by_name(lookahead)
-    target = table_model(P)
-    engine = Engine(target, drafter, controller, max_batch=120, rule=rule, clock=passes_of(target))
-    rows = engine.submit(Request((0, 0), SAMPLES, Sampling(seed=3), Limits(max_new_tokens=4)))
+def sampled(
+    drafter: Drafter, rule: Rule, lookahead: object = 2, *, target: Runner | None = None, samples: int = SAMPLES
+) -> tuple[Engine, list[Row]]:
+    """Samples four tokens of a Markov table in many rows of one request."""
+    target = target or table_model(P)
+    engine = Engine(target, drafter, by_name(lookahead), max_batch=120, rule=rule, clock=passes_of(target))
+    rows = engine.submit(Request((0, 0), samples, Sampling(seed=3), Limits(max_new_tokens=4)))
     while engine.step():
         pass
     return engine, rows

@@ -22,6 +22,11 @@ def guessing(width: int, vocab: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.stack([x @ matrix for matrix in matrices])
 
 
+def knowing(vocab: int) -> Callable[[Tensor], Tensor]:
+    """Heads on `ahead`: head i says what the target says i + 2 positions on."""
+    return lambda x: torch.stack([x[..., vocab * (i + 1) : vocab * (i + 2)] for i in range(HEADS)])
+
+
 def save_medusa(directory: Path, width: int = 32, vocab: int | None = 260, layers: int = 1, **config: Any) -> Path:
     """Random heads in the published layout; without a vocabulary they share the target's head."""
     directory.mkdir(parents=True, exist_ok=True)

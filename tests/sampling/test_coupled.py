@@ -1,4 +1,7 @@
-"""The coupled rule: what plain decoding would draw by the same uniforms, whatever drafter, draft lengths or batch."""
+"""The coupled rule: what plain decoding would draw by the same uniforms, whatever drafter, draft lengths or batch.
+
+Tests of: sampling.acceptance.one_sample, sampling.drawing, sampling.uniforms.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from laws import ALPHA, P, Q, joint
+from laws import ALPHA, P, Q
 from policies import with_known_costs
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Bass, Controller, Fixed, Lookahead
@@ -18,7 +21,6 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.drawing import draw, exponential_race
 from shoal.sampling.uniforms import BUCKETS, race_uniforms
 from shoal.testing import reference
-from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
@@ -73,14 +75,6 @@ def test_rejection_sampling_does_not_give_those_ids() -> None:
     """The control: its law is the same, its tokens depend on the draft length."""
     plain = ids(run(None, Fixed(0), rule=Rejection())[1])
     assert ids(run(table_model(Q), Fixed(3), rule=Rejection())[1]) != plain
-
-
-def test_the_law_through_the_engine() -> None:
-    engine = engine_of(table_model(P), table_model(Q), Fixed(3), max_batch=250, rule=Coupled())
-    rows = engine.submit(Request((0, 0), 20_000, Sampling(seed=3), Limits(max_new_tokens=4)))
-    while engine.step():
-        pass
-    assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
 
 
 def test_the_law_of_a_race() -> None:

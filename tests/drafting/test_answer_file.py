@@ -1,4 +1,7 @@
-"""Earlier answers on disk: what later engines find, who may share a file, how it stays small, and what is refused."""
+"""Earlier answers on disk: what later engines find, who may share a file, how it stays small, and what is refused.
+
+Tests of: drafting.answers, drafting.answer_file, drafting.stored, drafting.suffix, drafting.names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What users see of drafters: which one proposed each token, and counts by drafter, in every answer."""
+"""What users see of drafters: which one proposed each token, and counts by drafter, in every answer.
+
+Tests of: drafting.ngram, drafting.sums, drafting.model.
+"""
 
 from __future__ import annotations
 

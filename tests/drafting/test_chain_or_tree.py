@@ -1,4 +1,7 @@
-"""`DIR:tree=auto`: `lookahead="auto"` drafts chains, trees or nothing with one model, whichever brings most by a virtual clock."""
+"""`DIR:tree=auto`: `lookahead="auto"` drafts chains, trees or nothing with one model, whichever brings most by a virtual clock.
+
+Tests of: drafting.chain_or_tree, drafting.names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`shoal index` and lookups in what it writes: the matches of a search, files that do not fit, memory, exactness."""
+"""`shoal index` and lookups in what it writes: the matches of a search, files that do not fit, memory, exactness.
+
+Tests of: drafting.corpus, drafting.index_file, drafting.stored, drafting.suffix, drafting.names.
+"""
 
 from __future__ import annotations
 

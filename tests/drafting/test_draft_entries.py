@@ -1,4 +1,7 @@
-"""Every entry takes the same specs of drafters: server, batches, evaluation, benchmark, and the Transformers entry."""
+"""Every entry takes the same specs of drafters: server, batches, evaluation, benchmark, and the Transformers entry.
+
+Tests of: integrations.drafts, integrations.transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A drafter that returns NaN, +inf or -inf everywhere, at whatever step: the draft ends before it, and nobody else notices."""
+"""A drafter that returns NaN, +inf or -inf everywhere, at whatever step: the draft ends before it, and nobody else notices.
+
+Tests of: drafting.model, drafting.protocol.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from by_pairs import by_pairs
 from laws import ALPHA, P, Q, joint
 from policies import auto
 from shoal.config import Limits, Sampling
@@ -88,10 +92,14 @@ def spoilt(value: float, at: int, everywhere: bool) -> Any:
     return script
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 4, "frequency_penalty": 0.5}], ids=str)
-@pytest.mark.parametrize(("value", "everywhere"), [(float("nan"), False), (float("inf"), False), (-float("inf"), True)])
-@pytest.mark.parametrize("at", [2, 3, 6])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@by_pairs(
+    {
+        "sampling": [{}, {"temperature": 0.0}, {"top_k": 4, "frequency_penalty": 0.5}],
+        "value, everywhere": [(float("nan"), False), (float("inf"), False), (-float("inf"), True)],
+        "at": [2, 3, 6],
+        "lookahead": LOOKAHEADS,
+    }
+)
 def test_the_draft_ends_before_it(lookahead: str, at: int, value: float, everywhere: bool, sampling: dict[str, Any]) -> None:
     """One row's drafter fails after histories of one length; nothing is drawn there, and all that is near it is drafted."""
     broken = scripted(spoilt(value, at, everywhere), VOCAB)
@@ -125,6 +133,7 @@ def test_auto_gives_up_a_drafter_that_never_has_a_distribution() -> None:
     assert 0 < engine.stats.draft_passes < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_the_law_stays(lookahead: str) -> None:
     """By rejection sampling: where a draft ends depends on what was drafted before, and must not bend what is committed."""
@@ -171,9 +180,13 @@ POISONED = (5, 6, POISON, 7)
 BIASES = {"as it comes": {}, "often": {"logit_bias": {POISON: 6.0}}, "cut": {"top_k": 8}}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch": 2}, {"prefix_sharing": "shared"}, {"chunk": 3}], ids=str)
-@pytest.mark.parametrize("sampling", BIASES)
-@pytest.mark.parametrize("executor", [None, "eager"], ids=["ordinary", "static"])
+@by_pairs(
+    {
+        "options": [{}, {"max_batch": 2}, {"prefix_sharing": "shared"}, {"chunk": 3}],
+        "sampling": BIASES,
+        "executor": [None, "eager"],
+    }
+)
 def test_no_poison_stays_and_drafting_goes_on(executor: str | None, sampling: str, options: dict[str, Any]) -> None:
     """Poison in prompts, in committed tokens and in drafts, of rows side by side and one after the other in a slot."""
     prompts = [LONG, POISONED, (1, 2, 3), (4, 4, 4, 4, 4)]

@@ -1,4 +1,7 @@
-"""While nothing is drafted the drafter computes nothing, and it catches up in few passes when it is asked again."""
+"""While nothing is drafted the drafter computes nothing, and it catches up in few passes when it is asked again.
+
+Tests of: drafting.model.
+"""
 
 from __future__ import annotations
 

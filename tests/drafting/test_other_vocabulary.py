@@ -1,4 +1,8 @@
-"""Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding."""
+"""Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding.
+
+Tests of: models.vocabulary, drafting.contexts, drafting.shared, models.spelling, models.trimming,
+drafting.other_vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A target that drafts with a part of its cache: drafts are what it says of the first and the most recent tokens at their true
-positions, in ragged batches; the output is that of the whole cache."""
+positions, in ragged batches; the output is that of the whole cache.
+
+Tests of: drafting.reduced_cache, drafting.self_drafting, drafting.names.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +126,7 @@ def test_a_window_off_by_one_costs_drafts_alone(quick: Runner, monkeypatch: pyte
     assert other.stats.accepted < 0.9 * other.stats.drafted
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_tokens_have_the_law_of_the_target() -> None:
     """Three tokens by rejection sampling against the target's own logits."""

@@ -1,5 +1,9 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
-as plain decoding leaves it; exact by the exit's q; refused where there is no such exit."""
+as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
+
+Tests of: drafting.early_exit, drafting.exits, drafting.self_drafting, models.early_exit,
+drafting.model, drafting.names.
+"""
 
 from __future__ import annotations
 
@@ -186,6 +190,7 @@ class WrongExit(EarlyExitDrafter):
         return DraftTree(tree.tokens, tree.lengths, other.q, tree.drafts, tree.parents, tree.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "exit"), [(EarlyExitDrafter, 2), (EarlyExitDrafter, None), (WrongExit, 2)])
 @torch.inference_mode()
 def test_tokens_have_the_law_of_the_target(kind: type[EarlyExitDrafter], exit: int | None) -> None:

@@ -1,4 +1,7 @@
-"""`draft=` and `--draft`: drafters by name, with options, beside models; what is refused, and by every way in."""
+"""`draft=` and `--draft`: drafters by name, with options, beside models; what is refused, and by every way in.
+
+Tests of: drafting.specs, drafting.ngram, drafting.text, drafting.names.
+"""
 
 from __future__ import annotations
 

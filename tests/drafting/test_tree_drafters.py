@@ -1,4 +1,8 @@
-"""Trees drawn from a draft model: how they grow, what is committed by each rule, and what is kept in the drafter's cache."""
+"""Trees drawn from a draft model: how they grow, what is committed by each rule, and what is kept in the drafter's cache.
+
+Tests of: drafting.growth, drafting.model_trees, drafting.tree_model, drafting.shapes,
+drafting.names.
+"""
 
 from __future__ import annotations
 

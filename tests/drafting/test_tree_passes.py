@@ -1,4 +1,8 @@
-"""Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass."""
+"""Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
+
+Tests of: models.cache.moves, models.cache.slots, models.cache.tree, models.compiled.passes,
+models.cache.plan, models.compiled.buckets, models.attention.masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draft trees through the engine: the tokens of plain decoding, and its distribution, whatever trees are proposed."""
+"""Draft trees through the engine: the tokens of plain decoding, and its distribution, whatever trees are proposed.
+
+Tests of: models.cache.tree, models.cache.plan, drafting.model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tri-gram tables: counts, scopes, what they forget, playouts. Their exactness is tested in test_text_drafters.py."""
+"""Tri-gram tables: counts, scopes, what they forget, playouts. Their exactness is tested in test_text_drafters.py.
+
+Tests of: drafting.paths, drafting.playouts, drafting.trigrams.
+"""
 
 from __future__ import annotations
 

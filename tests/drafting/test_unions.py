@@ -1,4 +1,8 @@
-"""Trees of text joined to what a model drafts: the law by enumeration and by counting, what is kept, and names."""
+"""Trees of text joined to what a model drafts: the law by enumeration and by counting, what is kept, and names.
+
+Tests of: drafting.grafting, drafting.model_trees, drafting.specs, drafting.tree_model,
+drafting.shapes, drafting.trigrams.
+"""
 
 from __future__ import annotations
 

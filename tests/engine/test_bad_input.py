@@ -1,4 +1,7 @@
-"""What cannot be done is refused with one clear error that names it, before anything is computed where that is possible."""
+"""What cannot be done is refused with one clear error that names it, before anything is computed where that is possible.
+
+Tests of: engine.validation.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from by_pairs import by_pairs
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
@@ -257,10 +261,7 @@ def decode(target: Any, drafter: Any = None, k: int = 3, **sampling: Any) -> lis
     return row.tokens
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("after", [2, 5])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("k", [0, 3])
+@by_pairs({"temperature": [0, 1], "after": [2, 5], "value": [float("nan"), float("inf")], "k": [0, 3]})
 def test_bad_logits_of_the_target(value: float, after: int, k: int, temperature: float) -> None:
     """The message names model, row and place in the draft."""
     model = scripted(spoilt(value, after), VOCAB)

@@ -1,4 +1,7 @@
-"""Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, no running row stalled."""
+"""Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, no running row stalled.
+
+Tests of: engine.scheduler.
+"""
 
 from __future__ import annotations
 

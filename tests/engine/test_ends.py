@@ -1,4 +1,7 @@
-"""How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation."""
+"""How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation.
+
+Tests of: engine.samples, engine.stream.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 That the speculative path really ran is asserted from the counts: what an oracle, an adversary and plain decoding must have done
 is known in advance.
+
+Tests of: engine.engine, engine.verify, engine.commit, engine.memory, models.prompts.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def drafted_in_total(k: int, kind: str, new: int = NEW) -> int:
     return drafted
 
 
-CASES = [(kind, k) for kind in ("same", "random", "adversarial", "sometimes") for k in (0, 1, 2, 3, 4, 5, 7, 8, 16, 32)]
-CASES += [("oracle", k) for k in range(33)]
+CASES = [(kind, k) for kind in ("same", "random", "adversarial", "sometimes") for k in (0, 1, 3, 8, 32)]
+CASES += [("oracle", k) for k in (0, 1, 2, 3, 7, 16, 31, 32)]
 
 
 @pytest.mark.parametrize(("kind", "k"), CASES)
@@ -95,7 +97,7 @@ def test_an_oracle_commits_one_more_than_it_drafts_in_every_round(k: int) -> Non
     assert (engine.stats.target_passes, engine.stats.draft_passes) == (3, 3 * k)
 
 
-@pytest.mark.parametrize("batch", range(1, 34))
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 9, 16, 33])
 def test_every_batch_size(batch: int) -> None:
     """All prompts in one batch of that size exactly; draft lengths and drafters take turns."""
     kind, k = ("sometimes", "random", "oracle", "same", "adversarial")[batch % 5], batch % 6 + 1
@@ -105,8 +107,7 @@ def test_every_batch_size(batch: int) -> None:
     assert engine.target.cache.slots == grown(batch)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("capacity", [1, 5, 64])
+@pytest.mark.parametrize(("n", "capacity"), [(1, 64), (2, 1), (3, 5), (8, 5), (8, 64)])
 def test_every_n(n: int, capacity: int) -> None:
     """n samples of each prompt, in a batch too small, uneven and larger than needed."""
     engine, rows = decode(drafter("sometimes", 4), 4, prompts=4, n=n, max_batch=capacity, new=12)

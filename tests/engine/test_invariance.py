@@ -3,6 +3,8 @@
 Sampled, float32, fixed draft length, a drafter that is right now and then: the same ids, and the same path to them (rounds, drafted
 and accepted tokens of each row). Controllers such as bass look at the whole batch, so for them only the law is the same
 (test_exact_distribution.py).
+
+Tests of: sampling.uniforms, engine.scheduler, engine.memory.
 """
 
 from __future__ import annotations
@@ -93,8 +95,10 @@ def test_the_drafter_is_right_now_and_then() -> None:
     assert 0.1 < accepted / drafted < 0.9
 
 
-@pytest.mark.parametrize("order", ["given", "reversed", "shuffled"])
-@pytest.mark.parametrize("max_batch", [2, 3, 7, 32])
+@pytest.mark.parametrize(
+    ("order", "max_batch"),
+    [("given", 2), ("reversed", 3), ("shuffled", 7), ("given", 32), ("shuffled", 32), ("reversed", 7)],
+)
 def test_batched_permuted_and_compacted(max_batch: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in turns, with rows moving into the holes that others leave."""
     moves, compact = [], Scheduler._compact

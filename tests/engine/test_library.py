@@ -1,4 +1,7 @@
-"""The library as users see it: names, types, reprs, other libraries' values, model objects, progress, `async for`, `close`."""
+"""The library as users see it: names, types, reprs, other libraries' values, model objects, progress, `async for`, `close`.
+
+Tests of: api, engine.stream, engine.progress, types.options.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A request may bound the drafts of its own rows: the others draft on, and nobody's tokens change."""
+"""A request may bound the drafts of its own rows: the others draft on, and nobody's tokens change.
+
+Tests of: engine.scheduler.
+"""
 
 from __future__ import annotations
 

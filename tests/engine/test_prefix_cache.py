@@ -1,4 +1,8 @@
-"""Prompts kept for later rows that begin alike: the same tokens and log-probabilities, less to compute, nobody else's tokens."""
+"""Prompts kept for later rows that begin alike: the same tokens and log-probabilities, less to compute, nobody else's tokens.
+
+Tests of: models.cache.kept, models.cache.prefix_tree, engine.prefix_cache, engine.scheduler,
+types.stats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Processors must be pure functions of (ids, scores); others are refused by name before anything is computed."""
+"""Processors must be pure functions of (ids, scores); others are refused by name before anything is computed.
+
+Tests of: integrations.transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What training loops need: samples as padded tensors, log-probabilities that are a forward pass's, and weights that may change
-between calls of `generate`."""
+between calls of `generate`.
+
+Tests of: models.belongings, types.rollouts, models.quantize.
+"""
 
 from __future__ import annotations
 

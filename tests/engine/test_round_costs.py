@@ -1,4 +1,7 @@
-"""What a round does outside the passes, in operations of torch: counted, so that it does not grow back."""
+"""What a round does outside the passes, in operations of torch: counted, so that it does not grow back.
+
+Tests of: engine.accounting, engine.engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One row's fault is that row's: it ends where plain decoding would fail, marked "error", and nobody else notices."""
+"""One row's fault is that row's: it ends where plain decoding would fail, marked "error", and nobody else notices.
+
+Tests of: engine.commit, engine.engine.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from by_pairs import by_pairs
 from shoal import cli
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
@@ -58,9 +62,7 @@ def new_tokens(rows: Sequence[Row]) -> list[list[int]]:
 PROMPTS = [(1, 2), (BAD, 5), (3, 4, 5)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("at", [2, 3, 7])
+@by_pairs({"temperature": [0.0, 1.0], "k": [0, 1, 4], "at": [2, 3, 7]})
 def test_nan_in_one_row(at: int, k: int, temperature: float) -> None:
     """It keeps what it had when the fault came, to the token; its neighbours have what they have without it."""
     engine, rows = run(scripted(faulty(at), VOCAB), scripted(DRAFTER, VOCAB), k, PROMPTS, temperature=temperature)
@@ -192,7 +194,7 @@ def test_nothing_is_cleaned_where_nothing_was_spoilt(monkeypatch: pytest.MonkeyP
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (4, 5)], temperature=0)
     assert not calls
     run(poisonous(), scripted(hashed(SIZE, 0), SIZE), 3, [(1, 2, 3), (POISON, 5)], temperature=0)
-    assert calls == [(1, 0)]
+    assert {slot for slot, *_ in calls} == {1}
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────

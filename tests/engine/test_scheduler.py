@@ -1,4 +1,7 @@
-"""Slots, admissions, copies and moves: simulated without a tensor, then counted through the engine."""
+"""Slots, admissions, copies and moves: simulated without a tensor, then counted through the engine.
+
+Tests of: engine.admission, engine.batch, engine.scheduler, engine.memory.
+"""
 
 from __future__ import annotations
 

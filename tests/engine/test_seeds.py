@@ -1,4 +1,7 @@
-"""A seed names samples: the same prompt and seed give them again, wherever the prompt stands and by whichever entry it came."""
+"""A seed names samples: the same prompt and seed give them again, wherever the prompt stands and by whichever entry it came.
+
+Tests of: sampling.uniforms.
+"""
 
 from __future__ import annotations
 

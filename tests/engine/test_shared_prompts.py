@@ -1,4 +1,7 @@
-"""A group's prompt stored once: the same tokens as with copies, m_c + n * m_d token slots, and every one given back."""
+"""A group's prompt stored once: the same tokens as with copies, m_c + n * m_d token slots, and every one given back.
+
+Tests of: engine.prefill, engine.prefix_store, engine.memory.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prompts as bench
+from by_pairs import by_pairs
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
@@ -270,9 +274,7 @@ def pair() -> tuple[Runner, Runner]:
     return scripted(script, VOCABULARY), scripted(mixed(script, hashed(VOCABULARY, 1)), VOCABULARY)
 
 
-@pytest.mark.parametrize("max_batch", [1, 4, 16])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("speculative", [False, True])
+@by_pairs({"max_batch": [1, 4, 16], "temperature": [0.0, 1.0], "speculative": [False, True]})
 def test_ids_are_those_of_copied_prompts(max_batch: int, temperature: float, speculative: bool) -> None:
     """By a model that says something else after any other history, and checks the position of each cell it sees."""
     target, drafter = pair()

@@ -1,4 +1,7 @@
-"""Rows as particles: whatever becomes a copy of what, weighted samples keep the law of p given that the text is allowed."""
+"""Rows as particles: whatever becomes a copy of what, weighted samples keep the law of p given that the text is allowed.
+
+Tests of: engine.resampling, constraints.weights.
+"""
 
 from __future__ import annotations
 

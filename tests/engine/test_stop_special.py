@@ -1,4 +1,7 @@
-"""Stop strings that are, or contain, special tokens: they end a row although its text is decoded without them."""
+"""Stop strings that are, or contain, special tokens: they end a row although its text is decoded without them.
+
+Tests of: engine.detokenizer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Time budgets: what is computed after the deadline, what counts as finished, who starts. Prompts and rounds move the clock."""
+"""Time budgets: what is computed after the deadline, what counts as finished, who starts. Prompts and rounds move the clock.
+
+Tests of: engine.deadlines.
+"""
 
 from __future__ import annotations
 

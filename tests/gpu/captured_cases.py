@@ -2,6 +2,8 @@
 
 Not collected by itself. Elsewhere the same static passes are launched one by one, to try the cases out; `test_static.py` has more
 of them, for what can be shown without a device.
+
+Tests of: models.passes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Not collected by itself: `test_fused.py` runs this file in a process of its own, because TRITON_INTERPRET=1 must be set before
 Triton is imported, and `benchmarks/gpu/run.sh` runs it on CUDA. In the interpreter a program of the grid takes tens of
 milliseconds, on a GPU every new shape is compiled for seconds; hence small cases, and few.
+
+Tests of: models.attention.fused, models.attention.kernels, models.attention.masks,
+models.attention.inputs, models.attention.methods.
 """
 
 from __future__ import annotations

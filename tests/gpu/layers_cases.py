@@ -1,6 +1,8 @@
 """What the kernels of a decoder layer must do, on the device at hand: a CUDA GPU, or the CPU through Triton's interpreter.
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own, as `test_fused.py` does with `fused_cases.py`.
+
+Tests of: models.layers.operations, models.layers.eight_bit, models.layers.kernels.
 """
 
 from __future__ import annotations

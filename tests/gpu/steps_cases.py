@@ -1,6 +1,9 @@
 """What the kernels of a drafter's step must do, on the device at hand: a CUDA GPU, or the CPU through Triton's interpreter.
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own.
+
+Tests of: models.layers.drawing, models.layers.decoder, models.layers.draw_kernels,
+drafting.captured, models.compiled.round_functions.
 """
 
 from __future__ import annotations

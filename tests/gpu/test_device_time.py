@@ -1,4 +1,7 @@
-"""Times of models are those of their device: a GPU goes on while the host has long returned."""
+"""Times of models are those of their device: a GPU goes on while the host has long returned.
+
+Tests of: models.device_time, drafting.captured, models.compiled.executors.
+"""
 
 from __future__ import annotations
 

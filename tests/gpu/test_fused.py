@@ -1,11 +1,11 @@
-"""The fused kernel: its cases, in a process of their own; what it refuses, how it is chosen and cut; that it compiles for GPUs."""
+"""The fused kernel: its cases, in a process of their own; what it refuses, how it is chosen and cut; that it compiles for GPUs.
+
+Tests of: models.attention.fused, models.attention.kernels, models.attention.methods.
+"""
 
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import torch
 
 from ahead_of_time import CAPABILITIES, TENSOR_CORES, Binary, compiled, needs_compiler
 from attending import build
+from by_pairs import by_pairs
 from shoal.errors import RequestError
 from shoal.models.attention import methods
 from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, joining_warps, tiling
@@ -26,16 +27,6 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
 )
 DEFAULT_SHARED_MEMORY = 99 * 1024  # what a program may have on GPUs of compute capability 8.6 and 8.9
-
-
-@needs_triton
-@pytest.mark.limit(900)
-def test_the_cases_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("fused_cases.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 # ── where it runs ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,9 +104,7 @@ def test_keys_are_shared_out_until_the_gpu_is_busy(shape: tuple[int, int, int, i
     assert cut(*shape).splits == splits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256, 512])
-@pytest.mark.parametrize("q", [1, 9, 40])
+@by_pairs({"dtype": [torch.float32, torch.bfloat16], "dim": [16, 64, 80, 128, 192, 256, 512], "q": [1, 9, 40]})
 def test_steps_are_powers_of_two_that_fit(q: int, dim: int, dtype: torch.dtype) -> None:
     made = cut(8, 32, 8, q, dim, 4096, dtype)
     for size in (made.queries, made.keys):
@@ -180,6 +169,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", VARIANTS)
@@ -198,6 +188,7 @@ def test_it_compiles_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert binary.instructions & {"HMMA", *TENSOR_CORES.values()} == used
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -212,6 +203,7 @@ def test_shares_are_joined_on_gpus(capability: int, tmp_path: Path, monkeypatch:
         assert compiled(kernels.combine, types, constants, capability, tmp_path, warps=warps).keeps_to_registers
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_a_tile_that_is_too_large_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

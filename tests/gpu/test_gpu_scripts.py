@@ -1,4 +1,7 @@
-"""benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU."""
+"""benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU.
+
+Tests of: bench.provenance, bench.roofline, bench.shapes.
+"""
 
 from __future__ import annotations
 
@@ -419,6 +422,7 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {line["kind"] for line in lines_in(tmp_path, "kernels")} == {"kernel", "gap"}
 
 
+@pytest.mark.slow
 def test_the_cases_of_captured_passes_hold_without_capturing() -> None:
     """Some of them, by the settings of the run: on a GPU they shall fail for nothing but the capture."""
     options = ["-q", "-c", str(SCRIPTS / "pytest.ini"), "--rootdir", str(SCRIPTS.parents[1]), "-p", "no:cacheprovider"]

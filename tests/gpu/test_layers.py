@@ -1,4 +1,8 @@
-"""The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches."""
+"""The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches.
+
+Tests of: models.layers.draw_kernels, models.layers.eight_bit, models.layers.kernels, models.passes,
+models.quantize.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,14 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.limit(900)
-@pytest.mark.parametrize("cases", ["layers_cases.py", "layer_models_cases.py", "steps_cases.py"])
-def test_the_cases_in_the_interpreter(cases: str) -> None:
+@pytest.mark.slow
+@pytest.mark.limit(1200)
+def test_the_cases_in_the_interpreter() -> None:
+    """In one process, whose start takes long: attention (`fused_cases.py`), layers, whole models, steps."""
+    cases = ["fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py"]
+    places = [str(Path(__file__).with_name(name)) for name in cases]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(cases))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *places],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
@@ -92,6 +99,7 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
 """The same of `drawing`, for the largest vocabulary."""
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", DRAWS)
@@ -107,6 +115,7 @@ def test_draws_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.M
         assert binary.shared <= 16 * 1024
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("name", KERNELS)

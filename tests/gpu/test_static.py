@@ -1,4 +1,8 @@
-"""Passes of fixed shape: the same logits and the same tokens as passes made to measure, built once and run often."""
+"""Passes of fixed shape: the same logits and the same tokens as passes made to measure, built once and run often.
+
+Tests of: models.compiled.capturable, models.compiled.results, models.compiled.view,
+models.compiled, models.compiled.block, models.compiled.passes, models.attention.fused.
+"""
 
 from __future__ import annotations
 

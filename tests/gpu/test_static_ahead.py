@@ -1,4 +1,8 @@
-"""Captured rounds that are built before a row asks for them, and again when caches have changed their size."""
+"""Captured rounds that are built before a row asks for them, and again when caches have changed their size.
+
+Tests of: drafting.captured_kinds, models.compiled.rounds, models.compiled.round_functions,
+models.compiled.executors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Captured rounds whose drafts end by the drafter's confidence: the questions, tokens and counts of the stages, few crossings."""
+"""Captured rounds whose drafts end by the drafter's confidence: the questions, tokens and counts of the stages, few crossings.
+
+Tests of: models.compiled.transfer, drafting.captured_kinds, models.compiled.rounds,
+drafting.captured, models.compiled.round_functions, models.compiled.executors.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from by_pairs import by_pairs
 from policies import LIMIT, Confident, with_known_costs
 from pretend import Pretend
 from shoal.config import Limits, Sampling
@@ -107,10 +112,7 @@ def rounds_run(made: Engine) -> int:
     return sum(count for key, count in target.ran.items() if isinstance(key, Kind))
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("few", [1, 2])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rule", CAPTURED)
+@by_pairs({"ragged": [False, True], "few": [1, 2], "settings": SETTINGS, "rule": CAPTURED})
 def test_tokens_counts_and_questions_are_those_of_the_stages(
     rule: str, settings: str, few: int, ragged: bool, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:  # fmt: skip

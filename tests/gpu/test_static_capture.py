@@ -1,4 +1,7 @@
-"""How passes are captured, shown on a model of CUDA's streams, graphs and memory: what real ones do when they are used wrongly."""
+"""How passes are captured, shown on a model of CUDA's streams, graphs and memory: what real ones do when they are used wrongly.
+
+Tests of: models.compiled.executors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine on a device that pretends to be a GPU: same tokens, and what a round asks of the host."""
+"""The engine on a device that pretends to be a GPU: same tokens, and what a round asks of the host.
+
+Tests of: models.compiled.drafting, drafting.captured, models.compiled.executors.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ STAGES: dict[tuple[int, str, str], tuple[int, int]] = {
     (0, "rejection", "sampled"): (4, 5), (K, "rejection", "sampled"): (10, 6), (K, "coupled", "sampled"): (10, 6),
     (K, "rejection", "penalty"): (33, 18),
 }  # fmt: skip
-"""By draft length, rule and settings: copies from the host to the device, and how often the host waits."""
+"""By draft length, rule and settings: the most copies from the host to the device, and how often the host waits at most."""
 
 
 @pytest.mark.parametrize(("case", "budget"), STAGES.items(), ids=str)
@@ -135,7 +138,8 @@ def test_what_crosses_in_a_round_by_stages(
     monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
     k, rule, settings = case
     counts = of_a_round(k, rule, device, SETTINGS[settings])
-    assert (counts["upload"], waits(counts)) == budget, device.where
+    assert counts["upload"] <= budget[0], device.where
+    assert waits(counts) <= budget[1], device.where
 
 
 # ── the device itself ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,6 +213,7 @@ def test_passes_of_every_dense_architecture_stay_on_the_device(architecture: str
     assert device.counts["replay"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)
 def test_the_tests_of_static_passes_run_on_the_device() -> None:
     """Those that tests/gpu/test_static.py has for a GPU: a few of each part."""

@@ -1,4 +1,9 @@
-"""Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be."""
+"""Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be.
+
+Tests of: drafting.captured_check, drafting.captured_inputs, models.compiled.block,
+models.compiled.drafting, drafting.captured, models.compiled.round_functions,
+models.compiled.executors.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from by_pairs import by_pairs
 from shoal.api import Shoal
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
@@ -75,9 +81,7 @@ SETTINGS: dict[str, list[Sampling]] = {
 }
 
 
-@pytest.mark.parametrize("lookahead", [Fixed(1), Fixed(K), Ragged], ids=["1", "4", "ragged"])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@by_pairs({"lookahead": [Fixed(1), Fixed(K), Ragged], "settings": SETTINGS, "rule": RULES})
 def test_tokens_and_counts_are_those_of_the_stages(
     rule: Rule, settings: str, lookahead: Any, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:

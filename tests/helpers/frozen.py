@@ -1,6 +1,7 @@
-"""Runs whose tokens and counts are kept in tests/data/frozen.json, so that a refactoring can be seen to change nothing.
+"""Runs whose tokens and counts are kept in tests/data, so that a refactoring can be seen to change nothing.
 
-    python tests/helpers/frozen.py        # writes the file anew: only where a change of behaviour is meant, and said
+    python tests/helpers/frozen.py counts    # writes the counts anew: where drafts are planned otherwise, and that is said
+    python tests/helpers/frozen.py tokens    # writes the tokens anew: only where a change of behaviour is meant, and said
 
 Models are tiny and random, in float64: no rounding of another CPU reaches their tokens. Rounds, drafted and accepted tokens and
 passes are kept too, so a run that stops drafting shows as well as one whose tokens change.
@@ -26,7 +27,8 @@ from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.requests import Request, Row
 
-FILE = Path(__file__).parents[1] / "data" / "frozen.json"
+FILES = {part: Path(__file__).parents[1] / "data" / f"frozen_{part}.json" for part in ("tokens", "counts")}
+TOKENS = ("ids", "ends")
 PROMPTS: tuple[tuple[int, ...], ...] = ((72, 101, 108, 108, 111), (40,), (9, 9, 9, 33, 41, 59, 26, 53, 58, 97, 93, 23))
 NEW = 14
 Json = dict[str, Any]
@@ -138,8 +140,20 @@ def runs() -> dict[str, Callable[[], Json]]:
     return found
 
 
+@cache
+def kept() -> Json:
+    """The files, as one record of each run."""
+    tokens, counts = (json.loads(FILES[part].read_text(encoding="utf-8")) for part in ("tokens", "counts"))
+    assert list(tokens) == list(counts)
+    return {name: tokens[name] | counts[name] for name in tokens}
+
+
 if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
-    lines = [f"{json.dumps(name)}: {json.dumps(run())}" for name, run in runs().items()]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(f"{len(lines)} runs", file=sys.stderr)
+    for part in sys.argv[1:]:
+        records = {name: run() for name, run in runs().items()}
+        own = {
+            name: {key: record[key] for key in record if (key in TOKENS) == (part == "tokens")}
+            for name, record in records.items()
+        }
+        lines = [f"{json.dumps(name)}: {json.dumps(record)}" for name, record in own.items()]
+        FILES[part].write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

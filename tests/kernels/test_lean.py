@@ -1,4 +1,8 @@
-"""Lean passes compute what the model's modules compute, by the kernels in C and by PyTorch, and only for models that they know."""
+"""Lean passes compute what the model's modules compute, by the kernels in C and by PyTorch, and only for models that they know.
+
+Tests of: models.lean.angles, models.lean.decoder, models.lean.forward, models.bridge,
+models.lean.native, models.selfcheck.
+"""
 
 from __future__ import annotations
 

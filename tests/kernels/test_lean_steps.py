@@ -1,4 +1,8 @@
-"""A drafter's steps in one call are the same steps one by one: tokens, q, confidence, counts, and what is left in the cache."""
+"""A drafter's steps in one call are the same steps one by one: tokens, q, confidence, counts, and what is left in the cache.
+
+Tests of: models.lean.drafting, models.lean.whole, sampling.native, models.passes, models.weights,
+models.weights.matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from by_pairs import by_pairs
 from lean_passes import PROMPTS
 from shoal import Shoal
 from shoal.config import Sampling
@@ -81,9 +86,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding", "qwen3"])
+@by_pairs({"dtype": DTYPES, "run": RUNS, "architecture": ["llama", "qwen2-sliding", "qwen3"]})
 def test_engines_say_and_count_the_same(
     architecture: str, run: str, dtype: torch.dtype, steps: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +243,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_step_is_caught(name: str) -> None:
     made = wrong_kernels(MUTANTS[name])

@@ -1,4 +1,8 @@
-"""The form of weights changes no number, and what users may do to a model still works in every form."""
+"""The form of weights changes no number, and what users may do to a model still works in every form.
+
+Tests of: models.weights.layers, models.weights.parameter, models.quantize, models.weights,
+models.weights.matrix, models.formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One weight matrix in three forms: the same products, the same weights back to the last bit."""
+"""One weight matrix in three forms: the same products, the same weights back to the last bit.
+
+Tests of: models.weights.matrix, models.formats.
+"""
 
 from __future__ import annotations
 

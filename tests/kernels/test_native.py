@@ -2,6 +2,9 @@
 
 Negative controls compile the sources with one thing wrong, and the same comparisons must notice. How the kernels are built, and
 what happens where they cannot be, is at the end.
+
+Tests of: native.structs, models.attention.native, models.attention.inputs,
+models.attention.methods, native.build.
 """
 
 from __future__ import annotations
@@ -519,6 +522,7 @@ COMPARED: dict[str, Callable[[], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
     made = wrong_kernels((ATTENTION_MUTANTS | TOGETHER_MUTANTS | TREE_MUTANTS | HEADS_MUTANTS)[name])

@@ -1,4 +1,7 @@
-"""How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be."""
+"""How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
+
+Tests of: models.lean.plain, models.lean.native, models.attention.native, native.build.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Packed weights as tensors: whatever torch, Transformers and users do to a parameter is in the products, or is refused by name."""
+"""Packed weights as tensors: whatever torch, Transformers and users do to a parameter is in the products, or is refused by name.
+
+Tests of: models.weights.saving, models.weights.parameter, models.weights, models.weights.matrix,
+models.formats.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from by_pairs import by_pairs
 from shoal.models import formats, weights
 from shoal.models.loading import wrap
 from shoal.models.weights.matrix import PACKED, Matrix
@@ -299,9 +304,7 @@ def described(hf: Any) -> list[Any]:
     return [(name, p.shape, p.dtype, p.requires_grad) for name, p in hf.named_parameters()]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@by_pairs({"tied": [True, False], "dtype": [torch.float32, torch.bfloat16], "kind": ["llama", "qwen2", "gpt2"]})
 def test_a_packed_model_says_the_same(kind: str, dtype: torch.dtype, tied: bool) -> None:
     if dtype not in formats.cpu().packs:
         pytest.skip("this CPU packs no bfloat16")

@@ -1,4 +1,7 @@
-"""Which weights are packed: a measurement that disturbances do not turn, made once per CPU."""
+"""Which weights are packed: a measurement that disturbances do not turn, made once per CPU.
+
+Tests of: models.weights.choice, native.processor, models.weights.matrix, models.formats.
+"""
 
 from __future__ import annotations
 

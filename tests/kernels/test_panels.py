@@ -1,4 +1,8 @@
-"""Weights packed for the product kernel in C: right products, whose bits do not depend on the batch; weights come back exactly."""
+"""Weights packed for the product kernel in C: right products, whose bits do not depend on the batch; weights come back exactly.
+
+Tests of: models.weights.packing, models.weights.panels, models.weights.matrix, models.formats,
+native.build.
+"""
 
 from __future__ import annotations
 
@@ -130,6 +134,7 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
         return not (error(matrix.linear_add(x, other), expected) < 8 and error(last, expected[10:]) < 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [
     ("sum[i][p] += x[i * width] * weights[p]", "sum[i][p] += x[i * width] * weights[0]"),
     ("case 3: NAME(tiles)(3", "case 3: NAME(tiles)(2"),

@@ -1,4 +1,7 @@
-"""8-bit copies: the owner's model untouched, rows independent, the law kept whatever the drafter's precision."""
+"""8-bit copies: the owner's model untouched, rows independent, the law kept whatever the drafter's precision.
+
+Tests of: models.weights.int8, models.weights.panels, models.quantize, models.formats, native.build.
+"""
 
 from __future__ import annotations
 
@@ -162,6 +165,7 @@ WRONG_BYTES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @OWN
 @torch.no_grad()
 def test_bytes_are_multiplied_without_instructions_for_them() -> None:
@@ -170,6 +174,7 @@ def test_bytes_are_multiplied_without_instructions_for_them() -> None:
         assert same_bits(Int8PanelMatrix, torch.float32)
 
 
+@pytest.mark.slow
 @OWN
 @pytest.mark.parametrize("name", WRONG_BYTES)
 @torch.no_grad()

@@ -1,6 +1,9 @@
 """A pass in one call has the bits of the same pass operation by operation, whatever the model, the rows and the threads.
 
 Negative controls compile the sources with one thing wrong, and the same comparison must notice.
+
+Tests of: models.cache.slots, models.lean.decoder, models.lean.forward, models.lean.whole,
+models.weights.int8, models.lean.native.
 """
 
 from __future__ import annotations
@@ -307,6 +310,7 @@ def with_kernels(runner: Runner, made: ctypes.CDLL) -> Runner:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
     runner = packed(WEAK.get(name, "llama"))
@@ -315,6 +319,7 @@ def test_a_wrong_kernel_is_caught(name: str) -> None:
         assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_BYTES)
 def test_a_wrong_kernel_of_bytes_is_caught(name: str) -> None:
     runner = packed("llama", bytes_=True)
@@ -323,6 +328,7 @@ def test_a_wrong_kernel_of_bytes_is_caught(name: str) -> None:
         assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *WEAK.values(), "qwen2 with windows"])
 def test_a_late_thread_changes_nothing(name: str) -> None:
     """The same comparison passes the right kernels."""

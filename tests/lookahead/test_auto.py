@@ -1,4 +1,8 @@
-"""Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays."""
+"""Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
+
+Tests of: lookahead.backoff, lookahead.stopping, lookahead.credit, lookahead.plain_rounds,
+lookahead.record, lookahead.unfed, lookahead.acceptance.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from by_pairs import by_pairs
 from laws import ALPHA, P, Q, joint
 from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
@@ -199,9 +204,7 @@ FLAT = {1: 1.0, 600: 1.01}
 STEEP = {1: 1.0, 600: 600.0}
 
 
-@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("draft", [0.02, 0.1, 0.5])
-@pytest.mark.parametrize("verify", [FLAT, STEEP, {8: 1.0, 16: 2.0, 600: 20.0}], ids=["flat", "steep", "kink"])
+@by_pairs({"acceptance": [0.3, 0.6, 0.9], "draft": [0.02, 0.1, 0.5], "verify": [FLAT, STEEP, {8: 1.0, 16: 2.0, 600: 20.0}]})
 def test_plain_decoding_exactly_where_no_draft_length_pays(
     verify: dict[int, float], draft: float, acceptance: float
 ) -> None:
@@ -475,6 +478,7 @@ def run(controller: Controller, samples: int = 10_000, **sampling: Any) -> tuple
     return engine, rows
 
 
+@pytest.mark.slow
 def test_the_law_stays_whatever_confidence_decides() -> None:
     engine, rows = run(with_known_costs())
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
@@ -510,6 +514,7 @@ class Spy:
                 self._next[id(row)] = 0 if self._seen[2][b] > 0.6 else 3
 
 
+@pytest.mark.slow
 def test_noise_is_new_in_every_round_of_an_adaptive_controller() -> None:
     """And has to be: with the numbers of the round before, the same controller bends the law."""
     assert chi_square(joint(run(Spy(adaptive=True))[1], 4), chain_rule(P, 4)) > ALPHA

@@ -1,4 +1,8 @@
-"""Draft length controllers: Algorithm 1's sequences as derived from the paper, fixed lengths, names."""
+"""Draft length controllers: Algorithm 1's sequences as derived from the paper, fixed lengths, names.
+
+Tests of: lookahead.bass, lookahead.heuristic, lookahead.fixed, lookahead.uniform,
+lookahead.controller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`lookahead="auto"` prices draft trees by their nodes: trees are drafted where their columns pay, and left where they do not."""
+"""`lookahead="auto"` prices draft trees by their nodes: trees are drafted where their columns pay, and left where they do not.
+
+Tests of: lookahead.tree_sizes, lookahead.auto, lookahead.plan, lookahead.costs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Controllers on a clock of their own: what a run takes by hand, and that good and bad controllers are told apart."""
+"""Controllers on a clock of their own: what a run takes by hand, and that good and bad controllers are told apart.
+
+Tests of: lookahead.controller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every architecture: what the ragged engine says is what Transformers says, or the model is refused with the reason."""
+"""Every architecture: what the ragged engine says is what Transformers says, or the model is refused with the reason.
+
+Tests of: models.bridge, models.selfcheck, models.attention.inputs, models.attention.methods.
+"""
 
 from __future__ import annotations
 

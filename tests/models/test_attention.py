@@ -1,4 +1,8 @@
-"""Ragged attention: every method against the definition, and the definition against a loop over single queries."""
+"""Ragged attention: every method against the definition, and the definition against a loop over single queries.
+
+Tests of: models.attention.bifurcated, models.attention.mixed, models.attention.pad,
+models.attention.reference, models.attention.split, models.bridge, models.attention.masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Number formats are decided by facts: the checkpoint's own format and the CPU's instructions, never by a clock."""
+"""Number formats are decided by facts: the checkpoint's own format and the CPU's instructions, never by a clock.
+
+Tests of: models.quantize, models.weights, models.formats.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 import transformers
 
 import shoal
+from by_pairs import by_pairs
 from shoal.cli import check_model
 from shoal.models import formats, loading, quantize, weights
 from shoal.models.formats import WIDE, Cpu, _name, number_format
@@ -202,9 +206,7 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
     assert found.data["seeds_hold"] == (dtype == F32)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@by_pairs({"dtype": [BF16, F16, F32], "strict": [True, False], "device": ["cpu", "cuda"]})
 def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, strict: bool, device: str) -> None:
     notes = {"dtype": "as it is"} | ({"strict": "proved"} if strict else {})
     runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes)

@@ -1,4 +1,7 @@
-"""Hidden states of the target for drafters that ask for them: the right ones at every committed position, and none otherwise."""
+"""Hidden states of the target for drafters that ask for them: the right ones at every committed position, and none otherwise.
+
+Tests of: models.passes, drafting.hidden, sampling.scores.
+"""
 
 from __future__ import annotations
 

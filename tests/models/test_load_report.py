@@ -1,4 +1,7 @@
-"""What `load` chose is said in the log, in the stats and in every --json."""
+"""What `load` chose is said in the log, in the stats and in every --json.
+
+Tests of: models.load_report, models.attention.methods.
+"""
 
 from __future__ import annotations
 

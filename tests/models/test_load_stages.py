@@ -1,4 +1,7 @@
-"""What is told while a pair is loaded: the stages, in order, to a callback, a log or a terminal."""
+"""What is told while a pair is loaded: the stages, in order, to a callback, a log or a terminal.
+
+Tests of: types.load_stages.
+"""
 
 from __future__ import annotations
 

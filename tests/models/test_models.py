@@ -1,4 +1,8 @@
-"""Loading: what comes in through `from_pretrained`, what is refused, and how it is told."""
+"""Loading: what comes in through `from_pretrained`, what is refused, and how it is told.
+
+Tests of: models.capabilities, models.structure, models.dropout, models.loading, models.pairing,
+models.sources.
+"""
 
 from __future__ import annotations
 

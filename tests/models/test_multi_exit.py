@@ -1,5 +1,8 @@
 """A draft model with several exits: each token is drawn from the first exit that is sure, and its q is that exit's; the cache
-between rounds is that of all layers."""
+between rounds is that of all layers.
+
+Tests of: models.early_exit, drafting.multi_exit, train.drafter.
+"""
 
 from __future__ import annotations
 
@@ -145,6 +148,7 @@ class WrongExit(MultiExitDrafter):
         return DraftTree(tree.tokens, tree.lengths, first.q, tree.drafts, tree.parents, tree.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MultiExitDrafter, WrongExit])
 @torch.inference_mode()
 def test_tokens_have_the_law_of_the_target(kind: type[MultiExitDrafter]) -> None:

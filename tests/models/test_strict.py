@@ -3,6 +3,9 @@
 What is promised, and tested here: greedy ids are those of plain decoding at any draft length, batch size and order of joining;
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
+
+Tests of: models.attention.strict, models.strict, models.attention.masks, models.attention.inputs,
+models.attention.methods.
 """
 
 from __future__ import annotations

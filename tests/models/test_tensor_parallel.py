@@ -1,4 +1,7 @@
-"""A target shared by two processes decodes what it decodes in one; the first process decides, the second only computes."""
+"""A target shared by two processes decodes what it decodes in one; the first process decides, the second only computes.
+
+Tests of: models.sharded, models.ranks, models.tensor_parallel.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +34,13 @@ from shoal.testing.tiny import save_pair
 SIZE = 2
 SECONDS = 600  # most of them import Transformers, twice
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}")
-needs_two = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")),
-    reason="needs torch.distributed with gloo, and accelerate",
-)
+TWO = torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")
+
+
+def needs_two(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of several processes, which take long to start."""
+    return pytest.mark.slow(pytest.mark.skipif(not TWO, reason="needs torch.distributed with gloo, and accelerate")(test))
+
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 

@@ -1,4 +1,7 @@
-"""VocabTrim: a drafter's head of fewer tokens, and that the tokens are those of plain decoding."""
+"""VocabTrim: a drafter's head of fewer tokens, and that the tokens are those of plain decoding.
+
+Tests of: models.trimming.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The acceptance rules one by one: edges, raggedness, and the measure of every decision."""
+"""The acceptance rules one by one: edges, raggedness, and the measure of every decision.
+
+Tests of: sampling.acceptance.rule, sampling.acceptance.rejection, sampling.drawing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights of samples under checks and masks: with them, samples have the law of p given that the whole text is allowed."""
+"""Weights of samples under checks and masks: with them, samples have the law of p given that the whole text is allowed.
+
+Tests of: sampling.awrs, constraints.protocol, constraints.weights, engine.checks.
+"""
 
 from __future__ import annotations
 

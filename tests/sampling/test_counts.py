@@ -1,4 +1,7 @@
-"""Penalties count each token of a row once, however often they are asked."""
+"""Penalties count each token of a row once, however often they are asked.
+
+Tests of: types.counts.
+"""
 
 from __future__ import annotations
 

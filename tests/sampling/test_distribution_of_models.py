@@ -3,6 +3,8 @@
 Each case draws N rows of two tokens and compares their counts with the law that the target's own logits give. All are
 deterministic (fixed seeds, no clock in a decision): each would fail with probability ALPHA if the seeds were drawn anew.
 Power: a law that is off by 3 % in total variation is noticed, see `test_the_power_of_these_tests`.
+
+Tests of: engine.verify, sampling.distributions, types.rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The declared distribution: each control against Transformers' own, and every draft position against its true history."""
+"""The declared distribution: each control against Transformers' own, and every draft position against its true history.
+
+Tests of: sampling.penalties, sampling.controls, sampling.purity, sampling.native,
+sampling.distributions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The two-level search of `draw`: the token is that of exact sums, whatever the vocabulary, and never one without weight."""
+"""The two-level search of `draw`: the token is that of exact sums, whatever the vocabulary, and never one without weight.
+
+Tests of: sampling.drawing.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Tokens are compared with those of the functions on tensors, by the kernel's own p: rounding then moves a token with a probability of
 1e-7 or less. Negative controls compile the sources with one thing wrong, and the same comparisons must notice.
+
+Tests of: sampling.native, sampling.drawing, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -360,6 +362,7 @@ def worst() -> float:
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
     library = wrong_kernels(MUTANTS[name])

@@ -1,4 +1,7 @@
-"""Truncation from a list of candidates, as captured rounds do it: keeps what a sort keeps, or says that it may not."""
+"""Truncation from a list of candidates, as captured rounds do it: keeps what a sort keeps, or says that it may not.
+
+Tests of: sampling.truncation.
+"""
 
 from __future__ import annotations
 

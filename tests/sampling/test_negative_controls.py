@@ -2,6 +2,8 @@
 
 A check that cannot fail proves nothing. Every test here sabotages one function of the real path and asserts that the p-value falls
 below the threshold, that the exact law moves away, or that ids or counts differ.
+
+Tests of: engine.verify, sampling.acceptance.rejection, sampling.scores, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from shoal.types.requests import Request
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 
+pytestmark = pytest.mark.slow
 real_uniforms = shoal.sampling.uniforms.uniforms
 real_positions = Scores.positions_of
 real_decide = Rejection.decide

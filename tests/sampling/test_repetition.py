@@ -1,4 +1,7 @@
-"""RPG: repetitions by brute force, the law by enumeration, ids of drafts, and the trap of signs in the authors' code."""
+"""RPG: repetitions by brute force, the law by enumeration, ids of drafts, and the trap of signs in the authors' code.
+
+Tests of: sampling.repetition.
+"""
 
 from __future__ import annotations
 

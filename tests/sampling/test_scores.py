@@ -1,4 +1,7 @@
-"""Distributions of large vocabularies are computed block by block, and every decision is the one that all at once would be."""
+"""Distributions of large vocabularies are computed block by block, and every decision is the one that all at once would be.
+
+Tests of: sampling.acceptance.rejection, sampling.distributions, sampling.scores.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 import frozen
-from frozen_runs import KEPT
+from by_pairs import by_pairs
 from shoal.config import LOSSY_RULES, Sampling
 from shoal.sampling import distributions, scores
 from shoal.sampling.acceptance import RULES, Rule, by_rejection, by_samples, rejection
@@ -19,14 +22,15 @@ from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 
+KEPT = frozen.kept()
 NAMES = [name for name in KEPT if name.startswith(("llama", "controls", "engine: three", "engine: chunks"))]
 
 
-@pytest.fixture(params=[1, 40, 10**4], ids=lambda size: f"{size} scores")
-def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of one column and row, of some columns, of some rows: for the vocabularies of tests."""
-    monkeypatch.setattr(scores, "_TOGETHER", request.param)
-    monkeypatch.setattr(scores, "_CACHED", max(1, request.param // 20))
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of some columns, for the vocabularies of tests."""
+    monkeypatch.setattr(scores, "_TOGETHER", 40)
+    monkeypatch.setattr(scores, "_CACHED", 2)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -83,9 +87,7 @@ def same(a: Verdict, b: Verdict) -> bool:
     return torch.equal(a.accepted, b.accepted) and torch.equal(a.token, b.token) and probs
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("together", "cached"), [(1, 1), (1, 10**9), (700, 900), (10**9, 10**9)])
+@by_pairs({"rule": RULES, "batch": BATCHES, "together, cached": [(1, 1), (1, 10**9), (700, 900), (10**9, 10**9)]})
 def test_the_verdict_does_not_depend_on_blocks(
     together: int, cached: int, batch: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -1,4 +1,7 @@
-"""The last token that a mass needs is found without sorting, and is the one that sorting finds."""
+"""The last token that a mass needs is found without sorting, and is the one that sorting finds.
+
+Tests of: sampling.selection, sampling.truncation.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 `outcomes` runs a program once for each sequence of draws that it may make; all its results are then decided in one call of the real
 code. The token that ends a round is not drawn: the weights that it would be drawn from are noted instead.
+
+Tests of: sampling.acceptance.by_q, sampling.acceptance.k_seq, sampling.acceptance.tree_walk,
+sampling.acceptance.recursive.
 """
 
 from __future__ import annotations

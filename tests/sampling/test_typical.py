@@ -1,4 +1,7 @@
-"""Typical acceptance: as published, exact for greedy rows, and named as lossy in every output."""
+"""Typical acceptance: as published, exact for greedy rows, and named as lossy in every output.
+
+Tests of: sampling.acceptance.typical, sampling.scores, sampling.uniforms.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Keyed uniforms: pure, uniform, and independent over every axis of the key.
 
 The statistical tests are deterministic; on an ideal generator each would fail with probability 1e-6.
+
+Tests of: sampling.ahead, sampling.uniforms.
 """
 
 from __future__ import annotations

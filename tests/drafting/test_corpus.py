@@ -29,7 +29,7 @@ from shoal.drafting.stored import require_tokenizer
 from shoal.drafting.suffix import SuffixDrafter, likeliest
 from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.testing import save_pair, tiny_tokenizer
+from shoal.testing import tiny_tokenizer
 from shoal.testing.drafters import check_drafter
 from shoal.types.requests import Request
 
@@ -178,18 +178,15 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         named(f"suffix:index={tmp_path}/none")
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def test_an_index_of_another_tokenizer(tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_another_tokenizer(
+    tmp_path: Path, saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").write_text(CODE * 3)
     file = tmp_path / "a.index"
     assert run(["index", str(tmp_path / "a.py"), "-o", str(file)]) == 0
-    for draft in (f"suffix:index={file}", f"suffix:index={file}+{places[1]}"):
+    for draft in (f"suffix:index={file}", f"suffix:index={file}+{saved_pair[1]}"):
         with pytest.raises(RequestError, match="is one of another tokenizer: build it"):
-            shoal.load(places[0], draft)
+            shoal.load(saved_pair[0], draft)
     with pytest.raises(RequestError, match=r"it has token .* and the target has 64 tokens"):  # no tokenizer at hand
         fitting_index(str(file), 64)
     drafting, tokenizer = named(f"suffix:index={file}"), tiny_tokenizer()

@@ -29,7 +29,7 @@ from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
 from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing import save_pair, tiny_model
+from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import ahead, hashed, scripted
 from shoal.types.requests import Request, Row
@@ -112,17 +112,12 @@ def test_trees_are_the_most_probable_paths() -> None:
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.mark.parametrize("vocab", [260, None], ids=["own matrices", "shared head"])
 def test_every_way_in(
-    places: tuple[Path, Path], tmp_path: Path, vocab: int | None, capsys: pytest.CaptureFixture[str]
+    saved_pair: tuple[Path, Path], tmp_path: Path, vocab: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = f"medusa:{save_medusa(tmp_path / 'a,b=c' / 'heads', vocab=vocab, layers=2)},nodes=4"
-    with shoal.load(places[0], spec, dtype="float32") as pair:
+    with shoal.load(saved_pair[0], spec, dtype="float32") as pair:
         assert pair.draft_model is None
         assert pair.drafter_name == "medusa:nodes=4"
         assert str(tmp_path) not in json.dumps(pair.loaded)
@@ -134,7 +129,20 @@ def test_every_way_in(
             assert found.stats.draft_passes > 0 == plain.stats.drafted
     if vocab is None:
         return
-    command = ["generate", "-m", str(places[0]), "--draft", spec, "-p", "x", "-n", "2", "--max-new-tokens", "4", "--json"]
+    command = [
+        "generate",
+        "-m",
+        str(saved_pair[0]),
+        "--draft",
+        spec,
+        "-p",
+        "x",
+        "-n",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    ]
     assert run(command) == 0
     assert "medusa" in capsys.readouterr().out
     model = tiny_model("llama").float()

@@ -25,16 +25,11 @@ from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingC
 from shoal.evaluation.tasks import Task
 from shoal.lookahead.controller import AutoChoice, Uniform
 from shoal.sampling.acceptance import Coupled
-from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.samples import Result
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return"
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def texts(result: Result) -> list[str]:
@@ -103,22 +98,22 @@ def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pyt
     assert named("ngram:min=2") == NGram(2)
 
 
-def test_options_of_models_are_refused(places: tuple[Path, Path]) -> None:
+def test_options_of_models_are_refused(saved_pair: tuple[Path, Path]) -> None:
     for options in ({"draft_revision": "main"}, {"quantize": "draft=int8"}):
         with pytest.raises(RequestError, match="is no model: draft_revision and quantize=draft are for models"):
-            shoal.load(places[0], "ngram", **options)
+            shoal.load(saved_pair[0], "ngram", **options)
     with pytest.raises(RequestError, match=r"draft must be a hub id, a directory, .* got a float"):
-        shoal.load(places[0], 0.5)  # type: ignore[arg-type]
+        shoal.load(saved_pair[0], 0.5)  # type: ignore[arg-type]
 
 
 # ── ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=["name", "options", "object"])
-def test_load_takes_a_drafter_without_a_model(places: tuple[Path, Path], draft: Any) -> None:
+def test_load_takes_a_drafter_without_a_model(saved_pair: tuple[Path, Path], draft: Any) -> None:
     """With the bundled target and with another; the tokens are those of plain decoding."""
     name = "NGramDrafter" if isinstance(draft, NGramDrafter) else named(draft).name  # type: ignore[union-attr]
-    for target in (None, places[0]) if isinstance(draft, NGramDrafter) else (places[0],):
+    for target in (None, saved_pair[0]) if isinstance(draft, NGramDrafter) else (saved_pair[0],):
         with shoal.load(target, draft, dtype="float32") as pair:
             assert pair.draft_model is None
             assert pair.drafter_name == name
@@ -166,8 +161,8 @@ def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
                 assert found.stats.row_rounds < plain.stats.row_rounds
 
 
-def test_sums_load_the_model_too(places: tuple[Path, Path]) -> None:
-    for target, draft in ((None, "suffix+bundled"), (places[0], f"suffix+{places[1]}")):
+def test_sums_load_the_model_too(saved_pair: tuple[Path, Path]) -> None:
+    for target, draft in ((None, "suffix+bundled"), (saved_pair[0], f"suffix+{saved_pair[1]}")):
         with shoal.load(target, draft, dtype="float32") as pair:
             assert pair.draft_model is not None
             assert pair.drafter_name == "suffix:scope=group,min=1,nodes=0,limit=65536+model"
@@ -181,9 +176,9 @@ def test_sums_load_the_model_too(places: tuple[Path, Path]) -> None:
                 assert texts(plain) == texts(drafted)
                 assert drafted.stats.drafted > 0 < drafted.stats.draft_passes
     with pytest.raises(RequestError, match="the bundled draft model fits the bundled target alone"):
-        shoal.load(places[0], "suffix+bundled")
+        shoal.load(saved_pair[0], "suffix+bundled")
     with pytest.raises(RequestError, match="a draft model was given without a target model"):
-        shoal.load(None, f"suffix+{places[1]}")
+        shoal.load(None, f"suffix+{saved_pair[1]}")
 
 
 def test_the_default_is_still_the_bundled_pair() -> None:
@@ -192,8 +187,8 @@ def test_the_default_is_still_the_bundled_pair() -> None:
         assert pair.drafter_name == pair.draft_model.name
 
 
-def test_the_command_line(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    for model in ([], ["--model", str(places[0])]):
+def test_the_command_line(saved_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ([], ["--model", str(saved_pair[0])]):
         found = {}
         for lookahead in ("off", "4"):
             common = [
@@ -223,11 +218,11 @@ def test_the_command_line(places: tuple[Path, Path], capsys: pytest.CaptureFixtu
     assert "--shape makes its own models" in capsys.readouterr().err
 
 
-def test_check_needs_no_draft_model(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_needs_no_draft_model(saved_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "check",
         "--model",
-        str(places[0]),
+        str(saved_pair[0]),
         "--draft",
         "ngram:min=1",
         "-n",

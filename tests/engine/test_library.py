@@ -26,7 +26,7 @@ import torch
 import shoal
 from shoal.api import Shoal
 from shoal.errors import PairMismatch, RequestError
-from shoal.testing import save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.options import SETTINGS, Options, split_options
 from shoal.types.samples import Increment
@@ -38,11 +38,6 @@ PROMPT = [5, 6, 7]
 @pytest.fixture
 def pair() -> Shoal:
     return Shoal(scripted(hashed(VOCAB), VOCAB), scripted(hashed(VOCAB, seed=1), VOCAB), tiny_tokenizer(), max_batch=4)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def ids_of(result: shoal.Result) -> list[list[tuple[int, ...]]]:
@@ -251,21 +246,21 @@ def test_settings_that_are_refused(pair: Shoal, options: Any, message: str) -> N
 # ── model objects ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_loading_model_objects(saved: tuple[Path, Path]) -> None:
+def test_loading_model_objects(saved_pair: tuple[Path, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    target, drafter = (AutoModelForCausalLM.from_pretrained(place).eval() for place in saved)
+    target, drafter = (AutoModelForCausalLM.from_pretrained(place).eval() for place in saved_pair)
     before = {name: (value.data_ptr(), value.stride()) for name, value in target.state_dict().items()}
     model = shoal.load(target, draft=drafter)
     assert model.target.hf is target
     assert model.tokenizer.encode("ab") == tiny_tokenizer().encode("ab")  # from where the model was
     asked: dict[str, Any] = {"n": 2, "seed": 0, "max_new_tokens": 6, "lookahead": 2}
     result = model.generate("ab", **asked)
-    by_name = shoal.load(saved[0], draft=saved[1], dtype="float32").generate("ab", **asked)
+    by_name = shoal.load(saved_pair[0], draft=saved_pair[1], dtype="float32").generate("ab", **asked)
     assert ids_of(result) == ids_of(by_name)
     assert result.stats.drafted > 0
     assert {name: (value.data_ptr(), value.stride()) for name, value in target.state_dict().items()} == before
-    mixed = shoal.load(saved[0], draft=drafter, dtype="float32").generate("ab", **asked)
+    mixed = shoal.load(saved_pair[0], draft=drafter, dtype="float32").generate("ab", **asked)
     assert ids_of(mixed) == ids_of(by_name)
 
 
@@ -461,8 +456,8 @@ def test_an_error_of_a_round_comes_out(pair: Shoal) -> None:
 # ── close ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_close_frees_models_and_caches(saved: tuple[Path, Path]) -> None:
-    model = shoal.load(saved[0], draft=saved[1])
+def test_close_frees_models_and_caches(saved_pair: tuple[Path, Path]) -> None:
+    model = shoal.load(saved_pair[0], draft=saved_pair[1])
     stream = model.stream("ab", 2, max_new_tokens=50)
     next(stream)
     engine = stream._engine

@@ -255,8 +255,8 @@ def test_copies_that_share_their_numbers_write_the_same(often: None, wrong: Any,
 # ── for users ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_samples_of_a_grammar_are_resampled() -> None:
-    pair = shoal.load(compile="off", max_batch=8)
+def test_samples_of_a_grammar_are_resampled(bundled: shoal.Shoal) -> None:
+    pair = bundled
     options: Any = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12, "grammar": Grammar("regex", "[a-z]{2}[0-9]{3} x*;")}
     result = pair.generate("value = ", 8, exact="smc", lookahead=3, **options)
     (output,) = result
@@ -315,8 +315,8 @@ def test_drafters_go_on_from_copies(often: None, places: dict[str, str], draft: 
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_stream_has_the_text_of_rows_once_they_have_ended() -> None:
-    pair = shoal.load(compile="off")
+def test_a_stream_has_the_text_of_rows_once_they_have_ended(bundled: shoal.Shoal) -> None:
+    pair = bundled
     options: Any = {"grammar": Grammar("regex", "[a-z]{2}[0-9]{3}x*;"), "max_new_tokens": 12, "seed": 2}
     stream = pair.stream("value = ", 6, exact="smc", lookahead=2, **options)
     texts = defaultdict(str)
@@ -327,8 +327,8 @@ def test_a_stream_has_the_text_of_rows_once_they_have_ended() -> None:
     assert [texts[row] for row in range(6)] == [sample.text for sample in stream.result()[0].samples]
 
 
-def test_what_cannot_be_resampled_is_refused() -> None:
-    pair = shoal.load(compile="off")
+def test_what_cannot_be_resampled_is_refused(bundled: shoal.Shoal) -> None:
+    pair = bundled
     options: Any = {"grammar": Grammar("regex", "[0-9]+"), "max_new_tokens": 4}
     with pytest.raises(RequestError, match="n >= 2"):
         pair.generate("1", 1, exact="smc", **options)

@@ -21,7 +21,7 @@ from shoal.models.attention import methods
 from shoal.models.load_report import described
 from shoal.models.loading import wrap
 from shoal.native.build import missing
-from shoal.testing import save_pair, tiny_model
+from shoal.testing import tiny_model
 from shoal.types.stats import Stats
 
 ATTENTION = "mixed" if missing() else "native"
@@ -31,26 +31,21 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
+def load(saved_pair: tuple[Path, Path], **options: Any) -> Shoal:
+    return shoal.load(*saved_pair, device="cpu", **options)
 
 
-def load(places: tuple[Path, Path], **options: Any) -> Shoal:
-    return shoal.load(*places, device="cpu", **options)
-
-
-def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_of_a_default_load(saved_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shoal"):
-        model = load(places)
+        model = load(saved_pair)
     assert model.loaded == {"target": CHOSEN, "draft": CHOSEN}
     (line,) = [record for record in caplog.records if record.name == "shoal" and record.message.startswith("loaded:")]
     assert line.levelno == logging.INFO
     for word in ("target float32 on cpu (the checkpoint is in float32)", "weights input-major", "quantize off", "; draft float32",
                  f"attention {ATTENTION}", "passes lean"):  # fmt: skip
         assert word in line.message
-    assert str(places[0]) not in line.message
-    assert load((places[0], None)).loaded["draft"] is None  # type: ignore[arg-type]
+    assert str(saved_pair[0]) not in line.message
+    assert load((saved_pair[0], None)).loaded["draft"] is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +57,13 @@ def test_the_report_of_a_default_load(places: tuple[Path, Path], caplog: pytest.
         ({"compile": "off"}, {"attention": "mixed", "passes": "lean"}, None),
     ],
 )
-def test_the_report_follows_the_options(places: Any, options: Any, target: Any, draft: Any) -> None:
-    loaded = load(places, **options).loaded
+def test_the_report_follows_the_options(saved_pair: Any, options: Any, target: Any, draft: Any) -> None:
+    loaded = load(saved_pair, **options).loaded
     assert loaded == {"target": CHOSEN | target, "draft": CHOSEN | (target if draft is None else draft)}
 
 
-def test_strict_is_said(places: tuple[Path, Path]) -> None:
-    loaded = load(places, strict=True).loaded["target"]
+def test_strict_is_said(saved_pair: tuple[Path, Path]) -> None:
+    loaded = load(saved_pair, strict=True).loaded["target"]
     assert loaded is not None
     assert (loaded["attention"], "bit-equal" in loaded["strict"]) == ("strict", True)
 
@@ -91,8 +86,8 @@ def test_attention_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert methods.resolved("pad", cuda, torch.bfloat16) == "pad"
 
 
-def test_results_and_their_sums_say_it(places: tuple[Path, Path]) -> None:
-    model = load(places)
+def test_results_and_their_sums_say_it(saved_pair: tuple[Path, Path]) -> None:
+    model = load(saved_pair)
     stats = model.generate("ab", max_new_tokens=4, seed=0).stats
     assert stats.loaded == model.loaded == stats.to_dict()["loaded"]
     total = Stats() + stats + stats
@@ -145,7 +140,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_json_says_it(
     command: str,
-    places: tuple[Path, Path],
+    saved_pair: tuple[Path, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +153,7 @@ def test_every_json_says_it(
         options += ("--prompts", str(prompts))
     if command == "batch":
         options += (str(prompts), str(tmp_path / "answers.jsonl"))
-    pair = ("--model", str(places[0]), "--draft", str(places[1]), "--device", "cpu")
+    pair = ("--model", str(saved_pair[0]), "--draft", str(saved_pair[1]), "--device", "cpu")
     code = run([command, *options, *pair, "--json"])
     printed = capsys.readouterr()
     assert code in (0, None), printed.err

@@ -21,7 +21,6 @@ from shoal.cli import batch_progress, console, run
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.models import loading
-from shoal.testing import save_pair
 from shoal.types.load_stages import LoadStage, LoadStages
 
 OF_A_PAIR = [
@@ -30,14 +29,9 @@ OF_A_PAIR = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def test_each_stage_begins_and_ends_before_the_next(names: tuple[Path, Path]) -> None:
+def test_each_stage_begins_and_ends_before_the_next(saved_pair: tuple[Path, Path]) -> None:
     told: list[LoadStage] = []
-    made = shoal.load(*names, compile="off", progress=told.append)
+    made = shoal.load(*saved_pair, compile="off", progress=told.append)
     ready = told.pop()
     began, ended = told[::2], told[1::2]
     assert [(stage.name, stage.model) for stage in began] == OF_A_PAIR
@@ -53,26 +47,26 @@ def test_each_stage_begins_and_ends_before_the_next(names: tuple[Path, Path]) ->
     ]  # fmt: skip
 
 
-def test_a_stage_that_fails_does_not_end(names: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_does_not_end(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: Any, **_options: Any) -> Any:
         raise ModelError("it computes garbage")
 
     monkeypatch.setattr(loading, "self_check", fail)
     told: list[str] = []
     with pytest.raises(ModelError, match="garbage"):
-        shoal.load(names[0], progress=lambda stage: told.append(f"{stage.name} {stage.seconds is not None}"))
+        shoal.load(saved_pair[0], progress=lambda stage: told.append(f"{stage.name} {stage.seconds is not None}"))
     assert told == [f"{name} {ended}" for name in ("tokenizer", "weights", "packing") for ended in (False, True)] + [
         "checking False"
     ]
 
 
-def test_what_a_callback_raises_ends_the_call(names: tuple[Path, Path]) -> None:
+def test_what_a_callback_raises_ends_the_call(saved_pair: tuple[Path, Path]) -> None:
     def stop(stage: LoadStage) -> None:
         if stage.name == "weights":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        shoal.load(names[0], progress=stop)
+        shoal.load(saved_pair[0], progress=stop)
 
 
 def three_stages() -> LoadStages:

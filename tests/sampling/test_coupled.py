@@ -125,9 +125,8 @@ def test_clocks_are_positive_and_finite() -> None:
     assert abs(uniforms[..., 1:].mean() - 1) < 0.02
 
 
-def test_a_seed_asks_for_the_coupled_rule() -> None:
+def test_a_seed_asks_for_the_coupled_rule(bundled: shoal.Shoal) -> None:
     """So the same seed gives the same samples, whatever the draft lengths; without one, the rule that accepts most is used."""
-    bundled = shoal.load()
     options = {"n": 3, "max_new_tokens": 24, "temperature": 0.9}
     plain, fixed, auto = (
         bundled.generate("def first_even(numbers):\n", lookahead=lookahead, seed=4, **options)

@@ -212,9 +212,9 @@ def test_wrong_factors_are_refused(name: str, value: float) -> None:
         GrammarRepetitionPenalty(TOKENS, **{name: value})
 
 
-def test_the_bundled_target_stops_going_round_in_circles() -> None:
+def test_the_bundled_target_stops_going_round_in_circles(bundled: shoal.Shoal) -> None:
     """Greedy, with drafts; lines that differ in their names are one structure."""
-    pair = shoal.load(compile="off")
+    pair = bundled
     own = GrammarRepetitionPenalty(pair.tokenizer)
     text = "def f(x):\n    print(x)\n    print(yy)\n    print(z)\n    "
     (word,) = pair.tokenizer.encode("print")

@@ -28,7 +28,7 @@ from shoal.sampling.acceptance import RULES, Typical
 from shoal.sampling.acceptance.typical import plausible
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms
-from shoal.testing import reference, save_pair
+from shoal.testing import reference
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 
@@ -76,13 +76,8 @@ def test_of_a_tree_the_longest_plausible_path_is_kept(branches: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def pair(places: tuple[Path, Path]) -> Any:
-    with shoal.load(*places, dtype="float32", max_batch=3) as found:
+def pair(saved_pair: tuple[Path, Path]) -> Any:
+    with shoal.load(*saved_pair, dtype="float32", max_batch=3) as found:
         yield found
 
 
@@ -114,7 +109,7 @@ def test_the_distribution_is_another_one(pair: Any) -> None:
     assert by_rule["typical"] != by_rule["rejection"]
 
 
-def test_results_and_commands_name_it(places: tuple[Path, Path], pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_and_commands_name_it(saved_pair: tuple[Path, Path], pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
     result = pair.generate("a", 2, rule="typical", max_new_tokens=4)
     assert result.stats.lossy == LOSSY
     assert LOSSY in repr(result)
@@ -123,9 +118,9 @@ def test_results_and_commands_name_it(places: tuple[Path, Path], pair: Any, caps
     command = [
         "generate",
         "-m",
-        str(places[0]),
+        str(saved_pair[0]),
         "-d",
-        str(places[1]),
+        str(saved_pair[1]),
         "-p",
         "a",
         "-n",
@@ -140,13 +135,13 @@ def test_results_and_commands_name_it(places: tuple[Path, Path], pair: Any, caps
     assert LOSSY in printed.err
 
 
-def test_answers_name_it(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_name_it(saved_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`usage` of the server's answers, which are the lines of a batch; and its summary."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(
         '{"id": "1", "prompt": "a", "max_tokens": 4}\n{"id": "2", "prompt": "b", "seed": 1, "max_tokens": 4}'
     )
-    command = ["batch", str(requests), str(answers), "-m", str(places[0]), "-d", str(places[1])]
+    command = ["batch", str(requests), str(answers), "-m", str(saved_pair[0]), "-d", str(saved_pair[1])]
     assert run([*command, "--rule", "typical", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lossy"] == LOSSY
     lines = {line["id"]: line for line in map(json.loads, answers.read_text().splitlines())}
@@ -170,11 +165,11 @@ def test_what_needs_the_distribution_refuses_it(pair: Any) -> None:
     assert len(reference.decode(pair.target.hf, greedy, rule=Typical())) == 2
 
 
-def test_reports_name_it(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_name_it(saved_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every heading of `shoal bench` and the line below its tables; the findings of `shoal eval`."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\n\nb")
-    command = ["bench", "-m", str(places[0]), "-d", str(places[1]), "--prompts", str(prompts), "--batch-sizes", "1"]
+    command = ["bench", "-m", str(saved_pair[0]), "-d", str(saved_pair[1]), "--prompts", str(prompts), "--batch-sizes", "1"]
     command += ["--lookahead", "2", "--baselines", "", "--max-new-tokens", "4", "--repeats", "1", "--wait", "0"]
     found = tmp_path / "bench.json"
     assert run([*command, "--rule", "typical", "--output", str(found)]) == 0

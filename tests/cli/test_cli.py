@@ -17,10 +17,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import pytest
 import typer
@@ -33,6 +34,7 @@ from typer.testing import CliRunner
 from commands import SAMPLE_KEYS, Answer, Command, Models, shoal, tiny
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
+from shoal.cli import option_groups as option_groups_module
 from shoal.cli.board import Board
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
@@ -344,6 +346,32 @@ def test_groups_are_options_by_panel_and_come_back_as_groups() -> None:
     assert CliRunner().invoke(app, ["b", "--steps", "2"]).exit_code == 0
     assert calls == [(Size(5), Work("a"), True), (Size(), Work("b", 2), False)]
     assert CliRunner().invoke(app, ["a", "--hidden", "1"]).exit_code == CliRunner().invoke(app, []).exit_code == 2
+
+
+def test_options_whose_default_is_none_on_python_3_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `get_type_hints` puts Optional around an annotation, `Annotated` and all, whose parameter defaults to None."""
+
+    def hints_of_3_10(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+        hints = typing.get_type_hints(function, **options)
+        if not isinstance(function, type):
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.default is None:
+                    hints[parameter.name] = Optional[hints[parameter.name]]  # noqa: UP045
+        return hints
+
+    monkeypatch.setattr(option_groups_module, "get_type_hints", hints_of_3_10)
+    calls: list[tuple[Size, str | None]] = []
+
+    @option_groups()
+    def command(size: Size, name: Annotated[str | None, typer.Option("--name", rich_help_panel=MODELS)] = None) -> None:
+        """A command."""
+        calls.append((size, name))
+
+    assert list(inspect.signature(command).parameters) == ["name", "width", "hidden"]
+    app = typer.Typer()
+    app.command()(command)
+    assert CliRunner().invoke(app, []).exit_code == CliRunner().invoke(app, ["--name", "x"]).exit_code == 0
+    assert calls == [(Size(), None), (Size(), "x")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

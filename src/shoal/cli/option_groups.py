@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -64,7 +64,17 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a function or a dataclass, as keywords, with their annotations resolved."""
     hints = get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]) for parameter in parameters]
+    return [
+        parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=_as_written(hints[parameter.name]))
+        for parameter in parameters
+    ]
+
+
+def _as_written(hint: Any) -> Any:
+    """Takes off the Optional that Python 3.10 puts around the annotation of a parameter whose default is None."""
+    if get_origin(hint) is Union:
+        return next((part for part in get_args(hint) if get_origin(part) is Annotated), hint)
+    return hint
 
 
 def _panel(option: inspect.Parameter) -> int:

@@ -24,6 +24,7 @@ from shoal.errors import InternalError, UnsupportedModel
 from shoal.lookahead.bass import Bass
 from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
+from shoal.models.bridge import cache_name
 from shoal.models.cache import SlotCache, tree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
@@ -358,10 +359,10 @@ def test_a_visible_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_positions_by_column_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = wrapped("llama")
-    forward = target.hf.forward
+    forward, cache = target.hf.forward, cache_name(target.hf)
 
     def by_column(tokens: Tensor, position_ids: Tensor, **options: Any) -> Any:
-        plan = options["past_key_values"].plan
+        plan = options[cache].plan
         if plan.parents is not None:
             columns = torch.tensor(plan.starts)[:, None] + torch.arange(plan.q)
             position_ids = plan.pack(columns)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
 import shoal
@@ -22,6 +23,7 @@ from medusa_heads import save_medusa
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.integrations import drafts, transformers
+from shoal.integrations.generate_batch import _for_row
 from shoal.testing import tiny_tokenizer
 from shoal.types.stats import Stats
 
@@ -111,6 +113,28 @@ def test_steps_that_read_ids_see_what_generate_shows_them(
     assert ran[0].drafted > 0
     without = target.generate(PADDED, attention_mask=MASK, max_new_tokens=16, do_sample=False)
     assert not torch.equal(plain, without)  # the step changes something
+
+
+def test_the_function_of_prefixes_gets_the_index_that_generate_gives(pair: tuple[Any, Any], ran: list[Stats]) -> None:
+    """The row's index before Transformers 5.24, the prompt's from there on; one token is allowed, so that nothing is random."""
+    target, drafter = pair
+    asked: dict[str, Any] = {
+        "do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6, "attention_mask": MASK,
+        "prefix_allowed_tokens_fn": lambda index, ids: [10 + index],
+    }  # fmt: skip
+    plain = target.generate(PADDED, **asked)
+    ours = target.generate(PADDED, **asked, custom_generate=shoal.custom_generate, draft_model=drafter, lookahead=3)
+    assert torch.equal(plain, ours)
+    assert len(set(plain[:, -1].tolist())) in (4, 8)
+    assert ran[0].drafted > 0
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_prefixes_by_row_and_by_prompt(beams: int) -> None:
+    """Either version's processor, whichever is installed: the index is the row's over the rows that belong to a prompt."""
+    processor = PrefixConstrainedLogitsProcessor(lambda index, ids: [10 + index], beams)
+    scores = _for_row(processor, 3, 4)(PROMPT[:1], torch.zeros(1, VOCAB))
+    assert scores.isfinite().nonzero().tolist() == [[0, 10 + 3 // beams]]
 
 
 def test_scores_of_padded_rows(pair: tuple[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import shoal
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.models import loading, pairing, sources
+from shoal.models.bridge import cache_name
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import END
@@ -448,6 +450,15 @@ def test_bytes_known_before_the_first_token() -> None:
     assert target.parameter_bytes == 4 * sum(p.numel() for p in hf.parameters())
     assert target.cache_bytes(3, 100) == 3 * 100 * 2 * (2 * 2 * 8) * 4  # layers, (keys and values, heads, dim), bytes
     assert target.vocab_size == VOCABULARY
+
+
+def test_the_cache_by_either_name() -> None:
+    """Models of somebody else's have the name of the Transformers that they were written for; wrappers have none."""
+    older = SimpleNamespace(forward=lambda tokens, past_key_values=None, use_cache=False: None)
+    newer = SimpleNamespace(forward=lambda tokens, cache=None, use_cache=False: None)
+    wrapper = SimpleNamespace(forward=lambda *args, **options: None)
+    assert [cache_name(model) for model in (older, newer)] == ["past_key_values", "cache"]
+    assert cache_name(wrapper) == cache_name(tiny_model("llama"))
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

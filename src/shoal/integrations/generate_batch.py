@@ -41,7 +41,7 @@ class GenerateBatch:
     def groups(self) -> Sequence[tuple[tuple[int, ...], Sequence[int]]]:
         """Prompts without padding, each with the rows of the batch that have it; a group is computed once.
 
-        `prefix_allowed_tokens_fn` is called with a row's index, so with it every row has a group of its own.
+        `prefix_allowed_tokens_fn` may be called with a row's index, so with it every row has a group of its own.
         """
         mask = self.attention_mask
         keep = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -139,7 +139,9 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
     if "generated_ngrams" in held:
         own.batch_size = 1
     if allowed is not None:
-        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        # Transformers calls the function with the prompt's index from 5.24 on, and with the row's before.
+        index = row // getattr(processor, "_num_beams", 1)
+        own._prefix_allowed_tokens_fn, own._num_beams = (lambda _, ids: allowed(index, ids)), 1
     return own
 
 

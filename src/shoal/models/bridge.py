@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.masking_utils import create_causal_mask
 
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
@@ -106,6 +107,7 @@ class Bridge:
         parameters = inspect.signature(hf.forward).parameters
         self.takes_positions = "position_ids" in parameters
         self._keeps_last = "logits_to_keep" in parameters
+        self._cache_name = cache_name(hf)
         self.lock = threading.RLock()
         self.layers: Layers | None = None
         self._structure: Structure | None = None
@@ -155,7 +157,7 @@ class Bridge:
         with self._switched(NAME), forward_context:
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
-                found = self.hf(ids, past_key_values=cache, use_cache=True, **options)
+                found = self.hf(ids, use_cache=True, **{self._cache_name: cache}, **options)
             finally:
                 _ordinary.reset(before)
         logits: Tensor = found.logits
@@ -185,8 +187,8 @@ class Bridge:
         """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong to columns nobody reads."""
         if self.layers is not None:
             return self.layers(tokens, positions, cache)  # angles are computed, not looked up
-        options = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
-        logits: Tensor = self.hf(tokens, past_key_values=cache, use_cache=True, **options).logits
+        options: dict[str, Any] = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
+        logits: Tensor = self.hf(tokens, use_cache=True, **{self._cache_name: cache}, **options).logits
         return logits
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
@@ -212,6 +214,20 @@ class Bridge:
             finally:
                 if self.attention_path == "interface":
                     config._attn_implementation = before
+
+
+def cache_name(hf: Any) -> str:
+    """Name the argument that gives a model its cache: Transformers 5.24 renames `past_key_values` to `cache`.
+
+    A model of somebody else's may have either name with any version, and one that wraps another may name neither; that one hands
+    on what Transformers' own functions take.
+    """
+    for forward in (hf.forward, create_causal_mask):
+        parameters = inspect.signature(forward).parameters
+        for name in ("cache", "past_key_values"):
+            if name in parameters:
+                return name
+    raise InternalError("Transformers knows neither cache nor past_key_values")
 
 
 def _side_by_side(found: Any, layers: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.ppd import FILE, TENSOR
+from shoal.models.bridge import cache_name
 from shoal.train.heads import DECAY, HeadsTrainer
 from shoal.train.stages import Stage
 
@@ -49,8 +50,9 @@ class PpdTrainer(HeadsTrainer):
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=True)
         vectors = prompts(torch.arange(count, device=tokens.device)).repeat(len(places), 1)
+        cache = cache_name(self.target)
         said = self.target(
-            inputs_embeds=vectors[None].expand(batch, -1, -1), past_key_values=found.past_key_values, use_cache=True,
+            inputs_embeds=vectors[None].expand(batch, -1, -1), use_cache=True, **{cache: found[cache]},
             attention_mask=hidden_but_own(places, count, length).to(vectors.dtype).expand(batch, -1, -1, -1),
             position_ids=(places[:, None] + 1 + torch.arange(count, device=tokens.device)).flatten()[None].expand(batch, -1),
         ).logits.unflatten(1, (len(places), count))  # fmt: skip

@@ -51,7 +51,7 @@ def subjects(
 ) -> Iterator[tuple[str, dict[str, Trouble], dict[str, str], Callable[..., Outcome]]]:
     """Name, troubles, faults to plant, and what tries a trouble."""
     asked, source = lines(requests), folder / "requests.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    source.write_text("".join(json.dumps(line) + "\n" for line in asked), encoding="utf-8")
     expected: Texts = {entry["id"]: texts(entry) for entry in chaos_batches.peace(source, folder)}
 
     def tries(what: Callable[..., Outcome], given: object) -> Callable[..., Outcome]:

@@ -131,7 +131,7 @@ def kill_workers(process: subprocess.Popen[str], chance: random.Random) -> int:
 
 
 def read(answers: Path) -> list[Json]:
-    return [json.loads(line) for line in answers.read_text().splitlines()] if answers.exists() else []
+    return [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()] if answers.exists() else []
 
 
 def compared(found: Sequence[Json], expected: Texts) -> list[str]:

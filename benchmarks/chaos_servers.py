@@ -91,7 +91,7 @@ def tried(
         seen.runs += 1
         live(trouble, machine, shared, seen, chance)
     log = machine.folder / "log"
-    seen.faults += shared.faults + logged(log.read_text(errors="replace"), trouble.room is None)
+    seen.faults += shared.faults + logged(log.read_text(errors="replace", encoding="utf-8"), trouble.room is None)
     seen.faults += [f"request {i} has {shared.answers[i]} answers" for i in expected if shared.answers[i] != 1]
     seen.faults += machine.faults()
     seen.met, seen.again = machine.met, shared.times.total() - len(shared.answers)
@@ -152,7 +152,7 @@ def start(trouble: Trouble, machine: Machine, port: int) -> subprocess.Popen[str
     log = machine.folder / "log"
     arguments = [sys.executable, "-m", "shoal", "serve", "--port", str(port), *OPTIONS]
     arguments += ["--draft", f"suffix:answers={machine.folder / 'answers'}", *(ON_RAY if trouble.victims == "ray" else ())]
-    with log.open("a") as stderr:
+    with log.open("a", encoding="utf-8") as stderr:
         return machine.start(arguments, machine.folder / "none", stdout=subprocess.DEVNULL, stderr=stderr)
 
 

@@ -111,7 +111,7 @@ class Machine:
         }  # fmt: skip
         patches = (CLOCKS if trouble.clocks else "") + planted
         if patches:
-            (beside / "sitecustomize.py").write_text(patches)
+            (beside / "sitecustomize.py").write_text(patches, encoding="utf-8")
         if trouble.slow:
             self.environment["LD_PRELOAD"] = str(slow_disk(beside))
 
@@ -129,7 +129,7 @@ class Machine:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes then fail, as on a full disk
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-        return subprocess.Popen(arguments, env=self.environment, preexec_fn=limit, text=True, **options)
+        return subprocess.Popen(arguments, env=self.environment, preexec_fn=limit, encoding="utf-8", **options)
 
     def faults(self) -> list[str]:
         """That a trouble was not met proves nothing."""

@@ -60,7 +60,7 @@ def running(directory: Path, port: int) -> Iterator[str]:
     """A server by the command line, until the block ends. Its URL. Raises RequestError: it did not start."""
     template = directory / "template.jinja"
     template.write_text(TEMPLATE, "utf-8")
-    url, log = f"http://127.0.0.1:{port}", (directory / "server.log").open("w+")
+    url, log = f"http://127.0.0.1:{port}", (directory / "server.log").open("w+", encoding="utf-8")
     words = ["serve", "--port", str(port), "--chat-template", str(template), "--max-batch", "8"]
     server = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -100,7 +100,7 @@ def checked(python: str, node: Path, client: str, url: str, directory: Path) -> 
             [*program, client, url],
             cwd=node if client in NODE_CLIENTS else None,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=CLIENT_SECONDS,
             env=environment,
             check=False,

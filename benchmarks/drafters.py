@@ -241,7 +241,7 @@ def resumed(place: Path | None, settings: Settings) -> list[Line]:
     """
     if place is None or not place.exists():
         return []
-    known = json.loads(place.read_text())
+    known = json.loads(place.read_text(encoding="utf-8"))
     if known["settings"] != asdict(settings):
         raise RequestError(f"{place} has results of other settings: give another file, or remove it")
     return [Line(**line) for line in known["lines"]]

@@ -131,7 +131,7 @@ def _part(python: str, part: str, given: object, directory: Path) -> Path:
 
 def _call(words: Sequence[str], environment: Mapping[str, str]) -> None:
     done = subprocess.run(
-        words, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        words, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
         timeout=CALL_SECONDS, check=False,
     )  # fmt: skip
     if done.returncode:

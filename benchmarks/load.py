@@ -238,7 +238,7 @@ def server(options: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server's address and process; SIGTERM must end it."""
     flags = [part for name, value in PLACED.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", *flags, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
     try:
         assert process.stdout is not None
         told = process.stdout.readline()
@@ -255,7 +255,7 @@ def server(options: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def resident(process: int) -> int | None:
     """Bytes of memory; None where the system does not tell."""
     try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1])
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")

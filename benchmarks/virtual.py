@@ -337,7 +337,7 @@ def main(
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     batches = [int(batch) for batch in batch_sizes.split(",")]
     if facts_path is not None and facts_path.exists():
-        known = json.loads(facts_path.read_text())
+        known = json.loads(facts_path.read_text(encoding="utf-8"))
         prices = known["prices"]
         tables = ({int(size): seconds for size, seconds in prices[name].items()} for name in ("verify", "step"))
         facts = PassCosts(*tables, prices.get("start", 0.0))
@@ -346,7 +346,9 @@ def main(
         pair = shoal.load(max_batch=max(batches))
         texts, facts = traces(pair, tokens), pass_costs(pair, batches, repeats)
         if facts_path is not None:
-            facts_path.write_text(json.dumps({"prices": asdict(facts), "texts": [asdict(text) for text in texts]}))
+            facts_path.write_text(
+                json.dumps({"prices": asdict(facts), "texts": [asdict(text) for text in texts]}), encoding="utf-8"
+            )
     console.print(
         "ms of a round by positions: " + _ms(facts.verify), "ms of a drafter step by rows: " + _ms(facts.step), sep="\n"
     )

@@ -75,7 +75,7 @@ def package_files(root: Path = ROOT) -> set[str]:
 def build(place: Path) -> tuple[Path, Path]:
     """Builds both distributions, the wheel from the sources: returns the wheel and the sources."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(ROOT)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{done.stdout}\ncheck_package: the build failed")
     (wheel,), (sources,) = place.glob("*.whl"), place.glob("*.tar.gz")
@@ -118,7 +118,7 @@ class Installed:
     def _run(self, *arguments: str) -> str:
         command = [self._python, *arguments]
         done = subprocess.run(
-            command, cwd=self._empty, env=self._environment, capture_output=True, text=True, timeout=SECONDS
+            command, cwd=self._empty, env=self._environment, capture_output=True, encoding="utf-8", timeout=SECONDS
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"{done.stderr}\ncheck_package: {' '.join(arguments)} ended with {done.returncode}")
@@ -134,9 +134,9 @@ class Installed:
         """A running `shoal serve`; its address without a slash at the end."""
         command = [self._python, "-m", "shoal", "serve", "--json", "--port", "0", "--log-level", "warning", "-k", "4"]
         with (
-            tempfile.TemporaryFile("w+") as said,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
             subprocess.Popen(
-                command, cwd=self._empty, env=self._environment, stdout=subprocess.PIPE, stderr=said, text=True
+                command, cwd=self._empty, env=self._environment, stdout=subprocess.PIPE, stderr=said, encoding="utf-8"
             ) as process,
         ):
             assert process.stdout is not None

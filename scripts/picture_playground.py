@@ -33,7 +33,7 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has
 def served() -> Iterator[str]:
     """`shoal serve` on any free port of this machine, in a process of its own; yields its URL."""
     command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--lookahead", "4", "--json", "--log-level", "warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()

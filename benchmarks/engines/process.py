@@ -112,4 +112,6 @@ def make_models(name: str, cache: Path, log: Path) -> None:
             env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "HF_HUB_OFFLINE": "1"}, check=False,
         )  # fmt: skip
     if done.returncode:
-        raise InternalError(f"the models of {name} were not made: {log.read_text(errors='replace')[-TAIL:].strip()}")
+        raise InternalError(
+            f"the models of {name} were not made: {log.read_text(errors='replace', encoding='utf-8')[-TAIL:].strip()}"
+        )

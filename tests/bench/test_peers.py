@@ -315,7 +315,7 @@ def test_a_worker_is_stopped_between_tasks(places: tuple[str, str], tmp_path: Pa
     with Worker(sys.executable, setup_of("shoal", PLAIN, places), tmp_path / "log.txt") as worker:
         state = Path(f"/proc/{worker.process.pid}/stat")
         until = time.monotonic() + 200
-        while (found := state.read_text().rpartition(")")[2].split()[0]) != "T" and time.monotonic() < until:
+        while (found := state.read_text(encoding="utf-8").rpartition(")")[2].split()[0]) != "T" and time.monotonic() < until:
             time.sleep(0.01)  # the signal is on its way
         assert found == "T"
         answer = worker.run(Task(((5, 6, 7),), 2, 4, 0.8, 1.0, 0))

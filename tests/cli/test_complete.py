@@ -190,17 +190,17 @@ def test_a_model_that_cannot_fill_in_continues_the_end_of_a_file(shoal: Command,
     answer = shoal("complete", file, "--at", "2:9", "--model", tiny.target)
     assert answer.code == 2
     assert "text behind the cursor" in answer.err
-    file.write_text("x = 1\n\n")
+    file.write_text("x = 1\n\n", encoding="utf-8")
     ask = ["--model", tiny.target, "-n", 1, "--max-new-tokens", 4, "--greedy", "--json"]
     (sample,) = shoal("complete", file, "--at", "1:6", "--no-align", *ask).json["suggestions"]
     (plain,) = shoal("generate", "-p", "x = 1", *ask).json["prompts"][0]["samples"]
     assert sample["token_ids"] == plain["token_ids"]
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     assert "no text before the cursor" in shoal("complete", file, "--at", "1:1", "--model", tiny.target).err
 
 
 def test_long_files_are_cut_to_the_context(shoal: Command, tiny: Models, file: Path, fills: None) -> None:
-    file.write_text(LINES * 40)
+    file.write_text(LINES * 40, encoding="utf-8")
     ask = ["complete", file, "--model", tiny.target, "-n", 1, "--max-new-tokens", 4, "--json"]
     assert len(shoal(*ask, "--at", "800:3").json["suggestions"]) == 1
     assert "leaves no space" in shoal(*ask, "--at", "800:3", "--max-new-tokens", 100_000).err

@@ -75,7 +75,7 @@ def test_the_file_is_bounded_and_keeps_the_last(file: Path) -> None:
     kept = AnswerFile(str(file), limit, 100).read()
     assert [text[0] for text, _ in kept] == list(range(60 - len(kept), 60))
     assert 2 <= len(kept) <= limit // 2 // 20
-    assert json.loads(file.read_text().splitlines()[0])["tokenizer"] == "some"
+    assert json.loads(file.read_text(encoding="utf-8").splitlines()[0])["tokenizer"] == "some"
 
 
 def test_a_file_that_grows_without_bound_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,9 @@ HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
 @pytest.mark.skipif(not HEADER.exists(), reason="the C library's headers are not here")
 def test_the_numbers_are_those_of_the_headers() -> None:
-    known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text())}
+    known = {
+        name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text(encoding="utf-8"))
+    }
     ours = {name: seccomp._of("x86_64", number) for name, number in seccomp.NUMBERS.items()} | {"clone": 56, "clone3": 435}
     assert {name: known.get(name, number) for name, number in ours.items()} == ours
 

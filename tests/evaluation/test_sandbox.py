@@ -396,7 +396,7 @@ def test_the_environment_is_not_told(
             except OSError: pass
         """
     )
-    assert "told" in Path(f"/proc/{other.pid}/environ").read_text()
+    assert "told" in Path(f"/proc/{other.pid}/environ").read_text(encoding="utf-8")
     other.communicate(b"\n")
     assert ended.succeeded
     assert "told" not in ended.stdout
@@ -407,7 +407,7 @@ def test_system_v_memory_is_not_left_behind(attack: Callable[..., StepResult], b
     key = int(token[:7], 16)
     ended = attack(f"import ctypes; print(ctypes.CDLL(None).shmget({key}, 2**20, 0o1600) >= 0)")
     assert ended.stdout == "True\n"
-    assert str(key) not in Path("/proc/sysvipc/shm").read_text().split()
+    assert str(key) not in Path("/proc/sysvipc/shm").read_text(encoding="utf-8").split()
 
 
 def test_only_the_system_and_the_language_are_readable(
@@ -651,7 +651,7 @@ def test_a_user_id_is_spare_and_differs_between_supervisors(monkeypatch: pytest.
 def test_the_two_programs_need_the_standard_library_only() -> None:
     for module in (supervisor, sandbox_exec, cgroup, process_tree):
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text()], capture_output=True
+            [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text(encoding="utf-8")], capture_output=True
         )
         assert b"ImportError" not in done.stderr
         assert b"ModuleNotFoundError" not in done.stderr

@@ -128,7 +128,7 @@ def test_the_word_is_found_nowhere_but_in_the_end(box: Sandbox) -> None:
         "entry_point": "f",
         "marker": "b" * 32,
     }
-    files = {"main.py": Path(subprocess_tests.__file__).read_text(), JOB: json.dumps(job)}
+    files = {"main.py": Path(subprocess_tests.__file__).read_text(encoding="utf-8"), JOB: json.dumps(job)}
     found = box.run(files, *steps("python", box)).stdout.split()
     assert "a" * 32 in found
     assert found.count("b" * 32) == 1

@@ -41,13 +41,13 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 def write(path: Path, lines: list[Any]) -> Path:
     """A file of lines; those that are no texts in JSON."""
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return path
 
 
 def read(path: Path) -> dict[Any, Any]:
     """The answers by id, each of which must be there once."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = {entry["id"]: entry for entry in entries}
     assert len(found) == len(entries)
     return found

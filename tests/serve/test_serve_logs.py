@@ -212,7 +212,7 @@ def test_faults_of_our_own_have_tracebacks(form: logs.LogFormat) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_log_on_a_full_disk_ends_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it fails
+    full = open("/dev/full", "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - closing it fails
     monkeypatch.setattr("sys.stderr", full)
     serve._print_address("0.0.0.0", Settings("tiny"), True, None, 8000)
     assert json.loads(capsys.readouterr().out) == {"url": "http://0.0.0.0:8000/v1", "model": "tiny"}

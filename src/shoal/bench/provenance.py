@@ -36,7 +36,7 @@ def commit(package: Path = PACKAGE) -> str:
 
 
 def _git(place: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=place, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=place, check=True, capture_output=True, encoding="utf-8").stdout.strip()
 
 
 def require_place(*places: Path | None, made_at: str | None = None) -> None:

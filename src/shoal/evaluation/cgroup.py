@@ -36,7 +36,11 @@ def delegated(process: Path = Path("/proc/self")) -> str:
     with contextlib.suppress(OSError, ValueError):
         for folder, own in _groups(process):
             allowed = own or os.geteuid() != 0 or _is_delegated(folder)
-            if allowed and set((folder / "cgroup.subtree_control").read_text().split()) >= CONTROLLERS and _works(folder):
+            if (
+                allowed
+                and set((folder / "cgroup.subtree_control").read_text(encoding="utf-8").split()) >= CONTROLLERS
+                and _works(folder)
+            ):
                 return str(folder)
     return ""
 
@@ -66,7 +70,7 @@ def out_of_memory(group: str) -> bool:
     if not group:
         return False
     with contextlib.suppress(OSError):
-        events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
+        events = dict(line.split() for line in Path(group, "memory.events").read_text(encoding="utf-8").splitlines())
         return int(events.get("oom_kill", 0)) > 0
     return False
 
@@ -90,9 +94,11 @@ def remove(group: str) -> None:
 
 def _groups(process: Path) -> Iterator[tuple[Path, bool]]:
     """(directory, is its own) of the process's group of version 2 and of the groups above it, innermost first."""
-    lines = (process / "cgroup").read_text().splitlines()
+    lines = (process / "cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
-    mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    mounts = [
+        line.split() for line in (process / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    ]
     mounted = next((words[4] for words in mounts if words[words.index("-") + 1] == "cgroup2"), None)
     if own is None or mounted is None or ".." in own.split("/"):
         return

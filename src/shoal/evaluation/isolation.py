@@ -115,7 +115,7 @@ def _rights() -> list[str]:
 @lru_cache
 def _disables_userns(tool: str) -> bool:
     """Whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
-    return "--disable-userns" in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
+    return "--disable-userns" in subprocess.run([tool, "--help"], capture_output=True, encoding="utf-8", check=False).stdout
 
 
 def _unshare(workdir: str, visible: list[str]) -> list[str]:

@@ -104,7 +104,7 @@ class Sandbox:
         tool = isolation.TOOLS.get(backend)
         if tool and not shutil.which(tool):
             return StepResult(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
-        with tempfile.NamedTemporaryFile("w+", prefix="shoal-probe-") as other:
+        with tempfile.NamedTemporaryFile("w+", prefix="shoal-probe-", encoding="utf-8") as other:
             os.fchmod(other.fileno(), 0o666)
             other.write(SECRET)
             other.flush()

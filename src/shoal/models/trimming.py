@@ -55,7 +55,7 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
     if path is None or not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         kept, vocabulary = tuple(found["kept"]), found["vocabulary"]
         ordered = bool(kept) and all(isinstance(i, int) for i in kept) and list(kept) == sorted(set(kept)) and kept[0] >= 0
     except (ValueError, TypeError, KeyError) as error:

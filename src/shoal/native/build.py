@@ -129,7 +129,15 @@ def compiled(texts: Mapping[str, bytes], folder: Path, command: Sequence[str], f
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()
         raise NotBuilt(f"{command[0]} failed: {said[0] if said else error.returncode}") from error

@@ -91,11 +91,11 @@ def _received(pipe: int, child: int, deadline: float) -> bytes:
 def _set_limits(seconds: int, size: int) -> None:
     """Sets the limits of this process, and makes it the first that the kernel kills when memory runs out."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     with suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         most = pages * resource.getpagesize() + size
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

@@ -159,6 +159,6 @@ class _Meter:
         rate = self.tokens / (time.monotonic() - self.since)
         self.progress.update(self.task, loss=mean, rate=rate)
         row = {"step": self.trainer.step, "loss": mean, "tokens_per_second": rate, "lr": factor}
-        with self.log.open("a") as file:
+        with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.losses, self.tokens, self.since = [], 0, time.monotonic()

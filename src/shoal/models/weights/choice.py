@@ -124,7 +124,7 @@ def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> in
     """Size of the last-level cache as Linux says it, else 32 MiB."""
     units = {"K": 2**10, "M": 2**20}
     try:
-        sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
+        sizes = [file.read_text(encoding="utf-8").strip() for file in folder.glob("index*/size")]
         return max(int(size[:-1]) * units[size[-1]] for size in sizes)
     except (OSError, ValueError, KeyError, IndexError):
         return 32 * 2**20

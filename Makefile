@@ -42,6 +42,7 @@ test-all: $(DEV) ## all tests
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --preview --select PLW1514 . # text files without an encoding
 	@$(BIN)/ruff format --check .
 
 types: $(DEV) ## mypy, strict

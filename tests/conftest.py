@@ -22,7 +22,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads on
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
-import importlib.util
 import inspect
 import ipaddress
 import random
@@ -51,6 +50,8 @@ from shoal.native.build import missing
 from shoal.testing import save_pair
 from shoal.types.stats import Stats
 
+pytest_plugins = ["groups"]  # of tests/helpers
+
 SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
 
 transformers_logging.disable_progress_bar()
@@ -61,18 +62,6 @@ if "OMP_NUM_THREADS" not in os.environ:
 hypothesis.settings.register_profile("here", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
-
-
-TOOLS = {
-    "bubblewrap": lambda: shutil.which("bwrap"),
-    "chromium": lambda: next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-    ),
-    "ray": lambda: importlib.util.find_spec("ray"),
-    "lm-eval": lambda: importlib.util.find_spec("lm_eval"),
-    "llm": lambda: importlib.util.find_spec("llm"),
-}
-"""What some tests need beside the extra `dev`; they are skipped without it."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -131,13 +120,6 @@ def keep_kernels() -> None:
                 (KERNELS / name).unlink(missing_ok=True)
             for name in made:
                 Path(folder, name).replace(KERNELS / name)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says which groups of tests this machine cannot run."""
-    missing = [name for name, found in TOOLS.items() if not found()]
-    if missing:
-        terminalreporter.write_line(f"not installed, so that their tests were skipped: {', '.join(missing)}")
 
 
 class _Network(BaseException):

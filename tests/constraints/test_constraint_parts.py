@@ -20,7 +20,7 @@ from shoal.constraints.compiler import grammars_of
 from shoal.constraints.disjoint import Proofs, resolved
 from shoal.constraints.estimates import Estimates, Seen, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
-from shoal.constraints.fim import nearest
+from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
 from shoal.constraints.grammar import GrammarConstraint, TextState
 from shoal.constraints.json_schemas import WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
@@ -30,6 +30,7 @@ from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_pie
 from shoal.constraints.unique_items import with_orders
 from shoal.constraints.weights import weighed
 from shoal.errors import RequestError
+from shoal.serve.reasoning import ReasoningRules
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
@@ -286,6 +287,20 @@ def test_what_stands_behind_a_grammar_belongs_to_the_text() -> None:
     assert [following(between, text) for text in ("1", "1;1!")] == [({";", "!"}, False), (set(), True)]
 
 
+@pytest.mark.parametrize("grammar", [Grammar("regex", "yes"), Grammar("lark", 'start: "yes"')], ids=lambda given: given.kind)
+@pytest.mark.parametrize("opened", [True, False])
+def test_an_answer_stands_behind_reasoning_and_at_most_two_line_feeds(grammar: Grammar, opened: bool) -> None:
+    allowed = ReasoningRules(opened).allowed_before(grammar)
+    begun = "" if opened else "<think>"
+    line_feed = ids("\n")[0]
+    for text, goes_on in (("", True), ("\n", True), ("\n\n", False)):
+        constraint = grammars_of(TOKENIZER, VOCABULARY).constraint(allowed)
+        mask = constraint.mask([state_after(constraint, f"{begun}so</think>{text}")], VOCABULARY, CPU)
+        assert (bool(mask.tokens[0, line_feed]), bool(mask.tokens[0, ids("y")[0]])) == (goes_on, True)
+    assert following(allowed, f"{begun}so</think>yes") == (set(), True)
+    assert following(allowed, "yes")[1] is not opened  # without reasoning, or still within it
+
+
 def test_digits_are_bounded_behind_what_stands_before() -> None:
     """Which may have as many as it likes."""
     grammar = Grammar("json_schema", '{"type": "integer"}', before="[0-9]{25}:")
@@ -404,6 +419,27 @@ def test_a_suffix_gets_what_the_prefix_leaves() -> None:
     assert nearest(TOKENIZER, "a" * 100, "b" * 100, 40) == ("a" * 30, "b" * 10)
     assert nearest(TOKENIZER, "a" * 20, "b" * 20, 40) == ("a" * 20, "b" * 20)
     assert nearest(TOKENIZER, "x" * 7 + "\n" + "a" * 25, "bb\nbb\n" + "c" * 90, 36) == ("a" * 25, "bb\nbb\n")
+
+
+def test_a_middle_begins_as_its_tokenizer_begins_texts() -> None:
+    """With its first token, which stands before excerpts of other files too."""
+
+    class Begins:
+        bos_token_id = 9
+
+        def __init__(self, first: Sequence[int]) -> None:
+            self.first = first
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [*(self.first if add_special_tokens else ()), *map(ord, text)]
+
+    a, b, c = map(ord, "abc")
+    assert middle_prompt(Begins([9]), "a", "b", "c") == MiddlePrompt((9, c, 1, a, 2, b, 3), 4)
+    assert middle_prompt(Begins([]), "a", "b") == MiddlePrompt((1, a, 2, b, 3), 2)
+    assert middle_prompt(Begins([7]), "a", "").ids == (1, a, 2, 3)  # another token is none of the beginning
 
 
 def test_places_at_which_a_text_may_be_cut() -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from shoal.config import LOSSY_RULES
+from shoal.evaluation.cuts import cuts, places
+from shoal.evaluation.endings import ending
 from shoal.evaluation.exports import FORMATS, HUMANEVAL, programs_of
 from shoal.evaluation.grading import Grade, grade_entries
 from shoal.evaluation.metrics import RESAMPLES, SHUFFLES, Bootstrap, Table, pass_at, permutation_test
@@ -136,7 +138,7 @@ def test_methods_against_each_other_are_differences(seed: int) -> None:
     assert [(pair["method"], pair["other"]) for pair in told["against"]] == [
         ("single", "plain"), ("batched", "plain"), ("batched", "single"),
     ]  # fmt: skip
-    grid = told["curves"]["budgets"]
+    grid, bootstrap = told["curves"]["budgets"], Bootstrap(len(NAMES))
     times = [
         one["finished_at"] for name in NAMES for method in METHODS for one, grade in pairs(given, name, method) if grade
     ]
@@ -153,6 +155,10 @@ def test_methods_against_each_other_are_differences(seed: int) -> None:
         assert (pair["same_ids"], pair["samples"]) == (sum(same), 12)
         for which, metric in (("first", first), ("all", best)):
             values = [mean(metric(given, n, mine, b) - metric(given, n, theirs, b) for n in NAMES) for b in grid]
+            bands = bootstrap.interval(
+                np.array([[metric(given, n, mine, b) - metric(given, n, theirs, b) for b in grid] for n in NAMES])
+            )
+            assert (pair[which]["better"], pair[which]["worse"]) == ((bands[0] > 0).sum(), (bands[1] < 0).sum())
             assert told["curves"][mine][which]["mean"] == pytest.approx(
                 [mean(metric(given, n, mine, b) for n in NAMES) for b in grid]
             )
@@ -362,3 +368,62 @@ def test_programs_for_other_evaluators() -> None:
     assert known.place("Other/1") is None
     assert "3 of its 164 problems: it needs all" in FORMATS["evalplus"].hint("humaneval", "f", programs)
     assert "--limit 3 --n_samples 2" in FORMATS["bigcode"].hint("humaneval", "f", programs)
+
+
+# ── cuts and endings ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pieces:
+    """A tokenizer of a few pieces, the longest first."""
+
+    texts = ("f(", "a", "ab", ")", "))", ":", "\n", "    ", "  ", "x", "y", " ==", " sum", "((", "(")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: i for i, text in enumerate(self.texts)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        found = []
+        while text:
+            piece = max((piece for piece in self.texts if text.startswith(piece)), key=len)
+            found.append(self.texts.index(piece))
+            text = text[len(piece) :]
+        return found
+
+
+PROMPT, SOLUTION = "f(a):\n", "    x  y == sum((ab)\n"
+
+
+def test_places_of_each_kind_of_cut() -> None:
+    """Ends of what is left, and beginnings of the tokens that are cut."""
+    expected = {
+        "word": [(19, 17), (20, 17), (24, 23)], "space": [(15, 14), (18, 17)], "punctuation": [(16, 14), (22, 21)],
+        "prefix-sep": [(26, 26)], "prefix-indent": [(7, 6), (8, 6), (9, 6)],
+    }  # fmt: skip
+    assert places(Pieces(), PROMPT + SOLUTION, len(PROMPT)) == expected
+    inside = {kind: [place for place in found if place[1] >= 15] for kind, found in expected.items()}
+    assert places(Pieces(), PROMPT + SOLUTION, 15) == inside  # a token that begins in the prompt is no place
+
+
+def test_each_problem_has_a_place_of_its_own() -> None:
+    problems = [Problem(str(i), "python", PROMPT, "", "f", SOLUTION) for i in range(12)]
+    assert {cut.end for cut in cuts(problems, Pieces(), ["word"])} == {19, 20, 24}
+
+
+def test_stop_strings_are_no_beginnings_of_names() -> None:
+    stops = ending("python").stops
+    for kept in ("\nprinted = 1", "\niffy = 1", "\nclassy = 1", "\ndefault = 1", "\nasserted = 1", "    print(1)"):
+        assert not any(stop in kept for stop in stops), kept
+    for ended in ("\nprint(1)", "\nif x:", "\nclass A:", "\ndef f():", "\n@a", "\n# so", "\nassert f() == 1"):
+        assert any(stop in ended for stop in stops), ended
+
+
+@pytest.mark.parametrize(("prompt", "text", "stopped", "kept"), [
+    ("function f() ", '/* { */ {\n  g("}");\n}\nmore()', False, '/* { */ {\n  g("}");\n}'),
+    ("function f() {\n", "  /* a\n } */\n  return 1;\n}\nmore()", False, "  /* a\n } */\n  return 1;\n}"),
+    ("function f() {\n", "  return 1;", True, "  return 1;\n}"),
+    ("function f() {\n  if (x) {\n", "    return 1;\n  }", True, "    return 1;\n  }\n}"),
+    ("function f() {\n", "  if (x) {", True, "  if (x) {"),
+    ("function f() {\n", "  return 1;", False, "  return 1;"),
+])  # fmt: skip
+def test_a_function_ends_with_its_brace(prompt: str, text: str, stopped: bool, kept: str) -> None:
+    assert ending("javascript").cut(prompt, text, stopped) == kept

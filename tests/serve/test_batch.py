@@ -102,12 +102,14 @@ def test_lines_share_rounds_and_all_slots_are_used(tmp_path: Path) -> None:
         engines.append(shoal.engine(4, RULES["coupled"]()))
         return engines[-1]
 
-    lines = list(read_lines(write(tmp_path / "in", [{"prompt": "hello", "seed": i, "max_tokens": 24} for i in range(16)])))
+    asked = [{"prompt": "hello", "seed": i, "max_tokens": 24} for i in range(16)]
+    asked[3]["n"] = 6  # more than there are slots
+    lines = list(read_lines(write(tmp_path / "in", asked)))
     found: list[Any] = []
     Offline(shoal, engine, Settings("tiny", queue=0)).answer(lines, found.append)
     stats = engines[0].stats
     assert len(found) == 16
-    assert stats.committed == 16 * 24
+    assert stats.committed == (16 + 5) * 24
     assert stats.row_rounds > 3 * stats.rounds, "nearly always four rows in a round"
 
 

@@ -126,6 +126,7 @@ def test_ends_that_are_ignored_leave_those_of_the_request() -> None:
     assert ends(ignore_eos=True, stop_token_ids=[7]) == [7]
     assert ends(ignore_eos=True) == []
     assert ends(ignore_eos=False) == [END]
+    assert parse(ignore_eos=True, min_tokens=3, stop_token_ids=[7]).requests[0].sampling.min_new_tokens == 3
 
 
 def test_prompts_are_scored_for_what_needs_it() -> None:

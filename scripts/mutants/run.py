@@ -19,13 +19,14 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections import Counter
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tomllib
 
@@ -34,7 +35,10 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "mutants"
 MESSAGES = [r"^\s*raise ", r"\b(logger|log|warnings)\.\w+\("]
 """Lines whose mutants are left out: the words of messages."""
-PYTEST = ["-p", "quickest_first", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not real"]
+SELECTED = "not slow and not real"
+PYTEST = ["-p", "quickest_first", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", SELECTED]
+LIMIT = 240
+"""Seconds for a mutant made by hand."""
 SEEN = ("killed", "timeout", "segfault")
 COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "README.md", "DESIGN.md")
 
@@ -187,27 +191,33 @@ def by_hand(words: str) -> Iterator[dict[str, Any]]:
 
 def hand(words: str) -> dict[str, Any]:
     """Applies mutants to a copy, one by one, and runs their tests."""
-    work = BUILD / "hand"
+    name = re.sub(r"\W+", "-", words).strip("-") or "all"
+    work = BUILD / f"hand-{name}"
+    work.mkdir(parents=True, exist_ok=True)
+    for part in (*COPIED, "pyproject.toml"):
+        _mirror(ROOT / part, work / part)
     _preload()
-    status, survivors, rooms = {}, {}, Counter[str]()
+    status, survivors = {}, {}
     for one in by_hand(words):
-        for part in ("src", "tests", "benchmarks", "scripts", "docs", "pyproject.toml"):
-            work.mkdir(parents=True, exist_ok=True)
-            _mirror(ROOT / part, work / part)
-        file = work / one["file"]
-        text, changes = pattern(one["old"]).subn(lambda _, new=one["new"]: new, file.read_text(encoding="utf-8"))
-        name = f"{one['room']}: {one['name']}"
-        if changes != 1:
-            status[name] = f"the old text stands {changes} times in {one['file']}"
-        else:
-            file.write_text(text, encoding="utf-8")
-            status[name] = "survived" if _passes(work, one["tests"]) else "killed"
-            shutil.copy2(ROOT / one["file"], file)
-        rooms[one["room"]] += 1
-        print(f"{status[name]:9} {name}", flush=True)
-        if status[name] != "killed":
-            survivors[name] = f"{one['file']}\n- {one['old']}\n+ {one['new']}"
-    return {"room": words or "hand", "of": sum(rooms.values()), "status": status, "survivors": survivors, "equivalent": {}}
+        mutant = f"{one['room']}: {one['name']}"
+        status[mutant] = _tried(one, work)
+        print(f"{status[mutant]:9} {mutant}", flush=True)
+        if status[mutant] not in ("killed", "segfault"):  # a busy machine makes timeouts as well
+            survivors[mutant] = f"{one['file']}\n- {one['old']}\n+ {one['new']}"
+    return {"room": work.name, "of": len(status), "status": status, "survivors": survivors, "equivalent": {}}
+
+
+def _tried(one: dict[str, Any], work: Path) -> str:
+    """What became of one mutant; the copy is right again afterwards."""
+    file = work / one["file"]
+    text, changes = pattern(one["old"]).subn(lambda _: one["new"], file.read_text(encoding="utf-8"))
+    if changes != 1:
+        return f"the old text stands {changes} times in {one['file']}"
+    file.write_text(text, encoding="utf-8")
+    try:
+        return _ended(work, one["tests"])
+    finally:
+        shutil.copyfile(ROOT / one["file"], file)
 
 
 def _preload() -> None:
@@ -223,30 +233,40 @@ def _preload() -> None:
     assert transformers
 
 
-def _passes(work: Path, tests: Sequence[str]) -> bool:
-    """Runs tests in a fork, which has imported nothing of shoal."""
+def _ended(work: Path, tests: Sequence[str]) -> str:
+    """Runs tests in a fork, which has imported nothing of shoal; says what became of the mutant."""
     child = os.fork()
     if child == 0:
-        import pytest
+        _run_tests(work, tests)
+    last, done, status = time.monotonic() + LIMIT, 0, 0
+    while not done:
+        time.sleep(0.05)
+        done, status = os.waitpid(child, os.WNOHANG)
+        if not done and time.monotonic() > last:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "timeout"
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, 1) and code >= 0:  # not even a test failed: the mutant, or a wrong name of a test
+        print((work / "output.txt").read_text(encoding="utf-8")[-2000:])
+    return "survived" if code == 0 else "killed" if code in (1, 2, 3) else "segfault" if code < 0 else "no tests"
 
-        quiet = os.open(work / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        os.chdir(work)
-        os.environ["PYTHONPATH"] = str(work / "src")
-        sys.path[:] = [str(work / "src"), *(path for path in sys.path if not path.endswith("/src"))]
-        try:
-            code = pytest.main(
-                ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not real", *tests]
-            )
-        except BaseException:
-            code = 3
+
+def _run_tests(work: Path, tests: Sequence[str]) -> NoReturn:
+    import pytest
+
+    quiet = os.open(work / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    os.chdir(work)
+    os.environ["PYTHONPATH"] = str(work / "src")
+    sys.path[:] = [str(work / "src"), *(path for path in sys.path if not path.endswith("/src"))]
+    code = 3
+    try:
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", SELECTED, *tests]))
+    finally:
         sys.stdout.flush()
-        os._exit(int(code))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code in (4, 5):
-        raise SystemExit((work / "output.txt").read_text(encoding="utf-8"))
-    return code == 0
+        os._exit(code)
 
 
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -109,6 +109,8 @@ def test_overlapping_stops_end_at_the_first_completed(kind: str) -> None:
     assert only("xabcd", kind, stop=["abcd", "bc"]).text == "xa"
     assert only("xabcd", kind, stop=["bcd", "abc"]).text == "x"
     assert only("aaaab", kind, stop=["aab"]).text == "aa"
+    for both in (["abcd", "bcd"], ["bcd", "abcd"]):  # completed by the same token: the one that begins first
+        assert only("xabcd", kind, stop=both).text == "x"
     assert only("ababac", kind, stop=["abac"]).text == "ab"
 
 

@@ -142,6 +142,24 @@ def test_a_slot_holds_what_follows_its_prefix(cache: SlotCache) -> None:
     assert (cache.prefixes, cache.lengths) == ([None] * 3, [0] * 3)
 
 
+def test_zeros_of_a_tail_whose_beginning_is_shared(cache: SlotCache) -> None:
+    """Positions count from the prompt's first token, which lies in the shared store and stays there."""
+    cache.reserve(3, 12, 9)
+    store(cache, Prefix(1, 5), 0, 5, 40)
+    cache.enter(0, Prefix(1, 5))
+    write(cache, [0, 1], [4, 1], 20)
+    before = [[tensor.clone() for tensor in tensors] for tensors in cache.stores()]
+    cache.zero_tail(0, 7)
+    assert held(cache, 1) == [11, 11.01, 11.02, 11.03, 21]
+    for now, old in zip(cache.stores(), before, strict=True):
+        for tensor, was in zip(now[:2], old[:2], strict=True):
+            assert torch.equal(tensor[0, :2], was[0, :2])
+            assert not tensor[0, 2:].any()
+        assert all(torch.equal(tensor, was) for tensor, was in zip(now[2:], old[2:], strict=True))
+    cache.zero_tail(0, 0)
+    assert not any(tensor[0].any() for now in cache.stores() for tensor in now[:2])
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_zeros_for_what_is_not_finite(cache: SlotCache, value: float) -> None:
     """In a slot and its prefix, keys and values of all layers, also beyond the row's end; nothing else changes."""

@@ -26,6 +26,7 @@ from shoal.errors import RequestError
 from shoal.evaluation.sampling import SamplingConfig
 from shoal.sampling.acceptance import RULES, Typical
 from shoal.sampling.acceptance.typical import plausible
+from shoal.sampling.drawing import inverse_transform
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms
 from shoal.testing import reference
@@ -73,6 +74,25 @@ def test_of_a_tree_the_longest_plausible_path_is_kept(branches: bool) -> None:
         columns = [0, *(node + 1 for node in path)]
         expected = [float(p[b, column, token]) for column, token in zip(columns, kept, strict=True)]
         assert verdict.probs[b, : len(kept)].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_what_replaces_a_draft_is_drawn_by_another_number(branches: bool) -> None:
+    """By the one of that position that no draft was drawn by."""
+    parents = [[-1, -1] if branches else [-1, 0]] * 8
+    tree = DraftTree.of([[3, 1]] * 8, parents, device=torch.device("cpu"))
+    p = torch.rand(8, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p[..., 3] = 0.01
+    if branches:
+        p[..., 1] = 0.01
+    p /= p.sum(-1, keepdim=True)
+    uniforms = torch.from_numpy(round_uniforms(range(8), [1] * 8, 3, None))
+    verdict = Typical().decide(tree, scores_of(p, tree), uniforms)
+    assert verdict.accepted.tolist() == [0] * 8
+    numbers = torch.from_numpy(round_uniforms(range(8), [1] * 8, 1, None))[:, 0]
+    drawn, of_drafts = (inverse_transform(p[:, 0], each) for each in (numbers.flip(-1), numbers))
+    assert torch.equal(verdict.token, drawn)
+    assert not torch.equal(drawn, of_drafts)
 
 
 @pytest.fixture(scope="module")

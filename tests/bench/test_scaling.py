@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import scaling
 import shoal
 from scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
+from shoal.models.executors.protocol import Batch, Output
 from shoal.models.runner import Runner
 from shoal.testing.tiny import save_pair
 
@@ -66,13 +67,13 @@ def _measured(monkeypatch: pytest.MonkeyPatch, sweep: Sweep, cost: Any, repeats:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_prepared_pass_is_the_pass_it_says(pair: shoal.Shoal, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     runner, plans = pair.target.fork(), []
-    dynamic = Runner._dynamic
+    ordinary = Runner._ordinary
 
-    def noted(own: Runner, plan: Any, *rest: Any, **options: Any) -> Any:
-        plans.append(plan)
-        return dynamic(own, plan, *rest, **options)
+    def noted(own: Runner, batch: Batch) -> Output:
+        plans.append(batch.plan)
+        return ordinary(own, batch)
 
-    monkeypatch.setattr(Runner, "_dynamic", noted)
+    monkeypatch.setattr(Runner, "_ordinary", noted)
     for _ in range(2):  # preparing it again starts from the same place
         prepared_pass(runner, 3, 5, 40, shared)()
     for plan in plans:

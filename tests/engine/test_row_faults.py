@@ -209,14 +209,14 @@ def test_a_prompt_that_was_never_computed_is_not_found(prefix_sharing: str, monk
     engine.step()
     refused = engine.submit(Request((1, 2, 3), 2, Sampling(seed=3), Limits(max_new_tokens=10)))
     engine.step()
-    feed, failures = Runner._dynamic, [RuntimeError("can't allocate memory")]
+    feed, failures = Runner._ordinary, [RuntimeError("can't allocate memory")]
 
     def failing(self: Runner, *arguments: Any, **options: Any) -> Tensor:
         if failures:
             raise failures.pop()
         return feed(self, *arguments, **options)
 
-    monkeypatch.setattr(Runner, "_dynamic", failing)
+    monkeypatch.setattr(Runner, "_ordinary", failing)
     while engine.step():
         pass
     assert [row.finish_reason for row in (*running, *refused)] == ["length", "error", "length"]

@@ -316,14 +316,14 @@ def main(directory: Path) -> None:
 def measured(pair: shoal.Shoal) -> dict[str, Any]:
     """What rank 0 did."""
     passes = 0
-    plain = Runner._dynamic
+    plain = Runner._ordinary
 
     def counted(runner: Runner, *args: Any, **options: Any) -> Any:
         nonlocal passes
         passes += isinstance(runner, type(pair.target))  # not those of the drafter
         return plain(runner, *args, **options)
 
-    with patch.object(Runner, "_dynamic", counted):
+    with patch.object(Runner, "_ordinary", counted):
         found = everything(pair)
         found["tree"] = tree_logits(pair.target)
         found["refused"] = asked_to_capture(pair)

@@ -25,9 +25,11 @@ from shoal.testing import tiny_model
 from shoal.types.stats import Stats
 
 ATTENTION = "mixed" if missing() else "native"
+LAYERS = "torch layers" if missing() else "C layers"
+"""The executor of weights that are not packed in panels."""
 CHOSEN = {
     "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",
-    "quantize": "off", "attention": ATTENTION, "passes": "lean", "strict": "off",
+    "quantize": "off", "attention": ATTENTION, "passes": LAYERS, "strict": "off",
 }  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def test_the_report_of_a_default_load(saved_pair: tuple[Path, Path], caplog: pyt
     (line,) = [record for record in caplog.records if record.name == "shoal" and record.message.startswith("loaded:")]
     assert line.levelno == logging.INFO
     for word in ("target float32 on cpu (the checkpoint is in float32)", "weights input-major", "quantize off", "; draft float32",
-                 f"attention {ATTENTION}", "passes lean"):  # fmt: skip
+                 f"attention {ATTENTION}", f"passes {LAYERS}"):  # fmt: skip
         assert word in line.message
     assert str(saved_pair[0]) not in line.message
     assert load((saved_pair[0], None)).loaded["draft"] is None  # type: ignore[arg-type]
@@ -53,8 +55,8 @@ def test_the_report_of_a_default_load(saved_pair: tuple[Path, Path], caplog: pyt
     [
         ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "as-is"}, None),
         ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
-        ({"attention": "split"}, {"attention": "split"}, None),
-        ({"compile": "off"}, {"attention": "mixed", "passes": "lean"}, None),
+        ({"attention": "split"}, {"attention": "split", "passes": "torch layers"}, None),
+        ({"compile": "off"}, {"attention": "mixed", "passes": "torch layers"}, None),
     ],
 )
 def test_the_report_follows_the_options(saved_pair: Any, options: Any, target: Any, draft: Any) -> None:

@@ -305,7 +305,7 @@ def test_an_error_does_not_hold_what_the_pass_held(monkeypatch: pytest.MonkeyPat
 
     engine = engine_of(scripted(legible(0), VOCABULARY), None, Fixed(0))
     (row,) = engine.submit(Request((1, 2, 3)))
-    monkeypatch.setattr(Runner, "_dynamic", dynamic)
+    monkeypatch.setattr(Runner, "_ordinary", dynamic)
     engine.step()
     assert isinstance(row.error, OutOfMemory)
     gc.collect()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.models.runner import Runner
 
+PROMPT_TOKENS = 512
+"""Length of the prompt whose pass is explained."""
+
 
 def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     """Loads the pair; where that fails, finds out which half is at fault."""
@@ -105,6 +108,27 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     limit = tolerance(runner)
     figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
     return CheckResult(name, "ok", figure, data={"error": error, "limit": limit})
+
+
+def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
+    """Tells who computes the passes of a model, and why no faster executor does."""
+    fork = runner.fork()
+    longest = min(PROMPT_TOKENS, runner.context)
+    fork.reserve(2, longest)
+    kinds = {
+        "a token": fork.explain([0], [1]),
+        f"a block of {1 + draft_length}": fork.explain([0], [1 + draft_length]),
+        f"a prompt of {longest}": fork.explain([0], [longest], want_logits=False),
+    }
+    by_answer: dict[str, list[str]] = {}
+    for kind, explanation in kinds.items():
+        by_answer.setdefault(str(explanation), []).append(kind)
+    figure = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in by_answer.items())
+    data = {
+        kind: {"executor": explanation.executor, "refusals": dict(explanation.refusals)}
+        for kind, explanation in kinds.items()
+    }
+    return CheckResult(f"{role} passes", "ok", figure, data=data)
 
 
 def context(case: Case) -> CheckResult:

@@ -35,6 +35,9 @@ from shoal.types.trees import DraftTree, chains
 RECENT = 4
 """Rounds whose drafts say how many steps the next one computes before it looks at confidences: as many as the shortest of them."""
 
+CAPTURED = "captured rounds"
+"""The word for passes that were parts of captured rounds, in counts by executor."""
+
 
 class Decided(NamedTuple):
     """A round up to its verdict, which is on the host.
@@ -150,9 +153,9 @@ class CapturedRounds:
         if round_.unchecked("verify"):
             check_verdict(round_, work, found, target)
         target.cache.wrote(work.plan)
-        target.count(1, found.verifying)
+        target.count(1, found.verifying, CAPTURED)
         if work.first is not None and self._drafter is not None and self._runner is not None:
-            self._runner.count(work.k, found.drafting)
+            self._runner.count(work.k, found.drafting, CAPTURED)
             self._runner.cache.wrote(work.later(0, work.k) if work.k > 1 else work.first)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work, *shares)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -111,8 +112,8 @@ class EarlyExitDrafter(Drafter):
         return found, len(temperatures)
 
     def take_counters(self) -> DraftCounters:
-        counted = [drafter.take_counters() for drafter in self._exits.values()]
-        return DraftCounters(sum(found.passes for found in counted), sum(found.seconds for found in counted))
+        exits = (drafter.take_counters() for drafter in self._exits.values())
+        return reduce(DraftCounters.plus, exits, DraftCounters())
 
 
 class _AtExit(ModelDrafter):

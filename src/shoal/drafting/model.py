@@ -158,7 +158,8 @@ class ModelDrafter(Drafter):
         return () if self.runner.static is None else (self.runner.static.release,)
 
     def take_counters(self) -> DraftCounters:
-        return DraftCounters(*self.runner.take_counters(), self._slots.take_seconds())
+        passes, seconds = self.runner.take_counters()
+        return DraftCounters(passes, seconds, self._slots.take_seconds(), self.runner.take_executors())
 
     @property
     def seconds_preparing(self) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -87,10 +88,8 @@ class MultiExitDrafter(ModelDrafter):
         return tree
 
     def take_counters(self) -> DraftCounters:
-        own = super().take_counters()
-        exits = [model.take_counters() for model in self.models[:-1]]
-        passes, seconds = (sum(column) for column in zip(*exits, strict=True))
-        return own._replace(passes=own.passes + passes, seconds=own.seconds + seconds)
+        exits = (DraftCounters(*model.take_counters(), 0.0, model.take_executors()) for model in self.models[:-1])
+        return reduce(DraftCounters.plus, exits, super().take_counters())
 
 
 class _ExitSteps(OrdinarySteps):

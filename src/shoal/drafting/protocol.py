@@ -7,6 +7,7 @@ distribution however bad the drafts are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -48,11 +49,28 @@ class DraftInputs:
 
 
 class DraftCounters(NamedTuple):
-    """passes, seconds: of the drafter's models while it drafted. preparing: seconds for prompts, which are no part of a round."""
+    """The work of a drafter since it was last asked.
+
+    Attributes:
+        passes: of its models while it drafted.
+        seconds: in those passes.
+        preparing: seconds for prompts, which are no part of a round.
+        executors: passes by the name of their executor, those over prompts too.
+    """
 
     passes: int = 0
     seconds: float = 0.0
     preparing: float = 0.0
+    executors: Counter[str] = Counter()  # noqa: RUF012 (never changed in place)
+
+    def plus(self, other: DraftCounters) -> DraftCounters:
+        """Returns the work of two drafters."""
+        return DraftCounters(
+            self.passes + other.passes,
+            self.seconds + other.seconds,
+            self.preparing + other.preparing,
+            self.executors + other.executors,
+        )
 
 
 class Keeps(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -164,8 +165,7 @@ class SumDrafter(Drafter):
         return self.model.releases()
 
     def take_counters(self) -> DraftCounters:
-        each = [member.take_counters() for member in self._members]
-        return DraftCounters(*map(sum, zip(*each, strict=True)))
+        return reduce(DraftCounters.plus, (member.take_counters() for member in self._members))
 
     @property
     def kept_bytes(self) -> int:

@@ -80,6 +80,7 @@ def count_round(
     stats.draft_passes += drafter.passes
     stats.seconds_draft += drafter.seconds
     stats.seconds_prefill += drafter.preparing
+    stats.count_executors("draft", drafter.executors)
 
 
 def _count_by_drafter(stats: Stats, drafters: Sequence[Sequence[str]], commits: Sequence[Commit]) -> None:

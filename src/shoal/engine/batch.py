@@ -92,6 +92,7 @@ class Batch:
         hidden: list[Tensor] = []
         computed = prefill(self.target, round_, hidden, self.kept)
         self.target.take_counters()  # no part of a round
+        self.stats.count_executors("target", self.target.take_executors())
         self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed

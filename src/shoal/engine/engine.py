@@ -260,6 +260,7 @@ class Engine:
         self._settle(commits, scores, verdict)
         watch.lap()
         drafter = self._draft_counters()
+        self.stats.count_executors("target", self.target.take_executors())
         count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter, self._drafter_name)
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.models.attention.methods import resolved
+from shoal.models.executors.lean import C_DECODER, LayerLoop
 from shoal.models.runner import Runner
 
 
@@ -17,13 +18,15 @@ def load_report(target: Runner, draft: Runner | None, drafter: str | None = None
 
 
 def described(runner: Runner) -> dict[str, str]:
-    """The choices for one model.
+    """Returns the choices for one model.
 
-    Returns:
-        dtype and dtype_reason: its number format, and why. device. weights: their order in memory (`shoal.models.weights`).
-        quantize: the 8-bit format, or off. attention: the method, "auto" resolved. passes: what computes them: "modules" of the
-        model, "lean", or an executor of static passes, which may have fused layers, and why whole rounds are not captured if they
-        should be; the modules with the reason where it should have been an executor. strict: how it was proved, or off.
+    dtype, dtype_reason: the number format, and the reason for it.
+    device: where the model is.
+    weights: their order in memory (`shoal.models.weights`).
+    quantize: the 8-bit format, or "off".
+    attention: the method, with "auto" resolved.
+    passes: the executor of passes of a few tokens (`shoal.models.executors`), and why a faster one is not used.
+    strict: how strict passes were proved, or "off".
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
@@ -40,7 +43,9 @@ def _passes(runner: Runner) -> str:
     if runner.static is not None:
         layers = ["fused layers"] if runner.fused_layers is not None else []
         return ", ".join([runner.static.executor, *layers, *runner.static.failures])
-    return runner.notes.get("passes", "modules") if runner.lean is None else "lean"
+    if runner.lean is None:
+        return runner.notes.get("passes", "modules")
+    return C_DECODER if runner.lean.whole is not None else LayerLoop(runner.lean).name
 
 
 def _attention(runner: Runner) -> str:

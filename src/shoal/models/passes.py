@@ -6,8 +6,9 @@ import logging
 
 from shoal.errors import RequestError
 from shoal.models.compiled import executor_for
+from shoal.models.executors.lean import C_DECODER
 from shoal.models.layers.decoder import fused_layers_of
-from shoal.models.lean.decoder import decoder_of
+from shoal.models.lean.decoder import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
@@ -48,7 +49,9 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     native = mode != "off" and not missing()
     if not native:
         runner.use_attention("mixed", instead_of="auto")
-    if owned and mode != "modules":
+    if not owned or mode == "modules":
+        runner.absent[C_DECODER] = "compile='modules'" if owned else "the model was not loaded by shoal"
+    else:
         use_lean_passes(runner, native and runner.attention in ("auto", "native"))
 
 
@@ -77,13 +80,33 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
     if runner.dtype in SUFFIXES and runner.can_be_lean:
         decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
     if decoder is None or decoder.dim > MOST_DIM:
+        runner.absent[C_DECODER] = _no_decoder(runner)
         return
     if native:
         kernels = NativeKernels(decoder)
-        runner.lean = LeanPass(decoder, kernels, whole_pass(decoder, kernels.angles))
+        runner.lean = LeanPass(decoder, kernels, *whole_pass(decoder, kernels.angles))
     else:
-        runner.lean = LeanPass(decoder, PlainKernels(decoder))
+        runner.lean = LeanPass(decoder, PlainKernels(decoder), no_whole=_no_kernels(runner))
     error = largest_error(runner)
     if not error <= tolerance(runner):
         runner.lean = None
+        runner.absent[C_DECODER] = f"its logits differ by {error:.3g} standard deviations from those of the modules"
         log.warning("%s: its modules compute passes: lean ones differ by %.3g deviations of the logits", runner.name, error)
+
+
+def _no_decoder(runner: Runner) -> str:
+    """Returns the reason why a model has no lean passes."""
+    if runner.dtype not in SUFFIXES:
+        return f"it computes in {' or '.join(str(dtype).removeprefix('torch.') for dtype in SUFFIXES)}"
+    if runner.attention_path == "mask":
+        return "the model attends by its own code"
+    if not runner.packs:
+        return "the model takes padded blocks only"
+    if not runner.can_be_lean:
+        return "strict=True"
+    return obstacle(runner.hf) or f"its heads have more than {MOST_DIM} features"
+
+
+def _no_kernels(runner: Runner) -> str:
+    """Returns the reason why kernels in C do not compute a model's passes."""
+    return missing() or (f"attention={runner.attention!r}" if runner.attention not in ("auto", "mixed") else "compile='off'")

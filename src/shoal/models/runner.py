@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import RequestError, UnsupportedModel
+from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
@@ -23,8 +24,13 @@ from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.drafting import Drawn, Steps, Style
 from shoal.models.device_time import Spans
+from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
+from shoal.models.executors.modules import Modules
+from shoal.models.executors.protocol import Batch, Executor, Explanation, Output, Refusal
+from shoal.models.executors.static import StaticPasses
+from shoal.models.executors.triton import TritonLayers
 from shoal.models.lean.drafting import Drawing, LeanSteps
-from shoal.models.lean.forward import LeanPass, known_tokens
+from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
 from shoal.models.vectors import require_vectors
 from shoal.models.weights import nbytes
@@ -52,6 +58,8 @@ class Runner:
         hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding columns are meaningless.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
         notes: what was measured and chosen at load, by subject.
+        computed: passes by executor, see `take_executors`.
+        absent: executors that were ruled out when the model was loaded, and the reason.
         self_check_error: what `selfcheck` found; None before it has run.
     """
 
@@ -71,6 +79,8 @@ class Runner:
         self.cache = SlotCache()
         self.passes = 0
         self.seconds = 0.0
+        self.computed: Counter[str] = Counter()
+        self.absent: dict[str, str] = {}
         self.spans = Spans(self.device)
         self.hidden_layers: tuple[int, ...] = ()
         self.hidden: Tensor | None = None
@@ -220,6 +230,7 @@ class Runner:
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
+        other.computed = Counter()
         other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
@@ -236,6 +247,7 @@ class Runner:
         other.hf, other.lean, other.static = hf, lean, None
         other._bridge = self._bridge.of(hf)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
+        other.computed = Counter()
         other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
@@ -310,10 +322,7 @@ class Runner:
         if plan.parents is not None and not self.takes_trees:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
         with self._counted():
-            if self.static is not None and want_logits and not self.ordinary_only:
-                known = known_tokens(plan, tokens, self.known_ids)
-                return self.static.logits(plan, known, self.cache, lambda: self._dynamic(plan, tokens, want_logits))
-            return self._dynamic(plan, tokens, want_logits)
+            return self._computed(self._batch(plan, tokens, want_logits))
 
     def static_steps(
         self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
@@ -334,7 +343,9 @@ class Runner:
 
             def step(uniforms: Tensor) -> Drawn | None:
                 with self._counted(), passes.guarded():
-                    return steps(uniforms)
+                    drawn = steps(uniforms)
+                    self.computed[StaticPasses.name] += 1
+                    return drawn
                 return None
 
             return step
@@ -357,7 +368,9 @@ class Runner:
 
         def step() -> Drawn | None:
             with self._counted():
-                return steps()
+                drawn = steps()
+                self.computed[C_DECODER] += 1
+                return drawn
 
         return step
 
@@ -373,7 +386,7 @@ class Runner:
         """
         plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
         with self._counted():
-            self._dynamic(plan, tokens, want_logits=False)
+            self._computed(self._batch(plan, tokens, want_logits=False))
 
     def plan(
         self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
@@ -388,38 +401,73 @@ class Runner:
             parents=parents, gaps=gaps,
         )  # fmt: skip
 
-    def ordinary(self, plan: Plan, tokens: Tensor) -> Tensor:
-        """The logits of an ordinary pass, [rows, q, vocab]; see `feed`."""
-        return self._dynamic(plan, tokens, want_logits=True)
+    def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
+        """Computes a pass as long as its rows are; returns its logits, [rows, q, vocab], see `feed`."""
+        return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
-    def count(self, passes: int, seconds: float) -> None:
-        """Adds passes that were computed elsewhere."""
+    def count(self, passes: int, seconds: float, executor: str) -> None:
+        """Adds passes that were computed elsewhere, by an executor of that name."""
         self.passes += passes
         self.seconds += seconds
+        self.computed[executor] += passes
 
-    def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
-        """An ordinary pass, as long as its rows are."""
-        self.cache.begin(plan)
-        if self.lean is not None and not self.lean.decoder.stale:
-            logits, hidden = self.lean(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors)
-        elif not want_logits and (layers := self._prompt_layers()) is not None:
-            logits = layers.prompt(plan.pack(known_tokens(plan, tokens, self.known_ids)), self.cache, self._method)
-            hidden = None
-        else:
-            known = plan.pack(known_tokens(plan, tokens, self.known_ids))
-            logits, hidden = self._bridge.ordinary(
-                known, self.cache, self._method, self.forward_context(), want_logits, self.hidden_layers, self.vectors
-            )
-            logits = plan.unpack(logits) if want_logits else logits
-        self.hidden = None if hidden is None else plan.unpack(hidden)
+    # ── executors ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def executors(self) -> Sequence[Executor]:
+        """The executors of ordinary passes, in the order in which they are asked; the last one computes every batch."""
+        lean = () if self.lean is None else (CDecoder(self.lean), LayerLoop(self.lean))
+        triton = ()
+        if self.static is not None and self.can_be_lean:
+            triton = (TritonLayers(self._bridge, self.known_ids, self.static_failure),)
+        return (*lean, *triton, Modules(self._bridge, self.known_ids, self.forward_context))
+
+    def explain(
+        self, slots: Sequence[int], counts: Sequence[int], *, parents: Parents | None = None, want_logits: bool = True
+    ) -> Explanation:
+        """Tells which executor computes a pass, and why those that are asked before it do not.
+
+        Args:
+            slots, counts, parents, want_logits: of the pass, as `feed` takes them.
+        """
+        plan = self.plan(slots, counts, packed=self.packs, parents=parents)
+        tokens = torch.zeros(plan.rows, plan.q, dtype=torch.long, device=self.device)
+        batch = self._batch(plan, tokens, want_logits)
+        refusals = [Refusal(name, reason) for name, reason in self.absent.items()]
+        for executor in (*self._static_executors, *self.executors):
+            reason = executor.refuses(batch)
+            if reason is None:
+                return Explanation(executor.name, refusals)
+            refusals.append(Refusal(executor.name, reason))
+        raise InternalError("the modules refused a pass")
+
+    def take_executors(self) -> Counter[str]:
+        """Passes by the name of the executor that computed them, since this was last asked; those over prompts too."""
+        taken, self.computed = self.computed, Counter()
+        return taken
+
+    @property
+    def _static_executors(self) -> Sequence[Executor]:
+        """The executors that are asked before those of ordinary passes."""
+        return () if self.static is None else (StaticPasses(self.static, self.known_ids, self._ordinary),)
+
+    def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Batch:
+        return Batch(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors)
+
+    def _computed(self, batch: Batch) -> Tensor:
+        """Computes a pass by the first executor that does not refuse it, and counts it."""
+        static = next((one for one in self._static_executors if one.refuses(batch) is None), None)
+        output = self._ordinary(batch) if static is None else static(batch)
+        self.computed[output.executor] += 1
+        return output.logits
+
+    def _ordinary(self, batch: Batch) -> Output:
+        """Computes a pass by the first of `executors` that does not refuse it."""
+        self.cache.begin(batch.plan)
+        output = next(one for one in self.executors if one.refuses(batch) is None)(batch)
+        self.hidden = output.hidden
         self.cache.end()
-        return logits
-
-    def _prompt_layers(self) -> Layers | None:
-        """What computes prompts in place of the model's modules, as long as nothing is known against it."""
-        fused = self.static is not None and self.static_failure is None and self.can_be_lean
-        layers = self.fused_layers if fused else None
-        return None if layers is None or layers.stale else layers
+        return output
 
 
 class _Counted(explained):

@@ -128,4 +128,4 @@ def repeat(
     """The pass that rank 0 makes, on this rank's heads."""
     runner.cache = cache
     plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into, parents=parents)
-    runner._dynamic(plan, tokens.to(runner.device), want_logits)
+    runner.ordinary(plan, tokens.to(runner.device), want_logits)

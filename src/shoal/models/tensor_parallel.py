@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache import SlotCache
 from shoal.models.compiled import Passes
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.executors import Run
+from shoal.models.executors.protocol import Batch, Output
 from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
 from shoal.models.sharded import BUILD, PASS, RESIZE, RUN, STATIC, Served, SharedPasses, arguments_of
@@ -106,10 +107,11 @@ class _Leading(Runner):
     def _static_passes(self, executor: str) -> Passes:
         return _LedPasses(self._bridge, self.name, executor, self.attention, self._ranks)
 
-    def _dynamic(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Tensor:
+    def _ordinary(self, batch: Batch) -> Output:
         assert isinstance(self.cache, _LedCache)
-        with self._ranks.broadcast(PASS, self.cache.number, *arguments_of(plan), tokens.cpu(), want_logits):
-            return super()._dynamic(plan, tokens, want_logits)
+        tokens = batch.tokens.cpu()
+        with self._ranks.broadcast(PASS, self.cache.number, *arguments_of(batch.plan), tokens, batch.want_logits):
+            return super()._ordinary(batch)
 
 
 class _LedCache(SlotCache):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from shoal.types.counts import DraftCounts
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Stats:
         by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them; none where nothing was drafted.
         loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These choices may change the tokens
             of a seed, as they change rounding or drafts. Empty for an engine made by hand. A sum keeps the first that is not empty.
+        executors: passes of "target" and "draft", prompts included, by the name of the executor that computed them
+            (`shoal.models.executors`).
         lossy: "" where tokens have the target's distribution; else the rule that was asked for, and what it changes.
     """
 
@@ -60,6 +65,7 @@ class Stats:
     seconds: float = 0.0
     by_drafter: dict[str, DraftCounts] = field(default_factory=dict)
     loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
+    executors: dict[str, Counter[str]] = field(default_factory=dict)
     lossy: str = ""
 
     def __repr__(self) -> str:
@@ -74,18 +80,26 @@ class Stats:
         return self._combined(other, operator.sub)
 
     def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
-        amounts = [f.name for f in fields(self) if f.name not in ("by_drafter", "loaded", "lossy")]
+        amounts = [f.name for f in fields(self) if isinstance(f.default, int | float)]
         combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
-        none, mine, theirs = DraftCounts(), self.by_drafter, other.by_drafter
-        by_drafter = {name: combine(mine.get(name, none), theirs.get(name, none)) for name in {**mine, **theirs}}
-        by_drafter = {name: counts for name, counts in by_drafter.items() if counts != none}
-        return Stats(**combined, by_drafter=by_drafter, loaded=self.loaded or other.loaded, lossy=self.lossy or other.lossy)
+        return Stats(
+            **combined,
+            by_drafter=_by_name(self.by_drafter, other.by_drafter, combine, DraftCounts()),
+            executors=_by_name(self.executors, other.executors, combine, Counter()),
+            loaded=self.loaded or other.loaded,
+            lossy=self.lossy or other.lossy,
+        )
 
     def count_drafts(self, drafter: str, drafted: int, accepted: int) -> None:
         """Adds what became of tokens that a drafter proposed."""
         if drafted:
             known = self.by_drafter.get(drafter, DraftCounts())
             self.by_drafter[drafter] = known + DraftCounts(drafted, accepted)
+
+    def count_executors(self, model: str, passes: Counter[str]) -> None:
+        """Adds passes of a model, "target" or "draft"."""
+        if passes:
+            self.executors[model] = self.executors.get(model, Counter()) + passes
 
     @property
     def acceptance_length(self) -> float:
@@ -112,4 +126,12 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """All counts, times and derived figures, ready for JSON."""
         derived = ("acceptance_length", "acceptance_rate", "bookkeeping", "tokens_per_second")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        executors = {model: dict(passes) for model, passes in self.executors.items()}
+        counts = asdict(replace(self, executors={})) | {"executors": executors}
+        return counts | {name: getattr(self, name) for name in derived}
+
+
+def _by_name(mine: Mapping[str, T], theirs: Mapping[str, T], combine: Callable[[T, T], T], none: T) -> dict[str, T]:
+    """Combines counts by name; names without counts are left out."""
+    combined = {name: combine(mine.get(name, none), theirs.get(name, none)) for name in {**mine, **theirs}}
+    return {name: counts for name, counts in combined.items() if counts != none}

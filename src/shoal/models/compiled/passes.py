@@ -146,16 +146,30 @@ class Passes:
             built.end()
 
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
-        """Whether a pass over these rows, and `ahead` more of one token, can be static: unused rows of a bucket must fall on
-        unused slots."""
-        return (
-            self.failure is None
-            and len(cache) > 0
-            and plan.first_slot == 0
-            and step_up(plan.rows) < cache.slots
-            and max(plan.tails) + ahead <= cache.capacity
-            and (self.knows_prefixes or not plan.shares)
-        )
+        """True if a pass over these rows, and `ahead` more of one token, can be static."""
+        return self._uncovered(plan, cache, ahead) is None
+
+    def refuses(self, plan: Plan, cache: SlotCache) -> str | None:
+        """Returns the reason why no bucket covers a pass, or None if one does."""
+        reason = self._uncovered(plan, cache)
+        if reason is None and self._bucket(plan, cache) is None:
+            return f"{plan.q} tokens of a row in one pass, more than any bucket has"
+        return reason
+
+    def _uncovered(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> str | None:
+        """Unused rows of a bucket must fall on unused slots."""
+        if self.failure is not None:
+            return self.failure
+        if not len(cache):
+            return "the first pass over a cache"
+        if plan.first_slot != 0 or step_up(plan.rows) >= cache.slots:
+            return "the rows do not lie side by side from slot 0 on, with a free slot behind them"
+        if max(plan.tails) + ahead > cache.capacity:
+            return "a slot is full"
+        return "rows share a prompt" if plan.shares and not self.knows_prefixes else None
+
+    def _bucket(self, plan: Plan, cache: SlotCache) -> Bucket | None:
+        return bucket_for(plan.rows, plan.q, max(plan.tails), cache.capacity)
 
     def logits(self, plan: Plan, tokens: Tensor, cache: SlotCache, dynamic: Callable[[], Tensor]) -> Tensor:
         """One pass: appends `tokens` [rows, q] to the cache; returns their logits [rows, q, vocab], good until the next pass.
@@ -163,7 +177,7 @@ class Passes:
         Args:
             dynamic: the same by the dynamic path. It does the work where no bucket fits, and the first time one is used.
         """
-        bucket = bucket_for(plan.rows, plan.q, max(plan.tails), cache.capacity) if self.covers(plan, cache) else None
+        bucket = self._bucket(plan, cache) if self.covers(plan, cache) else None
         if bucket is None:
             return dynamic()
         with self.guarded():

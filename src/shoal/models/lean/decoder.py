@@ -102,15 +102,13 @@ MatrixOf = Callable[[Sequence[Any]], Matrix]
 
 
 def decoder_of(hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf = matrix_of) -> Decoder | None:
-    """The decoder that a Transformers model is; None where it is none of the family, or its owner has changed it.
+    """Reads the decoder off a Transformers model; returns None if `obstacle` has a reason.
 
     Args:
         linears: classes of its linear layers, of which `matrix_of` makes matrices.
     """
     config = hf.config
-    if type(hf).__name__ not in FAMILY or not type(hf).__module__.startswith("transformers.") or _altered(hf, linears):
-        return None
-    if config.rope_parameters["rope_type"] not in FIXED_ROTARY or config.hidden_act not in ACTIVATIONS:
+    if obstacle(hf, linears) is not None:
         return None
     windowed = type(hf).__name__ == "MistralForCausalLM"
     window = config.sliding_window if windowed else None
@@ -145,16 +143,32 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _altered(hf: Any, linears: Sequence[type]) -> bool:
-    """Whether some module has hooks or a forward of its own, or a linear layer is another class: adapters, quantisation."""
+def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
+    """Returns the reason why a Transformers model is no decoder of the family, or was changed by its owner; None if it is one."""
+    kind, config = type(hf).__name__, hf.config
+    if kind not in FAMILY or not type(hf).__module__.startswith("transformers."):
+        return f"{kind} is none of {', '.join(sorted(FAMILY))}"
+    if config.rope_parameters["rope_type"] not in FIXED_ROTARY:
+        return f"the angles of its rotary positions depend on the length of the text ({config.rope_parameters['rope_type']})"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"its gate is {config.hidden_act}"
+    return _alteration(hf, linears)
+
+
+def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
+    """Returns the change that its owner made to a model of the family: adapters, quantised layers, hooks; or None."""
     names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
     layers = [layer.get_submodule(name) for layer in hf.model.layers for name in names]
-    return (
-        any(type(layer) not in linears for layer in [*layers, hf.lm_head])
-        or type(hf.model.embed_tokens) is not nn.Embedding
-        or any(parameter.dtype != hf.dtype for parameter in _floating(hf, linears))
-        or any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
-    )
+    foreign = next((layer for layer in [*layers, hf.lm_head] if type(layer) not in linears), None)
+    if foreign is not None:
+        return f"a linear layer is a {type(foreign).__name__}"
+    if type(hf.model.embed_tokens) is not nn.Embedding:
+        return f"its embedding is a {type(hf.model.embed_tokens).__name__}"
+    if any(parameter.dtype != hf.dtype for parameter in _floating(hf, linears)):
+        return "its weights have several number formats"
+    if any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules()):
+        return "a module has hooks, or a forward of its own"
+    return None
 
 
 def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:

@@ -32,6 +32,11 @@ class Operations(Protocol):
 class Begin(Protocol):
     """Makes the operations of one pass of a decoder."""
 
+    @property
+    def operations(self) -> str:
+        """The word for whoever computes them."""
+        ...
+
     def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> Operations: ...
 
     def of(self, decoder: Decoder) -> Begin:
@@ -45,19 +50,31 @@ def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 class LeanPass:
-    """Computes the passes of a model.
+    """The passes of a model without its modules, layer by layer.
 
-    Args:
-        decoder: the model. begin: makes the operations of one pass. whole: computes passes at once, those that it can.
+    Attributes:
+        decoder: the model.
+        whole: computes passes in one call, those that it can; None if it cannot compute this decoder.
+        no_whole: the reason why there is no `whole`.
     """
 
-    def __init__(self, decoder: Decoder, begin: Begin, whole: WholePass | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, begin: Begin, whole: WholePass | None = None, no_whole: str = "no kernels in C"
+    ) -> None:
+        """Args: begin makes the operations of one pass."""
         self.decoder = decoder
-        self._begin, self.whole = begin, whole
+        self.whole, self.no_whole = whole, no_whole
+        self._begin = begin
+
+    @property
+    def operations(self) -> str:
+        """The word for whoever computes what lies between the products."""
+        return self._begin.operations
 
     def of(self, decoder: Decoder) -> LeanPass:
-        """The passes of another decoder, of the same layers or some of them."""
-        return LeanPass(decoder, self._begin.of(decoder), None if self.whole is None else self.whole.of(decoder))
+        """Makes the passes of another decoder, of the same layers or some of them."""
+        whole = None if self.whole is None else self.whole.of(decoder)
+        return LeanPass(decoder, self._begin.of(decoder), whole, self.no_whole)
 
     def __call__(
         self,
@@ -74,16 +91,13 @@ class LeanPass:
         Args:
             tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last one.
             cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
-            hidden_layers: hidden states wanted (`shoal.models.runner.Runner`). A pass in one call has none.
+            hidden_layers: hidden states wanted (`shoal.models.runner.Runner`).
             vectors: what negative ids stand for (`shoal.models.vectors`).
 
         Returns:
             Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q, layers * width], or packed
             [1, tokens, layers * width]; None where none are wanted.
         """
-        logits = None if self.whole is None or hidden_layers else self.whole(plan, tokens, cache, want_logits, vectors)
-        if logits is not None:
-            return logits, None
         decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
         do = self._begin(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)

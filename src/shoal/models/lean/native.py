@@ -23,6 +23,8 @@ from shoal.native.structs import Attention, Heads
 class NativeKernels:
     """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.native.build`."""
 
+    operations = "C"
+
     def __init__(self, decoder: Decoder) -> None:
         made = library()
         self.decoder, self.angles = decoder, Angles(decoder.rotary)

@@ -18,6 +18,8 @@ from shoal.models.lean.decoder import Decoder, Norm
 class PlainKernels:
     """Operations for one decoder; a call begins a pass."""
 
+    operations = "torch"
+
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.angles = decoder, Angles(decoder.rotary)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.masks import Masks
-from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean import decoder as decoders
 from shoal.models.lean.angles import Angles
@@ -22,16 +21,16 @@ from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Layer, Model, Norm, Pass, Weights
 
 
-def whole_pass(decoder: Decoder, angles: Angles) -> WholePass | None:
-    """Passes in one call; None where the kernel does not compute what the decoder is. Raises NotBuilt."""
+def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
+    """Makes the passes in one call, or tells the reason why the kernel does not compute the decoder. Raises NotBuilt."""
     try:
-        return WholePass(decoder, angles)
-    except _Unfit:
-        return None
+        return WholePass(decoder, angles), ""
+    except _Unfit as reason:
+        return None, str(reason)
 
 
 class WholePass:
-    """Passes in one call; see `shoal.models.lean.forward.Whole`.
+    """The passes of a decoder in one call each.
 
     The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that are elsewhere later; until then
     the tensors are held here, so that no address is one of freed memory. Packed weights never move (`PanelMatrix`).
@@ -54,9 +53,8 @@ class WholePass:
 
     def __call__(
         self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool, vectors: Tensor | None = None
-    ) -> Tensor | None:  # fmt: skip
-        if not takes(plan):
-            return None
+    ) -> Tensor:  # fmt: skip
+        """Computes a pass of at most `MOST_COLUMNS` tokens a row; returns its logits [rows, q, vocab], empty unless wanted."""
         decoder = self.decoder
         logits = torch.empty(plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
         work = self.prepared(plan, tokens, cache, logits if want_logits else None, vectors=vectors)
@@ -137,8 +135,10 @@ class _Structs:
         self._dtype = dtype
 
     def model(self, decoder: Decoder, angles: Angles) -> Model:
-        if decoder.activation != "silu" or len({layer.gate.shape for layer in decoder.layers}) > 1:
-            raise _Unfit
+        if decoder.activation != "silu":
+            raise _Unfit(f"its gate is {decoder.activation}, and the kernel has silu")
+        if len({layer.gate.shape for layer in decoder.layers}) > 1:
+            raise _Unfit("its layers are of several sizes")
         layers = (Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
         return Model(
             len(layers), decoder.heads, decoder.kv_heads, decoder.dim, angles.reach(1)[0].shape[1], decoder.width,
@@ -154,7 +154,7 @@ class _Structs:
 
     def _weights(self, matrix: Matrix) -> Weights:
         if not isinstance(matrix, PanelMatrix | Int8PanelMatrix) or not matrix.whole:
-            raise _Unfit
+            raise _Unfit("its weights are not packed in panels")
         bias = None if matrix.bias is None else self._address(matrix.bias)
         rounded = (matrix.scales, matrix.zeros) if isinstance(matrix, Int8PanelMatrix) else ()
         weight, *more = (self._address(tensor, tensor.dtype) for tensor in (matrix.panels, *rounded))
@@ -164,7 +164,9 @@ class _Structs:
         return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)
 
     def _address(self, tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-        if not tensor.is_contiguous() or tensor.dtype != (dtype or self._dtype):
-            raise _Unfit
+        if not tensor.is_contiguous():
+            raise _Unfit("a weight has gaps in memory")
+        if tensor.dtype != (dtype or self._dtype):
+            raise _Unfit(f"a weight is {tensor.dtype}, and the model {self._dtype}")
         self.held.append(tensor.detach())
         return tensor.data_ptr()

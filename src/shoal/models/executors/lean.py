@@ -1,0 +1,67 @@
+"""Passes of Llama-like models without their modules (`shoal.models.lean`): in one call of C, or layer by layer."""
+
+from __future__ import annotations
+
+from shoal.models.attention.native import MOST_COLUMNS, takes
+from shoal.models.executors.protocol import Batch, Output
+from shoal.models.lean.forward import LeanPass
+
+REPLACED = "weights or layers of the model were replaced by others"
+C_DECODER = "C decoder"
+
+
+class CDecoder:
+    """Computes a pass in one call of the kernel `decode`."""
+
+    name = C_DECODER
+
+    def __init__(self, lean: LeanPass) -> None:
+        self._lean = lean
+
+    def refuses(self, batch: Batch) -> str | None:
+        """Returns the reason: packed weights of another form, hidden states, or too many tokens a row."""
+        if self._lean.whole is None:
+            return self._lean.no_whole or "it was not made"
+        if self._lean.decoder.stale:
+            return REPLACED
+        if batch.hidden_layers:
+            return batch.reads_model
+        if not takes(batch.plan):
+            return f"{batch.plan.q} tokens of a row in one pass, and it takes {MOST_COLUMNS}"
+        return None
+
+    def __call__(self, batch: Batch) -> Output:
+        """Computes a pass. Raises MemoryError, IndexError: an id that the model does not have."""
+        whole = self._lean.whole
+        assert whole is not None
+        logits = whole(batch.plan, batch.tokens, batch.cache, batch.want_logits, batch.vectors)
+        return Output(logits, None, self.name)
+
+
+class LayerLoop:
+    """Computes a pass layer by layer, by kernels in C or by operations of PyTorch."""
+
+    def __init__(self, lean: LeanPass) -> None:
+        self._lean = lean
+
+    @property
+    def name(self) -> str:
+        """The word for whoever computes norms, rotary positions and attention."""
+        return f"{self._lean.operations} layers"
+
+    def refuses(self, batch: Batch) -> str | None:
+        """Returns the reason: the weights are elsewhere."""
+        return REPLACED if self._lean.decoder.stale else None
+
+    def __call__(self, batch: Batch) -> Output:
+        """Computes a pass."""
+        logits, hidden = self._lean(
+            batch.plan,
+            batch.tokens,
+            batch.cache,
+            batch.method,
+            batch.want_logits,
+            batch.hidden_layers,
+            batch.vectors,
+        )
+        return Output(logits, None if hidden is None else batch.plan.unpack(hidden), self.name)

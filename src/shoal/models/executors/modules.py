@@ -1,0 +1,48 @@
+"""Passes by the model's own modules, through Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from shoal.models.bridge import Bridge
+from shoal.models.executors.protocol import Batch, Output
+from shoal.models.lean.forward import known_tokens
+
+MODULES = "modules"
+
+
+class Modules:
+    """Computes any batch by the modules of a Transformers model, with shoal's attention.
+
+    Attributes:
+        forward_context: entered for the length of each pass (`shoal.models.strict`).
+    """
+
+    name = MODULES
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        known_ids: int,
+        forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._bridge, self._known_ids, self.forward_context = bridge, known_ids, forward_context
+
+    def refuses(self, batch: Batch) -> None:
+        """Returns None: the modules compute every batch."""
+
+    def __call__(self, batch: Batch) -> Output:
+        """Computes a pass. Raises UnsupportedModel: the model does not return its hidden states."""
+        plan = batch.plan
+        logits, hidden = self._bridge.ordinary(
+            plan.pack(known_tokens(plan, batch.tokens, self._known_ids)),
+            batch.cache,
+            batch.method,
+            self.forward_context(),
+            batch.want_logits,
+            batch.hidden_layers,
+            batch.vectors,
+        )
+        hidden = None if hidden is None else plan.unpack(hidden)
+        return Output(plan.unpack(logits) if batch.want_logits else logits, hidden, self.name)

@@ -1,0 +1,93 @@
+"""The seam between a runner and whoever computes its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from shoal.models.attention.methods import Method
+from shoal.models.cache import Plan, SlotCache
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The input of one pass.
+
+    Attributes:
+        plan: the rows, their slots, and how many tokens each of them appends.
+        tokens: ids, [rows, q] int64 or more columns; a negative id stands for a row of `vectors`.
+        cache: the keys and values of the rows. Executors write into it, `Runner` begins and ends it.
+        method: the attention method of the runner, for executors that have no attention of their own.
+        want_logits: False if only the keys and values matter (prompts).
+        hidden_layers: numbers of the hidden states that a drafter reads (`Runner.hidden_layers`).
+        vectors: inputs that negative ids stand for, [count, width], or None.
+    """
+
+    plan: Plan
+    tokens: Tensor
+    cache: SlotCache
+    method: Method
+    want_logits: bool = True
+    hidden_layers: Sequence[int] = ()
+    vectors: Tensor | None = None
+
+    @property
+    def reads_model(self) -> str | None:
+        """The reason why the pass needs more of the model than tokens in and logits out, or None."""
+        if self.hidden_layers:
+            return "a drafter reads hidden states"
+        return None if self.vectors is None else "a drafter feeds vectors"
+
+
+class Output(NamedTuple):
+    """The result of a pass.
+
+    Attributes:
+        logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Without `Batch.want_logits`, any tensor.
+        hidden: the hidden states of `Batch.hidden_layers` side by side, [rows, q, layers * width], or None.
+        executor: the name of the executor that computed the pass.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None
+    executor: str
+
+
+class Executor(Protocol):
+    """Computes passes of one model, over any of the model's caches."""
+
+    @property
+    def name(self) -> str:
+        """The word for the executor in reports and counts."""
+
+    def refuses(self, batch: Batch) -> str | None:
+        """Returns the reason why the executor does not compute this batch, or None if it does."""
+
+    def __call__(self, batch: Batch) -> Output:
+        """Computes a batch that it does not refuse."""
+
+
+class Refusal(NamedTuple):
+    """An executor that does not compute a batch, and the reason."""
+
+    executor: str
+    reason: str
+
+
+class Explanation(NamedTuple):
+    """The executor that computes a batch, and those that were asked before it.
+
+    Attributes:
+        executor: the name of the one that computes the batch.
+        refusals: the others with their reasons, in the order in which they are asked.
+    """
+
+    executor: str
+    refusals: Sequence[Refusal]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"not {executor}: {reason}" for executor, reason in self.refusals)
+        return f"{self.executor} ({reasons})" if reasons else self.executor

@@ -1,0 +1,160 @@
+"""Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
+
+Tests of: models.executors, models.runner (explain, executors), models.passes, cli.check_model (executors).
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.cli import check_model
+from shoal.models import formats, weights
+from shoal.models.loading import wrap
+from shoal.models.passes import choose_passes
+from shoal.models.runner import Runner
+from shoal.models.weights.matrix import PACKED
+from shoal.native.build import missing
+from shoal.testing import save_pair, tiny_model
+from shoal.types.stats import Stats
+
+TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
+WIDE = 70
+"""Tokens of a prompt that is wider than the C decoder takes."""
+kernels = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}")
+
+C, C_LAYERS, TORCH_LAYERS, MODULES = "C decoder", "C layers", "torch layers", "modules"
+ALL_C = {TOKEN: C, BLOCK: C, TREE: C, PROMPT: C_LAYERS}
+
+
+@pytest.fixture(autouse=True)
+def _packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may be packed in panels."""
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset({torch.float32})))
+
+
+def every(executor: str) -> dict[str, str]:
+    return dict.fromkeys((TOKEN, BLOCK, TREE, PROMPT), executor)
+
+
+TABLE: list[Any] = [
+    # architecture, options of choose_passes, form of weights, executors by kind of pass
+    pytest.param("llama", {}, PACKED, ALL_C, marks=kernels),
+    pytest.param("mistral-sliding", {}, PACKED, ALL_C, marks=kernels),
+    pytest.param("qwen2", {}, PACKED, ALL_C, marks=kernels),
+    pytest.param("qwen3", {}, PACKED, ALL_C, marks=kernels),
+    pytest.param("llama", {}, None, every(C_LAYERS), marks=kernels),
+    pytest.param("llama", {"mode": "off"}, PACKED, every(TORCH_LAYERS)),
+    pytest.param("llama", {"mode": "modules"}, PACKED, every(MODULES)),
+    pytest.param("llama", {"owned": False}, PACKED, every(MODULES)),
+    pytest.param("llama", {"dtype": torch.float64}, None, every(MODULES)),
+    pytest.param("gemma2", {}, None, every(MODULES)),
+    pytest.param("gpt2", {}, None, every(MODULES)),
+    pytest.param("mixtral", {}, None, every(MODULES)),
+]
+
+
+def runner_of(architecture: str, mode: str, owned: bool, form: str | None, dtype: torch.dtype) -> Runner:
+    hf = copy.deepcopy(tiny_model(architecture, max_position_embeddings=256)).to(dtype)
+    if form is not None:
+        weights.lay_out(hf, lambda keys: dict.fromkeys(keys, form))
+    runner = wrap(hf, architecture, checked=False)
+    choose_passes(runner, mode, owned=owned)
+    return runner.fork()
+
+
+def computed(runner: Runner) -> dict[str, str]:
+    """Returns the executor that computed a pass of each kind, after `explain` promised it."""
+    ids = torch.arange(2 * WIDE).view(2, WIDE) % 50
+    runner.reserve(2, 200)
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
+        TOKEN: (1, {}),
+        BLOCK: (5, {}),
+        TREE: (3, {"parents": [[-1, -1], [-1, -1]]}),
+        PROMPT: (WIDE, {"want_logits": False}),
+    }
+    executors = {}
+    for kind, (count, options) in kinds.items():
+        promise = runner.explain([0, 1], [count, count], **options).executor
+        runner.feed([0, 1], ids[:, :count], [count, count], **options)
+        assert runner.take_executors() == {promise: 1}
+        executors[kind] = promise
+    return executors
+
+
+@pytest.mark.parametrize(("architecture", "options", "form", "expected"), TABLE)
+def test_the_executor_of_each_kind_of_pass(
+    architecture: str,
+    options: dict[str, Any],
+    form: str | None,
+    expected: dict[str, str],
+) -> None:
+    settings = {"mode": "auto", "owned": True, "dtype": torch.float32} | options
+    assert computed(runner_of(architecture, form=form, **settings)) == expected
+
+
+@kernels
+def test_what_a_drafter_reads_keeps_the_c_decoder_out() -> None:
+    runner = runner_of("llama", "auto", True, PACKED, torch.float32)
+    runner.reserve(1, 80)
+    runner.hidden_layers = (0, 1)
+    assert str(runner.explain([0], [1])) == "C layers (not C decoder: a drafter reads hidden states)"
+    runner.feed([0], torch.tensor([[3]]), [1])
+    assert runner.take_executors() == {"C layers": 1}
+    runner.hidden_layers = ()
+    assert "70 tokens of a row" in str(runner.explain([0], [70]))
+
+
+@kernels
+def test_replaced_weights_are_computed_by_the_modules() -> None:
+    runner = runner_of("llama", "auto", True, PACKED, torch.float32)
+    runner.reserve(1, 8)
+    norm = runner.hf.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    explanation = runner.explain([0], [1])
+    assert explanation.executor == MODULES
+    assert {refusal.executor for refusal in explanation.refusals} == {C, C_LAYERS}
+    assert {refusal.reason for refusal in explanation.refusals} == {"weights or layers of the model were replaced by others"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        ("gpt2", {}, "GPT2LMHeadModel is none of"),
+        ("llama", {"mode": "modules"}, "compile='modules'"),
+        ("llama", {"owned": False}, "the model was not loaded by shoal"),
+        ("llama", {"dtype": torch.float64}, "float32 or bfloat16"),
+    ],
+)
+def test_the_reason_why_there_is_no_c_decoder(architecture: str, options: dict[str, Any], reason: str) -> None:
+    runner = runner_of(architecture, form=None, **{"mode": "auto", "owned": True, "dtype": torch.float32} | options)
+    runner.reserve(1, 8)
+    (refusal,) = runner.explain([0], [1]).refusals
+    assert (refusal.executor, reason in refusal.reason) == (C, True), refusal
+
+
+def test_counts_by_executor_in_stats(tmp_path: Path) -> None:
+    """Passes of decoding and those over prompts, of the target and of the draft model."""
+    model = shoal.load(*save_pair(tmp_path))
+    stats = model.generate("abc", n=2, max_new_tokens=8, seed=0, lookahead="fixed:2").stats
+    layers = TORCH_LAYERS if missing() else C_LAYERS
+    assert set(stats.executors) == {"target", "draft"}
+    assert stats.executors["target"] == {layers: stats.target_passes + stats.prefills}
+    assert stats.executors["draft"][layers] >= stats.draft_passes > 0
+    assert stats.to_dict()["executors"]["target"] == dict(stats.executors["target"])
+    assert (stats + stats - stats).executors == stats.executors
+    assert (Stats() + stats).executors == stats.executors
+    plain = model.generate("abc", max_new_tokens=4, lookahead="off", temperature=0.0).stats
+    assert "draft" not in plain.executors
+
+
+def test_check_tells_who_computes_passes() -> None:
+    result = check_model.executors(runner_of("gpt2", "auto", True, None, torch.float32), "target", 4)
+    assert result.name == "target passes"
+    assert result.figure.startswith("a token, a block of 5, a prompt of 256: modules (not C decoder: GPT2LMHeadModel")
+    assert result.data["a token"]["executor"] == MODULES

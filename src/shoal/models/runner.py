@@ -417,7 +417,7 @@ class Runner:
     def executors(self) -> Sequence[Executor]:
         """The executors of ordinary passes, in the order in which they are asked; the last one computes every batch."""
         lean = () if self.lean is None else (CDecoder(self.lean), LayerLoop(self.lean))
-        triton = ()
+        triton: tuple[Executor, ...] = ()
         if self.static is not None and self.can_be_lean:
             triton = (TritonLayers(self._bridge, self.known_ids, self.static_failure),)
         return (*lean, *triton, Modules(self._bridge, self.known_ids, self.forward_context))

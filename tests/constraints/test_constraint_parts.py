@@ -26,6 +26,7 @@ from shoal.constraints.json_schemas import WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.syntax.places import end_places
+from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
 from shoal.constraints.unique_items import with_orders
 from shoal.constraints.weights import weighed
@@ -440,6 +441,22 @@ def test_a_middle_begins_as_its_tokenizer_begins_texts() -> None:
     assert middle_prompt(Begins([9]), "a", "b", "c") == MiddlePrompt((9, c, 1, a, 2, b, 3), 4)
     assert middle_prompt(Begins([]), "a", "b") == MiddlePrompt((1, a, 2, b, 3), 2)
     assert middle_prompt(Begins([7]), "a", "").ids == (1, a, 2, 3)  # another token is none of the beginning
+
+
+def test_the_text_behind_is_the_one_that_is_given() -> None:
+    """With the nearest parts of a file in the prompt, the whole of it is in `Syntax`."""
+    request = Request(ids("["), prompt="[")
+    for syntax, suffix, right in (
+        (Syntax("json", right="]"), "}", "]"),
+        ("json", "]", "]"),
+        (Syntax("json", left='{"a": '), "}", "}"),
+    ):
+        (check,) = with_syntax(request, TOKENIZER, syntax, suffix).constraints
+        state = check.after(check.start(row_of()), ids("1")[0])
+        assert check.may_end(state), right
+        assert not check.may_end(check.after(state, ids(",")[0]))
+    with pytest.raises(RequestError, match="members"):
+        with_syntax(request, TOKENIZER, Syntax("json", members=True))
 
 
 def test_places_at_which_a_text_may_be_cut() -> None:

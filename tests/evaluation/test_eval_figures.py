@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -13,15 +14,20 @@ import numpy as np
 import pytest
 
 from shoal.config import LOSSY_RULES
+from shoal.errors import RequestError
+from shoal.evaluation import solutions
 from shoal.evaluation.cuts import cuts, places
 from shoal.evaluation.endings import ending
+from shoal.evaluation.execution import ExecutionResult
 from shoal.evaluation.exports import FORMATS, HUMANEVAL, programs_of
 from shoal.evaluation.grading import Grade, grade_entries
 from shoal.evaluation.metrics import RESAMPLES, SHUFFLES, Bootstrap, Table, pass_at, permutation_test
 from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
+from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.summary import CURVE, Results, summarize
 from shoal.evaluation.tables import columns, findings, legend, rows
+from shoal.evaluation.tasks import Document, Task, function_problems, read_documents, summary_tasks
 
 INF = math.inf
 METHODS = ("plain", "single", "batched")
@@ -427,3 +433,64 @@ def test_stop_strings_are_no_beginnings_of_names() -> None:
 ])  # fmt: skip
 def test_a_function_ends_with_its_brace(prompt: str, text: str, stopped: bool, kept: str) -> None:
     assert ending("javascript").cut(prompt, text, stopped) == kept
+
+
+# ── which samples ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_methods_take_turns_in_being_first_and_the_first_problem_warms_up() -> None:
+    asked: list[tuple[str, str]] = []
+    sampler = object.__new__(Sampler)
+    sampler.config, sampler.tokenizer, sampler.loaded = SamplingConfig(1, {}), None, {"target": None, "draft": None}
+
+    def attempt(method: str, task: Task, prompt: Any) -> dict[str, Any]:
+        if prompt == "wrong":
+            raise RequestError("refused")
+        asked.append((method, prompt))
+        return {"method": method}
+
+    sampler.attempt = attempt  # type: ignore[method-assign]
+    tasks = [Task(name, name, (), lambda _, name=name: name, lambda text, _: text) for name in ("wrong", "a", "b", "c")]
+    entries = list(sampler.run(tasks))
+    turns = [("single", "batched", "plain"), ("batched", "plain", "single"), ("plain", "single", "batched")]
+    assert asked == [
+        (m, p) for p, turn in (("a", turns[0]), ("a", turns[0]), ("b", turns[1]), ("c", turns[2])) for m in turn
+    ]
+    assert [entry["error"] for entry in entries] == ["refused", None, None, None]
+    assert all(list(entry["attempts"]) == ["plain", "single", "batched"] for entry in entries[1:])
+    assert entries[0]["attempts"] == {}
+
+
+def test_whatever_did_not_pass_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = ("passed", "failed", "syntax", "time", "memory", "output", "crash", "passed")
+    pairs = [(Problem(f"p{i // 2}", "python", "", "", "f"), "") for i in range(len(outcomes))]
+    found = [ExecutionResult(outcome, "why", 0.1) for outcome in outcomes]  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        solutions, "execute_all", lambda given, *_: (found[len(outcomes) - len(given) + i] for i in range(len(given)))
+    )
+    own = solutions.Solutions(tmp_path / "out", pairs, {})
+    own.execute(None, None, lambda _, results, __: results)  # type: ignore[arg-type, misc]
+    summary = own.report([problem for problem, _ in pairs[::2]], {})
+    assert [failure["outcome"] for failure in summary["failures"]] == list(outcomes[1:-1])
+    assert (summary["judged"], summary["solutions"]) == (8, 8)
+    names = [json.loads(line)["task_id"] for line in (tmp_path / "out" / solutions.RESULTS).read_text().splitlines()]
+    assert names == [name for i in range(4) for name in (f"p{i}", f"p{i} (2)")]
+
+
+def test_held_out_problems_are_different_ones() -> None:
+    problems = function_problems(120)
+    assert len({problem.prompt for problem in problems}) == len(problems) == len({problem.task_id for problem in problems})
+    assert [problem.task_id.partition("/")[0] for problem in problems[:4]] == ["templates", "constants"] * 2
+
+
+def test_documents_and_their_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"document": "d", "summary": "s", "id": 5}\n\n{"article": "a", "highlights": "h"}\n')
+    one, two = read_documents(path)
+    assert (one, two) == (Document("5", "d", "s"), Document("1", "a", "h"))
+    (task,) = summary_tasks([one])
+    assert (task.stops, task.read(None), task.complete(" so \n", True)) == (("\n",), "d\n\nTL;DR:", "so")
+    assert summary_tasks([one], chat=True)[0].stops == ()
+    path.write_text('{"document": "d", "summary": "s", "id": 1}\n{"document": "d", "summary": "s", "id": "1"}\n')
+    with pytest.raises(RequestError, match="line 2: the id '1' was used before"):
+        read_documents(path)

@@ -200,6 +200,7 @@ SABOTAGES: dict[str, tuple[str, type[Drafter], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_wrong_q_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kind, wrong = SABOTAGES[name]
@@ -210,6 +211,7 @@ def test_a_wrong_q_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA
 
 
+@pytest.mark.slow
 def test_a_row_without_its_point_mass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's q stands for the other drafter's proposal."""
     monkeypatch.setattr("shoal.drafting.first_tokens.SURE", 0.3)

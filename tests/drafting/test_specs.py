@@ -130,6 +130,7 @@ def test_load_takes_a_drafter_without_a_model(saved_pair: tuple[Path, Path], dra
             assert pair.pair_costs.rounds > 0  # `auto` has learned from its runs, in the account of this drafter
 
 
+@pytest.mark.slow
 def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
     """Greedy and of a seed, in float32, siblings drafting for each other."""
     names = (
@@ -240,6 +241,7 @@ def test_check_needs_no_draft_model(saved_pair: tuple[Path, Path], capsys: pytes
     assert checks["greedy identity"]["verdict"] == checks["seeded identity"]["verdict"] == "ok"
 
 
+@pytest.mark.slow
 def test_bench_and_demo_need_no_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--batch-sizes", "2", "--max-new-tokens", "8", "--repeats", "1", "--lookahead", "off,3", "--baselines", ""]
     assert run(["bench", "--draft", "ngram", "--wait", "0", "--output", str(tmp_path / "found.json"), *work]) == 0

@@ -138,6 +138,7 @@ def test_equal_batches_where_the_last_would_be_small() -> None:
         assert set(decoding.rows) == {together}
 
 
+@pytest.mark.slow
 def test_the_best_fixed_number_is_hardly_better() -> None:
     """`python benchmarks/batch_size.py` prints this for more curves and work; here the measured rounds are disturbed, too."""
     for curve in ("bundled pair, plain", "a third slower beyond 64"):
@@ -300,6 +301,7 @@ def test_ids_do_not_depend_on_who_runs_when(k: int) -> None:
     assert len(set(timed.rows)) > 3
 
 
+@pytest.mark.slow
 def test_rows_and_draft_lengths_do_not_follow_each_other_for_ever() -> None:
     """A target whose passes cost nothing more up to 48 positions, a drafter that is always right: few rows with long drafts and
     many with short ones bring about as much. The number of rows changes a few times while it grows, and then stays."""

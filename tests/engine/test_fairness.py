@@ -153,6 +153,7 @@ def _one_short(row: Row, group: int) -> None:
     row.paused_at, row.group, row.prefix = len(row.tokens) - 1, group, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [_with_group, _one_short])
 def test_a_row_that_comes_back_with_other_tokens_is_caught(
     wrong: Callable[[Row, int], None], monkeypatch: pytest.MonkeyPatch

@@ -159,6 +159,7 @@ def test_a_row_that_joins_late_draws_what_it_would_have(shoal: Shoal) -> None:
     assert new == samples(shoal, ["world", "hello"])
 
 
+@pytest.mark.slow
 def test_occurrences_of_a_prompt_are_independent() -> None:
     """By count: the joint law of two occurrences is the product of the law of one, which is the target's."""
     engine = engine_of(table_model(P), table_model(Q), Fixed(2), max_batch=250, rule=Coupled())

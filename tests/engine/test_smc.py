@@ -84,6 +84,7 @@ def ran(
     return engine, groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "k", "rule"),
     [(Masked(), 0, Rejection()), (Asked(), 1, Rejection()), (Masked(), 1, Coupled())],
@@ -96,6 +97,7 @@ def test_weights_of_texts_are_those_of_p_in_the_mean(often: None, constraint: An
     assert 0 < engine.stats.accepted < engine.stats.drafted or not k
 
 
+@pytest.mark.slow
 def test_rows_that_take_turns_keep_the_law(often: None) -> None:
     """Fewer slots than rows of all requests: those of a request that run are resampled among themselves."""
     engine, groups = ran(Masked(), 1, Rejection(), max_batch=50)
@@ -114,6 +116,7 @@ def test_a_seed_gives_the_same_samples_in_any_company(often: None) -> None:
     assert texts(together) == texts(alone)
 
 
+@pytest.mark.slow
 def test_samples_are_worth_more_than_weighted_ones() -> None:
     def effective_number(exact: str) -> float:
         _, groups = ran(Masked(), 0, Rejection(), exact, requests=100)
@@ -122,6 +125,7 @@ def test_samples_are_worth_more_than_weighted_ones() -> None:
     assert effective_number("smc") > 1.1 * effective_number("weights")
 
 
+@pytest.mark.slow
 def test_errors_fall_as_rows_are_added() -> None:
     """Mean distance in total variation of how a request's weighted samples begin from p given that the text is allowed."""
     expected: dict[tuple[int, ...], float] = defaultdict(float)
@@ -192,6 +196,7 @@ def same_serial(become: Callable[..., None]) -> Callable[..., None]:
     return wrong
 
 
+@pytest.mark.slow
 def test_copies_that_keep_a_weight_show_in_the_weights_of_texts(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "become", kept_weights(Row.become))
     assert deviation(ran(Masked(), 0, Rejection())[1]) > 6
@@ -203,6 +208,7 @@ def test_states_that_are_not_copied_show_in_the_texts(often: None, monkeypatch: 
     assert any(tuple(row.tokens[2:]) not in truth() for rows in groups for row in rows)
 
 
+@pytest.mark.slow
 def test_unequal_weights_that_are_not_made_equal_show(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources keep their weight, and copies have it too: texts of large weight count twice."""
     right = resampling._copies
@@ -236,6 +242,7 @@ def test_caches_of_others_show(often: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(abs(sum(row.logprobs) - by_script(row)) > 1e-3 for rows in groups for row in rows) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [one_seed, same_serial])
 def test_copies_that_share_their_numbers_write_the_same(often: None, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each copy's seed, what it writes next is its source's, or what it would have written itself."""

@@ -12,8 +12,9 @@ from types import ModuleType
 def replaced(texts: Mapping[str, str], right: str, wrong: str) -> dict[str, str]:
     """Puts `wrong` in the place of `right`, which must stand in the texts once, however it is spaced and broken into lines."""
     words = re.findall(r"\w+|[^\w\s]", right)
-    end = r"[^\S\n]*\n" if right.endswith("\n") else ""
-    pattern = re.compile(r"\s*".join(map(re.escape, words)) + end)
+    start = r"[^\S\n]*" if right[:1].isspace() else ""
+    end = r"[^\S\n]*\n" if right.endswith("\n") else r"[^\S\n]*" if right[-1:].isspace() else ""
+    pattern = re.compile(start + r"\s*".join(map(re.escape, words)) + end)
     places = sum(len(pattern.findall(text)) for text in texts.values())
     assert places == 1, f"the sources say {right!r} {places} times"
     return {name: pattern.sub(lambda _: wrong, text) for name, text in texts.items()}

@@ -23,6 +23,8 @@ _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include"
 SYSTEM = (
     *(f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in _PARTS),
     *("/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/java-*", "/etc/php", "/etc/perl"),
+    # Node.js ends at once if there is a configuration of OpenSSL that it may not read.
+    *("/etc/ssl/openssl.cnf", "/etc/pki/tls/openssl.cnf"),
 )
 """Readable for every program: programs, libraries and their settings, but nothing that belongs to a person or a service."""
 

@@ -212,6 +212,7 @@ def test_blanks_of_json() -> None:
     ([{"enum": [1]}, {"const": 1.0}], False),
     ([{"enum": [1]}, {"enum": [2]}], True),
     ([{"type": ["string", "null"]}, {"type": ["null", "object"]}], False),
+    ([{"type": ["string", "null"]}, {"type": ["number", "object"]}], True),
     ([{"type": "number", "exclusiveMinimum": 5}, {"maximum": 5}], True),
     ([{"type": "number", "minimum": 5}, {"maximum": 5}], False),
     ([{"type": "number", "minimum": 5}, {"exclusiveMaximum": 5}], True),

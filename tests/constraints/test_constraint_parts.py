@@ -16,7 +16,7 @@ from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, back_off
 from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
 from shoal.constraints.calls import Failed
-from shoal.constraints.compiler import grammars_of
+from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.disjoint import Proofs, resolved
 from shoal.constraints.estimates import Estimates, Seen, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
@@ -261,6 +261,9 @@ def test_unique_items_by_their_orders() -> None:
     assert orders(3)["anyOf"][0]["minItems"] == 0
     assert orders(3, maxItems=1) == {"type": "array", "items": {"enum": [0, 1, 2]}, "maxItems": 1}
     assert orders(1) == {"type": "array", "items": {"enum": [0]}, "maxItems": 1}
+    assert "anyOf" not in orders(3, items={"enum": [1, 2], "const": 1})
+    assert len(orders(3, items={"type": "boolean"})["anyOf"]) == 2
+    assert len(orders(3, items={"enum": [1, 1.0, True, "1"], "type": "number"}, maxItems=2)) == len(orders(1, maxItems=2))
     for kept in ({"minItems": 4}, {"contains": {}}, {"maxItems": 2.0}):
         assert "uniqueItems" in orders(3, **kept)
 
@@ -309,6 +312,20 @@ def test_digits_are_bounded_behind_what_stands_before() -> None:
     assert following(grammar, "9" * 24)[0] == set("0123456789")
     assert "1" in following(grammar, "9" * 25 + ":" + "1" * 19)[0]
     assert following(grammar, "9" * 25 + ":" + "1" * 20) == (set(), True)
+
+
+def test_a_grammar_that_was_used_lately_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, asked = Grammars(TOKENIZER, VOCABULARY), list[str]()
+    read = Grammars._read
+    monkeypatch.setattr(
+        Grammars, "_read", lambda self, given, **limits: asked.append(given.text) or read(self, given, **limits)
+    )
+    monkeypatch.setattr("shoal.constraints.compiler.KEPT", 2)
+    for text in "abaaca":
+        grammars.constraint(Grammar("regex", text))
+    assert asked == [*"abc"]  # of two that are kept, the one that was asked for last
+    grammars.constraint(Grammar("regex", "b"))
+    assert asked == [*"abcb"]
 
 
 def test_filters_heed_case_only_where_they_are_told_to() -> None:
@@ -390,6 +407,21 @@ def test_estimates_multiply_probabilities_at_any_temperature() -> None:
         before, after = ((one[0, 0] / temperature).softmax(-1) for one in (scores, changed))
         expected = before * torch.tensor([0.25, 1, 1])
         assert after.tolist() == pytest.approx((expected / expected.sum()).tolist())
+
+
+def test_beginnings_are_kept_as_long_as_there_is_room() -> None:
+    estimates, asked = Estimates(most=2), [row_of(estimated=True, sampling=Sampling(top_k=k)) for k in range(2)]
+    estimates.begin(asked[:1])
+    root = asked[0].beginning
+    assert root.learn([0, 1, 2], [Seen(1.0, 3, 0.5)] * 3) is None  # there is room for two
+    assert estimates.nodes == 2
+    assert root.after([0, 1]) is not None
+    assert root.after([0, 1, 2]) is None
+    estimates.begin(asked[1:])  # the other question takes the room
+    assert estimates.nodes == 0
+    assert root.learn([5], [Seen(1.0, 3, 0.5)]) is None  # what was given up grows no more
+    assert asked[1].beginning.learn([5], [Seen(1.0, 3, 0.5)]) is not None
+    assert estimates.nodes == 1
 
 
 def test_estimates_are_those_of_the_same_question() -> None:

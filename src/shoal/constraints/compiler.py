@@ -68,6 +68,8 @@ class Grammars:
         with self._lock:
             known = self.known(grammar)
             if known is not None:
+                if grammar in self._reading:
+                    self._reading.move_to_end(grammar)
                 return known
             reading = self._reading.get(grammar) or reader().submit(self._read, grammar, **limits)
             self._reading[grammar] = reading

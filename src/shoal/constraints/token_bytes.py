@@ -14,17 +14,18 @@ _known: weakref.WeakKeyDictionary[Any, tuple[bytes | None, ...]] = weakref.WeakK
 def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
     """The bytes of every token by its id, made once; None for those that write nothing, and for ids without a token.
 
-    Tokens that were added to a vocabulary are spelled as they stand.
+    Tokens that were added to a vocabulary go through the decoder as others do: Gemma's run of "▁▁" is two spaces. Letters that
+    byte-level BPE does not have stand for themselves.
     """
     if tokenizer not in _known:
-        added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
         always = set(getattr(tokenizer, "all_special_ids", ()))
         read = byte_level if has_byte_level(tokenizer) else sentence_piece
         pieces = tokenizer.get_vocab()
         spelled: list[bytes | None] = [None] * (max(pieces.values(), default=-1) + 1)
         for piece, i in pieces.items():
-            if i not in always and not (i in added and added[i][1]):
-                spelled[i] = (added[i][0].encode() if i in added else read(piece)) or None
+            if i not in always and not (i in added and added[i].special):
+                spelled[i] = read(piece) or (piece.encode() if i in added else b"") or None
         _known[tokenizer] = tuple(spelled)
     return _known[tokenizer]
 

@@ -10,6 +10,11 @@ from typing import Any
 
 CONTEXT = 8
 """Prompt tokens that are decoded together with new ones, as tokenizers may write a token's space depending on its neighbours."""
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character, or none yet. Byte fallback writes it once for each byte of a whole run of byte tokens, if
+the run holds one that belongs to no character."""
+LONGEST = 4
+"""Bytes of the longest character, and so the most tokens that one takes."""
 
 
 class Detokenizer:
@@ -43,8 +48,10 @@ class Detokenizer:
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
         self._names: list[tuple[int, int]] = []  # positions of special tokens in it, and their lengths
-        self._ids = list(prompt[-CONTEXT:])
-        self._prefix, self._read = 0, len(self._ids)
+        self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
+        self._prompt_length = len(self._ids)
+        self._prefix, self._read = -1, 0  # nothing is decoded yet
+        self._cut_prompt: str | None = None
         self.ends: list[int] = []
         self.text = ""
         self.shown = visible_from
@@ -76,20 +83,53 @@ class Detokenizer:
             tokens: those that were not pushed, decoded at once. An incomplete character is shown as the tokenizer shows it.
         """
         if not self.stopped:
-            self._ids += tokens
-            self._extend(final=True)
+            self._finish(tokens)
         return self.text[self.visible_from :], count if self.kept is None else self.kept
+
+    def _finish(self, tokens: Sequence[int]) -> None:
+        """Decodes the last tokens: at once, but one by one where they hold bytes that are no character, which byte fallback
+        decodes differently by what stands beside them. A text is then the same whether it was shown while it grew or not."""
+        text, ids, state = self.text, len(self._ids), (self._prefix, self._read, self._cut_prompt)
+        self._ids += tokens
+        self._extend(final=True)
+        if REPLACEMENT in self.text[len(text) :]:
+            self.text, self._ids[ids:] = text, []
+            self._prefix, self._read, self._cut_prompt = state
+            for token in tokens:
+                self._ids.append(token)
+                self._extend(final=False)
+            self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
         """Decodes the new ids together with those before them; returns the text held back, as its last character is incomplete."""
+        if self._prefix < 0:
+            self._begin()
         known = self._decode(self._ids[self._prefix : self._read])
         grown = self._decode(self._ids[self._prefix :])
-        if not final and grown.endswith("\ufffd"):
+        if self._cut_prompt is not None and grown.startswith(self._cut_prompt):
+            known = self._cut_prompt  # the new tokens did not complete the character
+        if not final and grown.endswith(REPLACEMENT):
             return grown[len(known) :]
         if len(grown) > len(known):
             self.text += grown[len(known) :]
-            self._prefix, self._read = self._read, len(self._ids)
+            self._prefix, self._read, self._cut_prompt = self._read, len(self._ids), None
         return ""
+
+    def _begin(self) -> None:
+        """Finds where in the prompt to decode from, and up to where it is text that the user has: at whole characters.
+
+        A character that the prompt begins and new tokens complete belongs to the new text.
+        """
+        end = self._prompt_length
+        first = max(end - CONTEXT, 0)
+        self._prefix, self._read = first, end
+        for start in range(first, max(first - LONGEST, -1), -1):
+            for read in range(end, max(end - LONGEST, start - 1), -1):
+                text = self._decode(self._ids[start:read])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    self._prefix, self._read = start, read
+                    self._cut_prompt = None if read == end else self._decode(self._ids[start:end])
+                    return
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._left_out is None:
@@ -157,7 +197,7 @@ def characters(
     detokenizer = Detokenizer(tokenizer, prompt, shown=shown)
     detokenizer._ids += tokens
     held_back = detokenizer._extend(final=False)
-    return len(detokenizer.text) + len(held_back.rstrip("\ufffd"))
+    return len(detokenizer.text) + len(held_back.rstrip(REPLACEMENT))
 
 
 _special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.cli.check_result import CheckResult
+from shoal.types.inputs import chat_template_of, encoded
 
 MOST = 8  # prompts of a set that are measured
 FIRST_WORDS = 6
@@ -89,14 +90,15 @@ class PromptSet:
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text))
+    return encoded(tokenizer, text)
 
 
 def _encode_chat(tokenizer: Any, text: str) -> tuple[int, ...]:
-    if not getattr(tokenizer, "chat_template", None):
+    template = chat_template_of(tokenizer)
+    if template is None:
         return _encode(tokenizer, f"User: {text}\nAssistant:")
     messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
     return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 

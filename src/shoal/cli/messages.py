@@ -10,6 +10,7 @@ from typing import Any
 from shoal.cli.files import read_text, template_names
 from shoal.config import require_text
 from shoal.errors import RequestError
+from shoal.types.inputs import chat_template_of
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -55,19 +56,18 @@ class ChatWriter:
     """
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
-        own = getattr(tokenizer, "chat_template", None)
-        if tokenizer is None or not (template or own):
+        self.template = template or chat_template_of(tokenizer)
+        if tokenizer is None or not self.template:
             names = ", ".join(template_names())
             raise RequestError(f"this model has no chat template: give --chat-template FILE, or one of the names {names}")
-        self._tokenizer, self._given = tokenizer, template
-        self.template = template or (own if isinstance(own, str) else None)
+        self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
         """A conversation that the model's turn follows. Raises RequestError: the template refuses it."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), chat_template=self._given, add_generation_prompt=True, tokenize=False
+                    list(messages), chat_template=self.template, add_generation_prompt=True, tokenize=False
                 )
             )
         except Exception as error:  # a template is a program that may raise anything

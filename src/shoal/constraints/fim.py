@@ -5,9 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.errors import RequestError
+from shoal.types.inputs import encoded_inside
 
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, the bundled pair
@@ -64,7 +66,8 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
         )
     vocabulary = tokenizer.get_vocab()
     first, between, last = (vocabulary[token] for token in found)
-    context, left, right = (tokenizer.encode(text, add_special_tokens=False) for text in (before, prefix, suffix))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    context, left, right = encode(before), encode(prefix), encoded_inside(encode, suffix)
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
     head = [*start, *context, first, *left]
     return MiddlePrompt((*head, between, *right, last), len(head))

@@ -80,5 +80,8 @@ def tokens_of(tokenizer: Any, text: str) -> list[tuple[int, int]]:
     if not text.isascii():
         return []
     spelled = token_bytes(tokenizer)
-    ends = list(accumulate(len(spelled[token] or b"") for token in tokenizer.encode(text, add_special_tokens=False)))
-    return list(zip([0, *ends], ends, strict=False))
+    pieces = [spelled[token] or b"" for token in tokenizer.encode(text, add_special_tokens=False)]
+    if b"".join(pieces) == b" " + text.encode():  # the tokenizer writes a space before a text
+        pieces[0] = pieces[0][1:]
+    ends = list(accumulate(map(len, pieces)))
+    return [place for place in zip([0, *ends], ends, strict=False) if place[0] < place[1]]

@@ -12,6 +12,7 @@ from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.endings import FENCE, ending
 from shoal.evaluation.problems import Problem, records, text_field
+from shoal.types.inputs import chat_template_of
 
 CHAT = "Complete the following {language} code. Answer with the whole code and nothing else.\n\n```{language}\n{code}\n```"
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
@@ -79,10 +80,12 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
     Raises:
         RequestError: if the tokenizer has no chat template.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    template = chat_template_of(tokenizer)
+    if template is None:
         raise RequestError("this tokenizer has no chat template: leave out --chat")
     messages = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + answer
+    text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+    text += answer
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

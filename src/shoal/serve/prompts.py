@@ -14,6 +14,7 @@ from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.message_models import Message
 from shoal.serve.request_models import BaseRequest, CompletionRequest
+from shoal.types.inputs import chat_template_of, encoded
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
@@ -30,7 +31,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int, chat_template: str | None) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._template = chat_template or tokenizer.chat_template
+        self._given_template = chat_template
 
     def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
         """Ids of a text, with a suffix those of a fill-in-the-middle prompt; ids are checked. Raises ApiError."""
@@ -40,7 +41,7 @@ class PromptEncoder:
             with naming("suffix"):
                 return tuple(fill_in_middle(self._tokenizer, prompt, suffix))
         if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
+            return encoded(self._tokenizer, prompt)
         if max(prompt) >= self._vocab_size:  # the tokenizer could not decode it for `echo`
             message = f"prompt ids must be in 0..{self._vocab_size - 1}, got {max(prompt)}"
             raise ApiError(400, message, param="prompt", code="invalid_value")
@@ -48,7 +49,7 @@ class PromptEncoder:
 
     def encode_text(self, text: str, special: bool) -> tuple[int, ...]:
         """Ids of a text, with or without the special tokens that the tokenizer adds."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+        return encoded(self._tokenizer, text) if special else tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int], field: str) -> str:
         """The text of ids of the field of that name, special tokens included. Raises ApiError for ids that there are not."""
@@ -121,10 +122,9 @@ class PromptEncoder:
         """The prompt's text, for `echo`."""
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
 
-    @property
-    def template(self) -> str | None:
-        """The chat template."""
-        return self._template
+    def template(self, *, tools: bool) -> str | None:
+        """The chat template of chats with or without tools. Raises RequestError: see `chat_template_of`."""
+        return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
     def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> tuple[int, ...]:
         """Ids of a conversation as the chat template writes it. Raises RequestError, ApiError: see `write`."""
@@ -136,14 +136,15 @@ class PromptEncoder:
         Raises:
             RequestError: there is no template. ApiError: the template raised an error.
         """
-        if self._template is None:
+        template = self.template(tools=bool(variables.get("tools")))
+        if template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template NAME or FILE"
             )
         plain = [message.plain() for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                plain, chat_template=self._template, tokenize=False, **{"add_generation_prompt": True, **variables}
+                plain, chat_template=template, tokenize=False, **{"add_generation_prompt": True, **variables}
             )
             self.encode_text(str(text), special=False)  # it may have written what is no text
             return str(text)

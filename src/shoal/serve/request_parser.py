@@ -96,11 +96,11 @@ class RequestParser:
 
     def _conversation(self, request: ChatRequest) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:
         """What counts as a call, where samples reason, and the ids of the prompt."""
-        template, encoder = self._encoder.template, self._encoder
-        rules = call_rules(request, template)
+        encoder = self._encoder
+        rules = call_rules(request, encoder.template(tools=bool(request.tools)))
         variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
         written = encoder.write(request.messages, variables)
-        reasoning = reasoning_of(template, written)
+        reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)
         return rules, reasoning, encoder.encode_text(written + (rules.begun if rules else ""), special=False)

@@ -15,6 +15,7 @@ from shoal.serve.handler import ApiHandler
 from shoal.serve.message_models import Message
 from shoal.serve.openapi import REFUSALS, described
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
+from shoal.types.inputs import chat_template_of
 
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 
@@ -107,6 +108,6 @@ def information(tokenizer: Any, chat_template: str | None) -> dict[str, Any]:
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
-        "chat_template": chat_template or tokenizer.chat_template,
+        "chat_template": chat_template or chat_template_of(tokenizer),
         **{name: special.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -44,7 +45,52 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer, and this model was given none")
     require_text(item, "the prompt")
-    return tuple(tokenizer.encode(item))
+    return encoded(tokenizer, item)
+
+
+def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The ids of a text that begins a document, with the special tokens that the tokenizer adds. BOS is not added to a text that
+    begins with it already, as one that a chat template has written does."""
+    ids, bos = tuple(tokenizer.encode(text)), getattr(tokenizer, "bos_token_id", None)
+    twice = bos is not None and ids[:2] == (bos, bos)
+    if twice and tuple(tokenizer.encode(text, add_special_tokens=False))[: len(ids) - 1] == ids[1:]:
+        return ids[1:]
+    return ids
+
+
+ANCHOR = "\n"
+"""Before a text that does not begin a document: some tokenizers write a space before a text."""
+
+
+def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
+    """The ids of a text that stands within a document: without the space that some tokenizers write before a text.
+
+    Args:
+        encode: splits a text into tokens, without special ones around it.
+    """
+    before, whole = list(encode(ANCHOR)), list(encode(ANCHOR + text))
+    if before and whole[: len(before)] == before:
+        return whole[len(before) :]
+    return list(encode(text))
+
+
+def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
+    """The chat template of a tokenizer; None if it has none. Of several the one for tools, or else the default, as in Transformers.
+
+    Args:
+        tools: whether the chat has tools.
+
+    Raises:
+        RequestError: there are several templates and none of them is the default.
+    """
+    own = getattr(tokenizer, "chat_template", None)
+    if not isinstance(own, Mapping):
+        return own or None
+    name = "tool_use" if tools and "tool_use" in own else "default"
+    if name not in own:
+        names = ", ".join(sorted(own))
+        raise RequestError(f"this model has the chat templates {names} and no default: name or give one")
+    return str(own[name])
 
 
 def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -62,4 +108,5 @@ def _spellings(word: str, tokenizer: Any) -> list[list[int]]:
     if tokenizer is None:
         raise RequestError("bad_words that are texts need a tokenizer, and this model was given none")
     require_text(word, "a bad word")
-    return [tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}")]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return [encoded_inside(encode, text) for text in (word, f" {word}")]

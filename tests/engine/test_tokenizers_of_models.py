@@ -1,0 +1,244 @@
+"""Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
+
+Tests of: engine.detokenizer, types.inputs, serve.token_names, constraints.token_bytes, evaluation.cuts, testing.tokenizers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.constraints.fim import middle_prompt
+from shoal.constraints.token_bytes import token_bytes
+from shoal.engine.detokenizer import Detokenizer
+from shoal.errors import RequestError
+from shoal.evaluation.cuts import tokens_of
+from shoal.evaluation.sampling import spans
+from shoal.serve.token_names import name_and_bytes
+from shoal.testing import tiny_tokenizer
+from shoal.testing.tokenizers import CHAT, TAGS, TEXTS
+from shoal.types.inputs import chat_template_of, encoded, encoded_inside, read_prompts, with_bad_words
+from shoal.types.samples import Sample
+from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written
+
+EMOJI = "naïve 🙂🙃 日本語"
+PROMPTS = ("the text", "the text ", "日本語🙂🙃日本語", "a\n", "🙂" * 5, "<|user|> the", "  \t")
+"""Words, a space at the end, runs of byte tokens, a line feed, more bytes than the window holds, a special token, blanks."""
+ANSWERS = (" reads the text again", "the text", EMOJI, "\n\n  return x", " <think>\nx</think> 42")
+
+
+def only(kind: str, prompt: Any, ids: tuple[int, ...], **options: Any) -> Sample:
+    """The one sample, streamed and not; both are the same, and nobody sees half a character."""
+    given_ids = encoded(tokenizer(kind), prompt) if isinstance(prompt, str) else tuple(prompt)
+    options = {"temperature": 0, "lookahead": 3, "max_new_tokens": 80, **options}
+    found = (
+        saying(kind, given_ids, ids).generate(prompt if isinstance(prompt, str) else [list(prompt)], **options)[0].samples[0]
+    )
+    stream = saying(kind, given_ids, ids).stream(prompt if isinstance(prompt, str) else [list(prompt)], **options)
+    increments = list(stream)
+    (shown,) = stream.result()[0].samples
+    assert (shown.text, shown.token_ids) == (found.text, found.token_ids)
+    assert "".join(increment.text for increment in increments) == found.text
+    assert found.accepted > 0 or len(found.token_ids) < 5
+    for increment in increments:
+        assert "\ufffd" not in increment.text or "\ufffd" in written(kind, ids)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_what_the_new_tokens_add_to_the_prompt(kind: str) -> None:
+    """Also its first space, behind prompts whose last tokens are bytes, blanks or special tokens."""
+    for prompt in PROMPTS if kind != "large" else PROMPTS[:3]:
+        before = encoded(tokenizer(kind), prompt)
+        for answer in ANSWERS:
+            ids = plain(kind, answer)
+            found = only(kind, prompt, ids)
+            whole = written(kind, (*before, *ids))
+            assert whole == written(kind, before) + found.text, (prompt, answer)
+            assert found.token_ids == (*ids, tokenizer(kind).eos_token_id)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_first_word_keeps_its_space(kind: str) -> None:
+    text = Detokenizer(tokenizer(kind), encoded(tokenizer(kind), "the text"))
+    for token in encoded_inside(lambda t: list(plain(kind, t)), " the"):
+        text.push(token)
+    assert text.text == " the"
+    start = Detokenizer(tokenizer(kind), encoded(tokenizer(kind), "x")[:1])  # BOS alone, where there is one
+    for token in plain(kind, "the"):
+        start.push(token)
+    assert start.text == "the"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_a_character_that_the_prompt_begins_belongs_to_the_text(kind: str, missing: int) -> None:
+    """Every emoji is four byte tokens, here as in vocabularies of models."""
+    prompt = encoded(tokenizer(kind), "日本語 🙂🙃")
+    before, rest = prompt[:-missing], prompt[-missing:]
+    ids = (*rest, *plain(kind, "add 1"))
+    found = only(kind, before, ids)
+    assert found.text.lstrip("🙂").startswith("🙃")  # a token of the one kind may hold parts of both
+    assert written(kind, (*before, *ids)).endswith(found.text)
+    never = only(kind, before, plain(kind, "add 1, 2"))  # the character stays incomplete
+    assert never.text.strip() == "add 1, 2"
+    gone = only(kind, encoded(tokenizer(kind), "a\ufffd"), plain(kind, "add 1, 2"))  # that is its text
+    assert gone.text.strip() == "add 1, 2"
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_tokens_stream_as_they_are_generated(kind: str, data: st.DataObject) -> None:
+    """Also bytes that are no characters, which byte fallback writes by what stands beside them."""
+    size = len(tokenizer(kind))
+    tokens = st.integers(0, size - 1)
+    if kind in PIECES:
+        tokens |= st.integers(5, 260)  # the bytes
+    prompt = data.draw(st.lists(tokens, max_size=12))
+    ids = data.draw(st.lists(tokens, max_size=12))
+    shown, whole = Detokenizer(tokenizer(kind), prompt), Detokenizer(tokenizer(kind), prompt)
+    taken = []
+    for token in ids:
+        shown.push(token)
+        taken.append(shown.take(final=False))
+    text, _ = shown.finished([], len(ids))
+    assert "".join(taken) + shown.take(final=True) == text
+    assert whole.finished(ids, len(ids))[0] == text
+    if "\ufffd" not in written(kind, (*prompt, *ids)) + text and written(kind, prompt):
+        assert written(kind, prompt) + text == written(kind, (*prompt, *ids))
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize(
+    ("answer", "stop", "left"),
+    [
+        (" reads the text", "the te", " reads "),
+        (" reads the text", " t", " reads"),
+        ("é日🙂🙃x", "🙃", "é日🙂"),
+        ("é日🙂🙃x", "日🙂", "é"),
+        ("a\n\nb", "\n\n", "a"),
+        ("x</think>y", "</think>", "x"),
+    ],
+)  # fmt: skip
+def test_stop_strings_across_tokens_and_bytes(kind: str, answer: str, stop: str, left: str) -> None:
+    encode = lambda text: list(plain(kind, text))  # noqa: E731
+    ids = tuple(encoded_inside(encode, answer))
+    found = only(kind, "the text", ids, stop=stop)
+    assert (found.text, found.finish_reason) == (left, "stop")
+    assert written(kind, (*plain(kind, "the"), *found.token_ids)).startswith("the" + left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_tokens_are_what_they_write(kind: str) -> None:
+    spelled = token_bytes(tokenizer(kind))
+    ids = {token for text in TEXTS for token in plain(kind, text)} | set(range(5, 300, 7))
+    for token in sorted(ids - set(tokenizer(kind).all_special_ids)):
+        if spelled[token] is None:
+            continue
+        name, raw = name_and_bytes(tokenizer(kind), token)
+        assert raw == spelled[token], (name, token)
+        assert name == raw.decode() if not name.startswith("bytes:") else raw.isascii() is False
+    assert {name_and_bytes(tokenizer("tagged"), token)[0] for token in plain("tagged", "".join(TAGS))} == set(TAGS)
+
+
+def test_added_tokens_are_spelled_as_they_are_decoded() -> None:
+    (run,) = plain("gemma", "    ")
+    assert token_bytes(tokenizer("gemma"))[run] == b"    "
+    assert written("gemma", (*plain("gemma", "a"), run)) == "a    "
+    (tag,) = plain("tagged", "<think>")
+    assert token_bytes(tokenizer("tagged"))[tag] == b"<think>"
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_spans_are_the_text(kind: str) -> None:
+    prompt = encoded(tokenizer(kind), "the text")
+    found = only(kind, "the text", plain(kind, EMOJI))
+    joined = spans(tokenizer(kind), prompt, found)
+    assert "".join(text for text, _ in joined) == found.text
+    assert {drafted for _, drafted in joined} == {True, False}
+
+
+# ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_a_text_that_begins_with_bos_gets_no_second_one(kind: str) -> None:
+    """As one that a chat template has written does."""
+    own, bos = tokenizer(kind), tokenizer(kind).bos_token_id
+    messages = [{"role": "user", "content": "the text"}]
+    chat = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert own.encode(chat)[:2] == [bos, bos]
+    assert [found for _, found in read_prompts([chat, "the text"], own)] == [tuple(ids), tuple(own.encode("the text"))]
+    assert chatty(kind).generate(chat, max_new_tokens=2)[0].prompt_ids == tuple(ids)
+    assert encoded(own, "<s><s>x")[:3] == (bos, bos, plain(kind, "<s><s>x")[2])
+
+
+def test_a_tokenizer_without_bos_keeps_what_the_text_says() -> None:
+    assert encoded(tokenizer("tagged"), "<|im_end|><|im_end|>") == plain("tagged", "<|im_end|><|im_end|>")
+    bare = tiny_tokenizer()  # has BOS and does not write it
+    assert encoded(bare, "<|begin|><|begin|>a") == tuple(bare.encode("<|begin|><|begin|>a"))
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_empty_prompts_are_refused_and_bos_alone_is_none(kind: str) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        chatty(kind).generate("", max_new_tokens=2)
+    bos = [tokenizer(kind).bos_token_id]
+    found = only(kind, bos, plain(kind, "the text again"))
+    assert found.text == "the text again" == written(kind, (*bos, *plain(kind, "the text again")))
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_bad_words_are_banned_at_the_beginning_of_a_line_too(kind: str) -> None:
+    def found(at: str) -> tuple[int, ...]:
+        return tuple(encoded_inside(lambda text: list(plain(kind, text)), at))
+
+    banned = [tuple(word) for word in with_bad_words({"bad_words": ["text"]}, tokenizer(kind))["bad_words"]]
+    assert found("text") in banned
+    assert found(" text") in banned
+    assert written(kind, (*plain(kind, "a"), *banned[0])) == "atext"
+    assert written(kind, (*plain(kind, "a"), *banned[1])) == "a text"
+
+
+def test_a_suffix_begins_without_a_space_of_the_tokenizers() -> None:
+    from tokenizers import AddedToken
+
+    own = KINDS["llama"]()
+    own.add_tokens([AddedToken(name, special=True) for name in ("▁<PRE>", "▁<SUF>", "▁<MID>")])
+    made = middle_prompt(own, "def add", "return x")
+    (start, *rest) = made.ids
+    assert start == own.bos_token_id
+    assert own.bos_token_id not in rest
+    assert own.decode(list(made.ids), skip_special_tokens=True) == "def addreturn x"
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_cuts_lie_where_the_tokens_of_a_text_do(kind: str) -> None:
+    text = TEXTS[0]
+    pieces = [text[start:end] for start, end in tokens_of(tokenizer(kind), text)]
+    assert "".join(pieces) == text
+    spelled = {(raw or b"").decode(errors="ignore") for raw in token_bytes(tokenizer(kind))}
+    assert set(pieces[1:]) <= spelled
+
+
+# ── chat templates ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_of_several_templates_the_one_for_tools_or_the_default() -> None:
+    own = tokenizer("tagged")
+    default, tools = (chat_template_of(own, tools=tools) for tools in (False, True))
+    assert isinstance(own.chat_template, dict)
+    assert default is not None
+    assert tools is not None
+    assert ("tool_call" in default, "tool_call" in tools) == (False, True)
+    assert chat_template_of(tokenizer("llama"), tools=True) == CHAT
+    assert chat_template_of(tiny_tokenizer()) is chat_template_of(None) is None
+    bare = tiny_tokenizer()
+    bare.chat_template = {"rag": "x"}
+    with pytest.raises(RequestError, match="the chat templates rag and no default"):
+        chat_template_of(bare)

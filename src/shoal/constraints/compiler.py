@@ -1,14 +1,19 @@
 """Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on a thread with a large stack.
 
-The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's own.
+The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's and the model's own. The alphabet is given to
+llguidance in bytes (`shoal.constraints.token_bytes`): reading a tokenizer by itself, it takes every added token that looks like
+`<think>` for one that writes nothing, whether it is special or not, and no text could then hold it.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenizers
@@ -18,11 +23,66 @@ from shoal.constraints.grammar import GrammarConstraint
 from shoal.constraints.json_schemas import numbers
 from shoal.constraints.library import llguidance_or_refuse
 from shoal.constraints.sources import reader, source_of, unusable
+from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
+from shoal.types.inputs import encoded_inside
 
-_END = "<|end of a text|>"
+_END = b"<|end of a text|>"
+PROBE = "def f(x):\n    return 'a b'"
+"""A text whose tokens must write it."""
+LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^<>\s"\[\]]+>)')
+"""Strings, expressions and comments of a grammar in Lark's syntax, and the names of tokens outside of them."""
 KEPT = 32
 """Compiled grammars that are kept, the most recently used ones: a large one takes a second to compile."""
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """A vocabulary as llguidance takes it.
+
+    Attributes:
+        tokens: the bytes of each symbol, the names of those that write nothing included. special_token_ids: of the latter.
+        eos_token_id: the symbol for the end of a text.
+    """
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    eos_token_id: int
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None = None
+
+    @staticmethod
+    def of(tokenizer: Any, vocab_size: int) -> Alphabet:
+        """That of a fast Transformers tokenizer. Raises ValueError: its tokens do not write its texts."""
+        spelled = token_bytes(tokenizer)
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        ids = backend.encode(PROBE, add_special_tokens=False).ids
+        written = b"".join(spelled[i] or b"" for i in ids)
+        if backend.decode(ids).encode() not in (written, written.removeprefix(b" ")):
+            raise ValueError("its tokens do not write its texts")
+        names = tokenizer.added_tokens_decoder
+        tokens = [str(names.get(i, "")).encode() if text is None else text for i, text in enumerate(spelled)]
+        special = [i for i, text in enumerate(spelled) if text is None and i in names]
+        end = max(len(tokens), vocab_size)
+        tokens += [b""] * (end - len(tokens)) + [_END]
+        return Alphabet(tokens, [*special, end], end, backend)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that llguidance takes where only one text can follow."""
+        if isinstance(text, bytes):
+            raise TypeError("llguidance asks whether bytes are taken as well")
+        return list(encoded_inside(self._encode, text))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The alphabet in JSON, for a process that has no tokenizer."""
+        tokens = [text.decode("latin-1") for text in self.tokens]
+        return {"tokens": tokens, "special": self.special_token_ids, "end": self.eos_token_id}
 
 
 class Grammars:
@@ -38,17 +98,16 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._library = llguidance_or_refuse()
         try:
-            backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-            backend.no_padding()
-            backend.no_truncation()
-            backend.add_special_tokens([_END])
-            self._end = int(backend.token_to_id(_END) or 0)
-            width = max(vocab_size, self._end + 1)
-            spelled = backend.to_str()
-            self._alphabet = self._library.LLTokenizer(spelled, n_vocab=width, eos_token=self._end)
+            alphabet = Alphabet.of(tokenizer, vocab_size)
+            self._alphabet = self._library.LLTokenizer(
+                self._library.TokenizerWrapper(alphabet), eos_token=alphabet.eos_token_id
+            )
         except (AttributeError, ValueError) as error:
             raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
-        self.description = {"tokenizer": spelled, "width": width, "end": self._end}
+        self._end, self.description = alphabet.eos_token_id, alphabet.description
+        self._numbers_of = {
+            str(token): i for i, token in tokenizer.added_tokens_decoder.items() if alphabet.tokens[i] and not token.special
+        }
         self._lock = threading.Lock()
         self._bounds: dict[str, Any] = {}
         self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
@@ -82,9 +141,20 @@ class Grammars:
         """The same, if it has been compiled."""
         return self._alive.get(grammar)
 
+    def source(self, grammar: Grammar) -> str:
+        """The grammar as llguidance reads it. An added token that is not special goes by its number: llguidance knows the names of
+        special ones alone. Raises RequestError: llguidance is not installed."""
+        if grammar.kind == "lark" and self._numbers_of:
+            grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
+        return source_of(grammar)
+
+    def _numbered(self, found: re.Match[str]) -> str:
+        number = self._numbers_of.get(found["name"] or "")
+        return found[0] if number is None else f"<[{number}]>"
+
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
         """Compiles a grammar: its matcher, and for JSON that of the numbers."""
-        starts = [self._started(grammar, source_of(grammar), **limits)]
+        starts = [self._started(grammar, self.source(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers(grammar.before).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)

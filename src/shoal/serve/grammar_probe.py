@@ -30,7 +30,7 @@ def main() -> None:
     sys.path[:] = setup["path"]
     import llguidance
 
-    alphabet = llguidance.LLTokenizer(setup["tokenizer"], n_vocab=setup["width"], eos_token=setup["end"])
+    alphabet = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Alphabet(setup)), eos_token=setup["end"])
     limits = llguidance.LLParserLimits(verbose_errors=False, **setup["limits"])
 
     def read(grammar: str) -> str:
@@ -42,6 +42,32 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(probed(read, **request)), flush=True)
+
+
+class Alphabet:
+    """The vocabulary of `shoal.constraints.compiler.Alphabet`, without its tokenizer.
+
+    Args:
+        setup: the description of that.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.tokens = [text.encode("latin-1") for text in setup["tokens"]]
+        self.special_token_ids, self.eos_token_id, self.bos_token_id = setup["special"], setup["end"], None
+        special = set(self.special_token_ids)
+        self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens that write a text: the longest ones, which take as long to follow as others."""
+        data, at, found = text.encode() if isinstance(text, str) else text, 0, []
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((size for size in sizes if data[at : at + size] in self._ids), 0)
+            if size:
+                found.append(self._ids[data[at : at + size]])
+            at += size or 1
+        return found
 
 
 def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict[str, str]:

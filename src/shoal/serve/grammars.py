@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.grammar import GrammarConstraint
-from shoal.constraints.sources import STACK, source_of, unusable
+from shoal.constraints.sources import STACK, unusable
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 
@@ -116,7 +116,7 @@ class GrammarReader:
     def _job(self, grammar: Grammar) -> GrammarConstraint:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
-            self._probe(grammars).check(grammar, source_of(grammar))
+            self._probe(grammars).check(grammar, grammars.source(grammar))
         return grammars.constraint(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:

@@ -6,6 +6,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from shoal.serve.api_errors import public
@@ -50,14 +51,16 @@ class ApiFormat(ABC):
         self._reasoning = None if parsed.reasoning is None else ReasoningReader(parsed.reasoning)
         self._starts, self._characters = list[int](), 0
         self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
+        self._echoed, self._echo_length = 0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
         """The chunk before any sample's text, with the role or the echoed prompt; None if there is none."""
         fields = self._first_fields(echo)
         if fields is None:
             return None
+        self._echo(echo or "", prompt)
         logprobs = self._logprobs(prompt)
-        self._text_offset += len(echo or "")
+        self._text_offset, self._echoed = self._echo_length, 0
         return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": None}
 
     def chunk(self, update: RowUpdate) -> Json:
@@ -66,7 +69,12 @@ class ApiFormat(ABC):
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """The whole choice, from the update of its end."""
+        self._echo(echo, prompt)
         return self._choice(update, self._text_fields(echo + update.text), [*prompt, *update.tokens])
+
+    def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
+        """Notes what comes back of the prompt: so many characters, and the log-probabilities of so many tokens."""
+        self._echoed, self._echo_length = len(prompt), len(echo)
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
         self._note_starts(update.tokens)
@@ -156,15 +164,24 @@ class CompletionFormat(ApiFormat):
         return {"text": text}
 
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
-        offsets = [self._text_offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token.text))
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._by_name(token) or None for token in tokens] if self._top_logprobs else None,
-            "text_offset": offsets[:-1],
+            "text_offset": self._offsets(tokens),
         }
+
+    def _offsets(self, tokens: Sequence[TokenUpdate]) -> list[int]:
+        """Where in the choice's text the tokens begin.
+
+        Those of an echoed prompt lie within it, and the others behind it, also where its text is not what its tokens write: it has
+        special tokens, or begins a character that the sample completes.
+        """
+        prompt, own = tokens[: self._echoed], tokens[self._echoed :]
+        starts = accumulate((len(token.text) for token in prompt), initial=0)
+        found = [min(start, self._echo_length) for start in starts][:-1]
+        begin = self._echo_length if prompt else self._text_offset
+        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][: len(tokens)]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
         """The alternatives of a token; of several tokens with one name the most probable."""

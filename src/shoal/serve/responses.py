@@ -146,7 +146,8 @@ class ApiResponse:
         parsed = self.parsed
         if parsed.echo is None or parsed.top_logprobs is None:
             return [()] * len(parsed.prompts)
-        return [scoring.tokens(self.tokenizer) for scoring in scorings]
+        pairs = zip(scorings, parsed.echo, strict=True)
+        return [scoring.tokens(self.tokenizer, echo) for scoring, echo in pairs]
 
     # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

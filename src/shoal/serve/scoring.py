@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import anyio
 import torch
 
-from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.detokenizer import Detokenizer, special_tokens
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.serve.api_errors import ApiError
@@ -104,15 +105,24 @@ class Scoring:
         pairs = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
 
-    def tokens(self, tokenizer: Any) -> tuple[TokenUpdate, ...]:
-        """The prompt's tokens; call when `done`."""
-        text = Detokenizer(tokenizer, ())
-        for token in self._ids:
-            text.push(token)
+    def tokens(self, tokenizer: Any, echo: str) -> tuple[TokenUpdate, ...]:
+        """The prompt's tokens, with their parts of the text that comes back; call when `done`."""
+        text = self._read(tokenizer, echo)
         scores = zip(self._ids, self._logprobs, self._tops, strict=True)
         return tuple(
             TokenUpdate(token, text.piece(i), logprob, None, best) for i, (token, logprob, best) in enumerate(scores)
         )
+
+    def _read(self, tokenizer: Any, echo: str) -> Detokenizer:
+        """The prompt decoded token by token, with those special tokens that the text that comes back shows."""
+        special = frozenset(special_tokens(tokenizer))
+        begins = {getattr(tokenizer, "bos_token_id", None)}
+        every = (frozenset[int](), special - begins, special)
+        texts = [Detokenizer(tokenizer, (), shown=shown) for shown in every]
+        for text in texts:
+            for token in self._ids:
+                text.push(token)
+        return max(texts, key=lambda text: (text.text == echo, _common(text.text, echo)))
 
     def ranked(self, count: int) -> list[dict[int, tuple[float, int]] | None]:
         """For each token of the prompt, the log-probabilities and ranks, from 1, of itself and of the `count` most probable tokens
@@ -126,3 +136,8 @@ class Scoring:
         others = enumerate(best.raw[:count], start=1)
         own = self._ids[i]
         return {own: (logprob, self._ranks[i]), **{t: (value, rank) for rank, (t, value) in others if t != own}}
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -9,7 +9,7 @@ On a CPU a kernel in C computes them where there is a compiler (`shoal.sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,14 @@ def draws(
     if not (known and native.takes(logits, samplings)):
         return _by_torch(logits, positions, sampler, uniforms, faults, want_p, want_highest)
     scores = all_controlled(logits, positions, faults)
+    return _by_kernels(scores, samplings, logits, positions, sampler, uniforms, faults, want_p, want_highest)
+
+
+def _by_kernels(
+    scores: Tensor, samplings: Sequence[Sampling], logits: Tensor, positions: Positions, sampler: Sampler | None,
+    uniforms: Tensor | None, faults: Faults | None, want_p: bool, want_highest: bool,
+) -> Draws:  # fmt: skip
+    """`draws` from the scores after all other controls."""
     race = sampler is not None and RACES[sampler]
     drawn = native.drawn(scores, samplings, uniforms, race=race, want_p=want_p, want_highest=want_highest)
     if drawn.impossible:
@@ -150,6 +158,9 @@ def _of_group(
 ) -> Draws:  # fmt: skip
     """`draws` of rows that share one `Sampling` but for seed and grammar."""
     scores = controlled(logits, sampling, positions, allowed, faults)
+    if (sampler is None or sampler in RACES) and native.takes(scores, [sampling]):
+        # Their bits must not depend on what other rows of the batch ask for.
+        return _by_kernels(scores, [sampling], logits, positions, sampler, uniforms, faults, want_p, want_highest)
     if sampling.greedy:
         tokens = _best(scores, logits, positions, faults)
         p = None

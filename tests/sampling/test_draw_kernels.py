@@ -35,6 +35,7 @@ GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=0.8)
 SETTINGS = (
     GREEDY, SAMPLED, Sampling(temperature=1.7, top_k=5), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.7, min_p=0.02),
     Sampling(min_p=1.0), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(temperature=0.3, min_p=0.3, top_p=0.999),
+    Sampling(temperature=1.7, top_p=0.9),
 )  # fmt: skip
 VOCABS = (1, 15, 64, 65, 257, 1000)
 

@@ -30,10 +30,11 @@ from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes
+from shoal.models.prompts import feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
 from shoal.native.build import missing
-from shoal.testing import save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 
 ERROR = 1e-4
 """Largest difference of logits in float32, in their standard deviations. The smallest mistake below costs ten times that."""
@@ -382,3 +383,36 @@ def test_nan_in_any_block_counts(bad: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(selfcheck, "_ragged_decode", spoiled)
     assert selfcheck.largest_error(runner) == torch.inf
+
+
+# ── long texts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("native", KINDS)
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("mistral-sliding", {"sliding_window": 4096}),
+        ("qwen3", rope("yarn", factor=4.0, original_max_position_embeddings=2048)),
+    ],
+    ids=["llama", "window", "yarn"],
+)
+@torch.inference_mode()
+def test_the_8000th_token_sees_what_it_would_see_without_us(
+    architecture: str, options: dict[str, Any], native: bool
+) -> None:
+    """A prompt in chunks, then a block and a token; positions that a narrow number format would round."""
+    hf = tiny_model(architecture, **{"max_position_embeddings": 8192, **options})
+    ids = torch.randint(0, VOCABULARY, (1, 8000), generator=torch.Generator().manual_seed(1))
+    truth = hf(ids, use_cache=False, logits_to_keep=9).logits[0]
+    runner = wrap(copy.deepcopy(hf), architecture, checked=False)
+    use_lean_passes(runner, native)
+    assert runner.lean is not None
+    runner.reserve(1, 8000, 100)
+    runner.cache.clear()
+    feed_prompts(runner, [(0, ids[0, :-9].tolist())])
+    block = runner.feed([0], ids[:, -9:-1], [8])[0]
+    last = runner.feed([0], ids[:, -1:], [1])[0]
+    error = (torch.cat([block, last]) - truth).abs().max() / truth.std()
+    assert float(error) < 2e-3

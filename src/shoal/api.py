@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -240,7 +241,7 @@ class Shoal:
         self.eos = loading.eos_ids(target.hf, tokenizer)
         self.prefixes = self._prefix_memory(_require_bytes("prefix_memory", plain(prefix_memory)))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._executor = ThreadPoolExecutor(1, "shoal")  # one thread, started when needed: streams take turns
+        self._executors: dict[int, ThreadPoolExecutor] = {}
 
     @property
     def target(self) -> Runner:
@@ -258,6 +259,11 @@ class Shoal:
         if self.drafting is not None:
             return self.drafting.name
         return None if self.draft_model is None else self.draft_model.name
+
+    @property
+    def _executor(self) -> ThreadPoolExecutor:
+        """One thread of this process, started when needed: streams take turns. A forked child does not have its parent's."""
+        return self._executors.setdefault(os.getpid(), ThreadPoolExecutor(1, "shoal"))
 
     def _open(self) -> tuple[Runner, Runner | None]:
         if self._models is None:

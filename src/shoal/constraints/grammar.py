@@ -9,6 +9,7 @@ The end of a text is one more symbol of llguidance's alphabet, with an id that n
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -232,3 +233,7 @@ def _filling() -> Any:
 def _executor() -> Any:
     """llguidance's threads."""
     return llguidance_or_refuse().LLExecutor()
+
+
+if hasattr(os, "register_at_fork"):  # a forked child does not have them
+    os.register_at_fork(after_in_child=_executor.cache_clear)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -60,6 +61,10 @@ def reader() -> ThreadPoolExecutor:
     finally:
         threading.stack_size(usual)
     return pool
+
+
+if hasattr(os, "register_at_fork"):  # a forked child does not have the thread
+    os.register_at_fork(after_in_child=reader.cache_clear)
 
 
 def _without_surroundings(grammar: Grammar) -> str:

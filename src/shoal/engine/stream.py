@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,7 +17,8 @@ from shoal.types.samples import Increment, Output, Result, Sample
 
 
 class Stream(Iterator[Increment], AsyncIterator[Increment]):
-    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds.
+    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds. Any thread may cancel or close it: a
+    round that another thread computes is finished first.
 
     Under `async for` the rounds are computed in a thread. When the task that waits is cancelled, the round in progress is finished
     and all rows are cancelled. A stream that is dropped frees its caches. `result()` is complete once the stream is exhausted or
@@ -37,6 +39,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         self._prompt = {id(row): i for i, rows in enumerate(self.rows) for row in rows}
         self._samples: dict[int, Sample] = {}
         self._queue: deque[Increment] = deque()
+        self._turn = threading.RLock()  # held by the thread that is in the engine
 
     def __next__(self) -> Increment:
         while not self._queue:
@@ -52,8 +55,9 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
 
     def _advance(self) -> bool:
         """Computes one round; False if all rows have ended."""
-        commits = [] if self._engine is None else self._engine.step()
-        self._take(commits)
+        with self._turn:
+            commits = [] if self._engine is None else self._engine.step()
+            self._take(commits)
         return bool(commits)
 
     async def _advance_in_thread(self) -> bool:
@@ -98,12 +102,14 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             for i, rows in enumerate(self.rows) if prompt in (None, i)
             for row in rows if sample in (None, row.index)
         ]  # fmt: skip
-        self._take([] if self._engine is None else self._engine.cancel(chosen))
+        with self._turn:
+            self._take([] if self._engine is None else self._engine.cancel(chosen))
 
     def close(self) -> None:
         """Cancels the rows that run and frees the caches; `result()` stays available."""
-        self.cancel()
-        self._engine = None
+        with self._turn:
+            self.cancel()
+            self._engine = None
 
     def result(self) -> Result:
         """All samples, prompt by prompt, and the counts and times of the run.

@@ -29,6 +29,7 @@ from shoal.models.executors.modules import Modules
 from shoal.models.executors.protocol import Batch, Executor, Explanation, Output, Refusal
 from shoal.models.executors.static import StaticPasses
 from shoal.models.executors.triton import TritonLayers
+from shoal.models.forks import expect_forks
 from shoal.models.lean.drafting import Drawing, LeanSteps
 from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
@@ -71,6 +72,7 @@ class Runner:
             raise RequestError(
                 f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
             )
+        expect_forks()
         # Kept, not asked: Transformers looks through the parameters each time, and a round asks a dozen times.
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype

@@ -1,0 +1,22 @@
+"""Lets a process that was forked from one that computed compute as well (a worker of gunicorn with --preload, of a DataLoader).
+
+A child has none of its parent's threads, and OpenMP of gcc waits for them for ever. So the child computes on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+
+@cache
+def expect_forks() -> None:
+    """Prepares the process, once, for children that are forked from now on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _compute_alone() -> None:
+    torch.set_num_threads(1)

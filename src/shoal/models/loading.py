@@ -124,8 +124,7 @@ def load_runner(
     if dtype == "auto":
         kind, why = _auto_dtype(config, source, place, target_dtype, bool(sharding))
     with watch("weights"):
-        hf, found = _from(source, transformers.AutoModelForCausalLM, dtype=kind, output_loading_info=True, **sharding, **hub)
-        _check_complete(source, found["missing_keys"])
+        hf = _weights(source, config, dtype=kind, **sharding, **hub)
         known = int(hf.get_output_embeddings().weight.shape[0])
         hf = _moved(hf if kept is None else with_head_of(hf, kept, str(source)), source, place)
     with watch("packing"):
@@ -164,6 +163,23 @@ def _sharding(name: str, config: Any, device: str | torch.device, quantize: str,
         raise RequestError("tensor_parallel wants device 'auto', and goes neither with strict nor with a quantised target")
     require_ranks(name, config.get_text_config())
     return {"distributed_config": transformers.distributed.DistributedConfig(tp_plan="auto")}
+
+
+def _weights(source: str | Path, config: Any, **options: Any) -> Any:
+    """The model with its weights. Raises what `_from` does; UnsupportedModel: others have quantised them, and not for this."""
+    try:
+        hf, found = _from(source, transformers.AutoModelForCausalLM, output_loading_info=True, **options)
+        _check_complete(source, found["missing_keys"])
+    except (RequestError, ModelError) as error:
+        foreign = getattr(config, "quantization_config", None)
+        if foreign is None:
+            raise
+        name = foreign.get("quant_method") if isinstance(foreign, dict) else getattr(foreign, "quant_method", None)
+        raise UnsupportedModel(
+            f"{source} was quantised by {getattr(name, 'value', name)}, and cannot be read here: {error}; take the checkpoint "
+            "that it was made from, which quantize='target=int8' quantises"
+        ) from error
+    return hf
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:

@@ -165,7 +165,7 @@ FORKED = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize("compile", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_child_of_a_process_that_computed_goes_on(compile: str) -> None:
     """Threads of OpenMP, llguidance and ours end with a fork; a child that waited for them would wait for ever."""
     pytest.importorskip("llguidance")

@@ -51,7 +51,8 @@ STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "prefills", "prefill_tokens", "restored_tokens", "prefill_chunks", "row_rounds",
     "pauses", "resampled",
     "drafted", "accepted", "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds",
-    "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "loaded", "lossy",
+    "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "executors", "loaded",
+    "lossy",
     "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip
@@ -505,7 +506,8 @@ def test_check_of_a_good_pair(shoal: Command, tiny: Models) -> None:
     assert answer.code == 0
     verdicts = _verdicts(answer)
     assert list(verdicts) == [
-        "target", "drafter", "tokenizer", "target self-check", "drafter self-check", "prompts", "context", "dtype", "memory",
+        "target", "drafter", "tokenizer", "target self-check", "target passes", "drafter self-check", "prompts", "context",
+        "dtype", "memory",
         "acceptance", "costs", "speed-up", "greedy identity", "seeded identity",
     ]  # fmt: skip
     assert set(verdicts.values()) <= {"ok", "warn"}

@@ -74,7 +74,8 @@ DEFERRED = (
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.options "
-    "types.stats engine.scheduler engine.admission engine.waiting engine.deadlines engine.prefix_store engine.detokenizer "
+    "types.inputs types.stats "
+    "engine.scheduler engine.admission engine.waiting engine.deadlines engine.prefix_store engine.detokenizer "
     "engine.samples constraints.json_schemas constraints.disjoint constraints.unique_items constraints.sources models.sources "
     "drafting.names drafting.specs drafting.trained drafting.model_trees drafting.self_drafting"
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import index
-from typing import Any, SupportsIndex
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, SupportsIndex, Union
 
 from shoal.config import plain, require_text
 from shoal.errors import RequestError
 from shoal.types.options import of_prompt
 
-Prompts = str | Iterable[str | SupportsIndex | Iterable[SupportsIndex]] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A name in quotes, so that commands that refuse their arguments do not wait for torch.
+Prompts = Union[str, Iterable[str | SupportsIndex | Iterable[SupportsIndex]], "Tensor"]
 
 
 def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tuple[int, ...]]]:

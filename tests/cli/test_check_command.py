@@ -228,4 +228,6 @@ def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
         chat_template="x", apply_chat_template=render, encode=lambda text, add_special_tokens: [text, add_special_tokens]
     )
     assert PromptSet.of(CHAT, "", ["Hi."], encoded).ids == (("<u>Hi.<a>", False),)  # the template has written its own BOS
-    assert calls == [([{"role": "user", "content": "Hi."}], {"add_generation_prompt": True, "tokenize": False})]
+    assert calls == [
+        ([{"role": "user", "content": "Hi."}], {"chat_template": "x", "add_generation_prompt": True, "tokenize": False})
+    ]

@@ -158,7 +158,7 @@ PASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("qwen2-sliding", {}),
     "gemma2": ("gemma2", {}),
     "latent": ("deepseek-v3", {}),
-    "by a mask": ("codegen", {}),
+    "by a mask": ("falcon", {}),
     **{f"{method}": ("llama", {"attention": method}) for method in ("reference", "pad", "split", "mixed", "bifurcated")},
     "split, sliding": ("qwen2-sliding", {"attention": "split"}),
     "strict": ("llama", {"strict": True}),

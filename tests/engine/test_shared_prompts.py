@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prompts as bench
+from attention_paths import MASK_PATH
 from by_pairs import by_pairs
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
@@ -36,7 +37,7 @@ from shoal.testing.tiny import WINDOW
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 
-UNSHARED = {"codegen", "gptj", "falcon", "mpt", "deepseek-v3"}
+UNSHARED = MASK_PATH | {"deepseek-v3"}
 """Models on the attention path "mask", and DeepSeek, which caches something smaller than its keys and values."""
 ERROR = 1e-4  # of the logits' standard deviation, see test_architectures.py
 K = 3

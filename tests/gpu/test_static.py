@@ -186,7 +186,7 @@ def test_what_no_bucket_covers_is_left_to_ordinary_passes() -> None:
 
 
 def test_models_and_methods_without_static_passes() -> None:
-    assert runner(hf("gptj")).static is None  # attends by its own code
+    assert runner(hf("mpt")).static is None  # attends by its own code
     split = loading.wrap(hf(), "tiny", "split", checked=False)
     split.use_static_passes("eager")
     assert split.static is None

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 ARCHITECTURES = (
     "llama", "qwen2-sliding", "qwen3-moe", "gpt2", "opt", "gpt-neox", "gemma2", "gemma3", "phi3", "cohere2", "gpt-oss",
-    "deepseek-v3", "codegen", "mpt",
+    "deepseek-v3", "mpt",
 )  # fmt: skip
 SINGLE = ("qwen3-moe", "gpt-oss", "deepseek-v3")
 """Their experts are multiplied by a kernel that knows no float64."""

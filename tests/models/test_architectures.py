@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import shoal
+from attention_paths import MASK_PATH
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
 from shoal.engine import batch
@@ -35,7 +36,6 @@ from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 
-MASK_PATH = {"codegen", "gptj", "falcon", "mpt"}
 INTERFACE = sorted(ARCHITECTURES.keys() - MASK_PATH)
 SLIDING = {
     "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "phi3", "smollm3", "cohere2",
@@ -373,9 +373,17 @@ def test_a_broken_attention_is_refused(sabotage: methods.Method, monkeypatch: py
         loading.wrap(tiny_model("llama"), "llama", "pad")
 
 
-def test_a_model_through_the_wrong_door_is_refused() -> None:
-    """CodeGen takes the registered name without a word and computes something else."""
-    runner = Runner(tiny_model("codegen"), "codegen", "interface", 128)
+def test_a_model_through_the_wrong_door_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model takes the registered name without a word and computes something else, as CodeGen did before Transformers 5.24."""
+    hf = tiny_model("llama")
+    real = hf.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(hf.config, "_attn_implementation", "eager")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(hf.model, "forward", forward)
+    runner = Runner(hf, "own", "interface", 128)
     with pytest.raises(UnsupportedModel, match="standard deviations"):
         self_check(runner)
     assert runner.self_check_error is not None

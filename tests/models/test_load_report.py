@@ -73,7 +73,7 @@ def test_strict_is_said(saved_pair: tuple[Path, Path]) -> None:
 def test_a_model_that_was_handed_over() -> None:
     made = described(wrap(tiny_model("llama"), "own"))
     assert made == CHOSEN | {"dtype_reason": "that of the model object", "weights": "as given", "passes": "modules"}
-    own_code = wrap(tiny_model("gptj"), "gptj")
+    own_code = wrap(tiny_model("mpt"), "mpt")
     assert own_code.attention_path == "mask"
     assert described(own_code)["attention"] == "the model's own"
 

@@ -156,7 +156,7 @@ def test_without_strict_the_proof_fails() -> None:
     [
         ("mixtral", "multiplies matrices in its own way"),
         ("gemma2", "no soft-capped scores"),
-        ("gptj", "attends by its own code"),
+        ("mpt", "attends by its own code"),
     ],
 )
 def test_what_cannot_be_strict_is_refused(architecture: str, reason: str) -> None:

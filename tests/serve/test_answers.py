@@ -255,7 +255,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(path: int) -> None
     scoring.release()
     expected = [tied(tuple(given[:i])).log_softmax(-1) for i in range(1, length)]
     own = [float(each[given[i]]) for i, each in enumerate(expected, 1)]
-    found = scoring.tokens(TOKENIZER)
+    found = scoring.tokens(TOKENIZER, TOKENIZER.decode(given))
     assert [one.id for one in found] == given
     assert found[0].logprob is None
     assert [one.logprob for one in found[1:]] == pytest.approx(own)
@@ -289,7 +289,7 @@ def test_the_first_token_of_a_prompt_has_nothing_before_it() -> None:
     model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     scoring = Scoring(scripted(hashed(2), 2, 8), [1, 1, 1], 0)
     scoring.advance()
-    found = scoring.tokens(PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>"))
+    found = scoring.tokens(PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>"), "the the the")
     assert [one.text for one in found] == ["the", " the", " the"]
 
 
@@ -299,7 +299,7 @@ def test_low_precision_is_scored_in_float32() -> None:
     scoring = Scoring(target, [1, 2, 3], 1)
     scoring.advance()
     logs = script((1,)).bfloat16().float().log_softmax(-1)
-    assert scoring.tokens(TOKENIZER)[1].logprob == pytest.approx(float(logs[2]), abs=1e-6)
+    assert scoring.tokens(TOKENIZER, TOKENIZER.decode([1, 2, 3]))[1].logprob == pytest.approx(float(logs[2]), abs=1e-6)
 
 
 def test_prompts_are_told_by_their_choices() -> None:

@@ -69,8 +69,16 @@ def test_defaults_follow_the_size_of_the_target() -> None:
         shrunk(config, width=100)
     with pytest.raises(RequestError, match="at most 32"):
         shrunk(config, layers=33)
-    with pytest.raises(RequestError, match="CodeGenForCausalLM cannot have this --width"):
-        small_model(tiny_model("codegen"), 1, 16, seed=0)
+
+
+def test_a_width_that_an_architecture_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("heads are counted by four")
+
+    target = tiny_model("llama")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", refuse)
+    with pytest.raises(RequestError, match="LlamaForCausalLM cannot have this --width: heads are counted by four"):
+        small_model(target, 1, 16, seed=0)
 
 
 @pytest.mark.parametrize(("stage", "stop"), [("corpus", 3), ("distillation", 5)])

@@ -69,7 +69,7 @@ def small_model(target: PreTrainedModel, layers: int | None, width: int | None, 
         try:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
-                model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))  # CodeGen counts heads by four, and says so here
+                model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))  # a wrong number of heads shows here
         except (ValueError, TypeError, RuntimeError) as error:
             raise RequestError(f"{type(target).__name__} cannot have this --width: {error}") from error
     known = dict(target.named_parameters())

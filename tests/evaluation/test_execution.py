@@ -1,9 +1,12 @@
-"""Results in every language: right, wrong, unreadable, and programs that end too early or not at all."""
+"""Results in every language and sandbox: right, wrong, unreadable, and programs that end too early or not at all.
+
+Tests of: evaluation.execution, evaluation.languages, evaluation.toolchains
+"""
 
 from __future__ import annotations
 
 import os
-import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from sandboxes import strongest
+from sandboxes import sandbox_of, strongest
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import execution
+from shoal.evaluation import execution, isolation
 from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, execute_all, pass_counts, read_solutions
-from shoal.evaluation.languages import LANGUAGES
+from shoal.evaluation.languages import LANGUAGES, Language
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.toolchains import require
+from shoal.evaluation.toolchains import find_toolchain, require
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SAMPLE = 3  # problems of a published set that are executed here
@@ -30,6 +33,13 @@ SAMPLE = 3  # problems of a published set that are executed here
 def box() -> Iterator[Sandbox]:
     """The best sandbox of this machine."""
     with Sandbox(strongest()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=isolation.BACKENDS)
+def each_box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """A sandbox of each backend, whichever is the default here."""
+    with sandbox_of(request.param) as made:
         yield made
 
 
@@ -87,20 +97,96 @@ def test_every_language_has_an_example() -> None:
     assert ADD.keys() == EXIT.keys() == LANGUAGES.keys()
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_results_of_a_language(box: Sandbox, language: str) -> None:
-    prompt, right, tests = ADD[language]
-    asked = problem(language, prompt, tests)
+def require_here(problems: list[Problem], box: Sandbox) -> None:
+    """Skips a test of a language that cannot be run here, and says what to install."""
     try:
-        require([asked], box)
+        require(problems, box)
     except RequestError as error:
         pytest.skip(str(error))
-    completions = [right, right.replace("+", "-"), right.replace("+", "+ ) +")]
-    outcomes = [execute(asked, completion, box).outcome for completion in completions]
-    early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), box)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
+    prompt, right, tests = ADD[language]
+    asked = problem(language, prompt, tests)
+    require_here([asked], each_box)
+    early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), each_box)
+    assert execute(asked, right, each_box).passed
     assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
-    # Without a compiler in between, C++ cannot say "crash" but by std::terminate: an exception that nobody catches.
-    assert outcomes == ["passed", "crash" if language == "cpp" else "failed", "syntax"]
+    if each_box.backend == strongest():  # the isolation around it does not decide what these say
+        wrong, unreadable = (execute(asked, right.replace("+", sign), each_box) for sign in ("-", "+ ) +"))
+        # Without a compiler in between, C++ can only say "crash": an exception that nobody catches ends by std::terminate.
+        assert wrong.outcome == ("crash" if language == "cpp" else "failed")
+        assert (unreadable.outcome, bool(unreadable.detail)) == ("syntax", True)
+
+
+NOISE = """echo "$0: OpenSSL configuration error: out of memory" >&2
+echo "0x${$}F:error: SyntaxError in /etc/ssl/openssl.cnf" >&2
+"""
+SHELL = '. "./$1"'
+COMPILER = 'if grep -q unreadable "$1"; then echo "no verb" >&2; exit 1; fi'
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Path]:
+    """A folder that every user may enter, unlike pytest's own: programs of the sandbox run as another one."""
+    with tempfile.TemporaryDirectory(prefix="shoal-programs-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def noisy(monkeypatch: pytest.MonkeyPatch, programs: Path) -> Language:
+    """A language whose compiler and interpreter write to standard error at every start: the shell's."""
+    for name, does in {"noisy-cc": COMPILER, "noisy-sh": SHELL}.items():
+        path = programs / name
+        path.write_text(f"#!/bin/sh\n{NOISE}{does}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    language = Language(
+        title="Noise", file="main", compile=("noisy-cc", "main"), run=("noisy-sh", "main"), install="noise",
+        epilogue="echo {}", syntax=("SyntaxError",), memory=("out of memory",),
+    )  # fmt: skip
+    monkeypatch.setitem(LANGUAGES, "noise", language)
+    return language
+
+
+@pytest.mark.parametrize(
+    ("completion", "outcome", "detail"),
+    [
+        ("", "passed", ""),
+        ("exit 0", "failed", "it ended before its tests did"),
+        ("exit 3", "failed", "exit code 3"),
+        ("echo said; exit 1", "failed", "said"),
+        ("echo one >&2; echo two >&2; exit 1", "failed", "one\ntwo"),
+        ("unreadable", "syntax", "no verb"),
+        ("echo out of memory >&2; exit 1", "memory", "ended by: exit\nout of memory"),
+    ],
+)
+@pytest.mark.usefixtures("noisy")
+def test_noise_of_a_runtime_is_nothing_that_the_program_said(
+    box: Sandbox, completion: str, outcome: str, detail: str
+) -> None:
+    result = execute(problem("noise", "", ""), completion, box)
+    assert (result.outcome, result.detail) == (outcome, detail)
+
+
+def test_an_interpreter_is_taken_when_it_runs_a_program(
+    box: Sandbox, noisy: Language, monkeypatch: pytest.MonkeyPatch, programs: Path
+) -> None:
+    """One that only tells its version is passed over for the next on PATH, and named with its words if it is the last."""
+    broken = programs / "first"
+    broken.mkdir(mode=0o755)
+    (broken / "noisy-sh").write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no configuration" >&2; exit 13; }\n')
+    (broken / "noisy-sh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken}:{os.environ['PATH']}")
+    with Sandbox(box.backend) as other:
+        assert find_toolchain("noise", other).programs["noisy-sh"] == str(programs / "noisy-sh")
+    monkeypatch.setitem(LANGUAGES, "noise", replace(noisy, compile=()))
+    with Sandbox(box.backend) as other:
+        monkeypatch.setenv("PATH", os.environ["PATH"].replace(f"{programs}:", ""))
+        with pytest.raises(RequestError, match=f"run {broken}/noisy-sh .no configuration.: install"):
+            find_toolchain("noise", other)
 
 
 @pytest.mark.parametrize(
@@ -203,12 +289,12 @@ def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interr
         assert not box._supervisors
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, programs: Path) -> None:
     monkeypatch.setitem(LANGUAGES, "ruby", replace(LANGUAGES["ruby"], run=("no-such-ruby", "main.rb")))
-    broken = tmp_path / "broken-go"
+    broken = programs / "broken-go"
     broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setitem(LANGUAGES, "go", replace(LANGUAGES["go"], compile=("broken-go",)))
     library = replace(LANGUAGES["javascript"].libraries[0], loaded_by="no-such", probe=("node", "-e", "require('no-such')"))
     monkeypatch.setitem(LANGUAGES, "javascript", replace(LANGUAGES["javascript"], libraries=(library,)))
@@ -218,7 +304,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         next(execute_all([(one, "") for one in asked], box))
     message = str(raised.value)
     assert "Ruby cannot be run, there is no no-such-ruby on PATH: install Ruby (package ruby)" in message
-    assert f"Go cannot be run, the sandbox cannot run {broken}: install Go" in message
+    assert f"Go cannot be run, the sandbox cannot run {broken} (ended by: exit): install Go" in message
     assert "Python" not in message
     assert "JavaScript tests load no-such: install lodash" in message or "JavaScript cannot be run" in message
 
@@ -237,10 +323,7 @@ SETS = {
 @pytest.mark.parametrize("name", SETS)
 def test_canonical_solutions_of_published_sets_pass(box: Sandbox, name: str) -> None:
     problems = (read_humaneval if name.startswith("human") else read_mbxp)(DATA / name)[SETS[name]]
-    try:
-        require(problems, box)
-    except RequestError as error:
-        pytest.skip(str(error))
+    require_here(problems, box)
     pairs = read_solutions("canonical", problems)
     assert [result.outcome for result in execute_all(pairs, box)] == ["passed"] * len(problems)
     empty = [(asked, "") for asked in islice(problems, 1)]

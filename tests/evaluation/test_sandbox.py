@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 
 import shoal
+from sandboxes import sandbox_of
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, seccomp, supervisor, toolchains
+from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.steps import MIB, Bounds, Step, StepResult
 
@@ -32,11 +34,7 @@ BOUNDS = Bounds(cpu_seconds=20, wall_seconds=60.0, memory_bytes=192 * MIB, proce
 @pytest.fixture(scope="module", params=isolation.BACKENDS)
 def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     """A sandbox of each backend."""
-    try:
-        made = Sandbox(request.param)
-    except RequestError as error:
-        pytest.skip(str(error))
-    with made:
+    with sandbox_of(request.param) as made:
         yield made
 
 
@@ -77,7 +75,7 @@ def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., StepResult]:
     """Runs the source of a Python program."""
 
     def run(source: str, **bounds: float) -> StepResult:
-        step = toolchains.steps("python", box)[-1]
+        step = toolchains.find_toolchain("python", box).steps(LANGUAGES["python"])[-1]
         step = replace(step, command=[step.command[0], "main.py", token], bounds=replace(BOUNDS, **bounds))  # type: ignore[arg-type]
         return box.run({"main.py": textwrap.dedent(source)}, step)
 
@@ -128,6 +126,26 @@ def test_a_command_that_does_not_exist_is_no_program_that_failed(box: Sandbox, f
     ended = box.run({}, Step(["/nowhere/at/all"]))
     assert (ended.reason, ended.succeeded) == ("setup", False)
     assert "/nowhere/at/all" in ended.stderr
+
+
+def test_output_by_a_name_is_read(box: Sandbox, folder: Path) -> None:
+    line = "echo one > /dev/stdout; echo two > /proc/self/fd/1; echo three > /dev/stderr; cat /dev/stdin"
+    ended = box.run({}, Step(["/bin/sh", "-c", line]))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "one\ntwo\n", "three\n")
+
+
+ASKED_BY_RUNTIMES = (
+    *("/etc/ssl/openssl.cnf", "/etc/localtime", "/etc/timezone", "/etc/locale.alias"),
+    *("/etc/nsswitch.conf", "/usr/share/zoneinfo/UTC", "/proc/self/cgroup", "/proc/meminfo"),
+    *("/sys/devices/system/cpu/online", "/sys/kernel/mm/transparent_hugepage/enabled"),
+    *("/sys/fs/cgroup/*.controllers", "/sys/fs/cgroup/memory*/memory.limit_in_bytes"),
+)
+"""Files that Node.js, Java, Go, PHP, g++ and the C library opened at their start, by strace."""
+
+
+def test_files_that_runtimes_ask_for_are_readable_or_not_there(box: Sandbox, folder: Path) -> None:
+    line = f"""for path in {" ".join(ASKED_BY_RUNTIMES)}; do [ ! -e "$path" ] || head -c 1 "$path" > /dev/null; done"""
+    assert box.run({}, Step(["/bin/sh", "-c", line])).stderr == ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

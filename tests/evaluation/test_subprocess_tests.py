@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from sandboxes import strongest
 from shoal.evaluation import execution, subprocess_tests
 from shoal.evaluation.execution import execute
+from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.subprocess_tests import JOB, SHARED, NotSerializable, decode, encode
-from shoal.evaluation.toolchains import steps
+from shoal.evaluation.toolchains import find_toolchain
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_the_word_is_found_nowhere_but_in_the_end(box: Sandbox) -> None:
         "marker": "b" * 32,
     }
     files = {"main.py": Path(subprocess_tests.__file__).read_text(encoding="utf-8"), JOB: json.dumps(job)}
-    found = box.run(files, *steps("python", box)).stdout.split()
+    found = box.run(files, *find_toolchain("python", box).steps(LANGUAGES["python"])).stdout.split()
     assert "a" * 32 in found
     assert found.count("b" * 32) == 1
 

@@ -1,12 +1,22 @@
-"""The sandbox of tests that are not about its strength."""
+"""Sandboxes of tests: one of each backend, and the strongest for tests that are not about its strength."""
 
 from __future__ import annotations
 
 from functools import cache
 
+import pytest
+
 from shoal.errors import RequestError
 from shoal.evaluation import isolation
 from shoal.evaluation.sandbox import Sandbox
+
+
+def sandbox_of(backend: str) -> Sandbox:
+    """A sandbox of this backend; the test is skipped, with the reason, where the backend does not work."""
+    try:
+        return Sandbox(backend)
+    except RequestError as error:
+        pytest.skip(str(error))
 
 
 @cache

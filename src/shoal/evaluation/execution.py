@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from shoal.evaluation.problems import Problem, known_language, records, text_fie
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.steps import StepResult
 from shoal.evaluation.subprocess_tests import JOB, SHARED
-from shoal.evaluation.toolchains import require, steps
+from shoal.evaluation.toolchains import find_toolchain, require
 
 Outcome = Literal["passed", "failed", "syntax", "time", "memory", "output", "crash"]
 Solution = tuple[Problem, str]
@@ -100,11 +100,13 @@ def _passes_in_subprocess(problem: Problem, sandbox: Sandbox, unsendable: bool) 
 
 def _execute(problem: Problem, completion: str, sandbox: Sandbox, *, in_subprocess: bool) -> ExecutionResult:
     language, marker = LANGUAGES[problem.language], uuid.uuid4().hex
-    run = steps(problem.language, sandbox)
-    ended = sandbox.run((_files_for_subprocess if in_subprocess else _files)(problem, completion, marker), *run)
+    toolchain = find_toolchain(problem.language, sandbox)
+    files = (_files_for_subprocess if in_subprocess else _files)(problem, completion, marker)
+    ended = sandbox.run(files, *toolchain.steps(language))
     if ended.reason in ("setup", "stopped"):
         raise InternalError(f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}")
-    compiled = ended.step == len(run) - 1
+    ended = replace(ended, stderr=toolchain.without_noise(ended.stderr))
+    compiled = ended.step > 0 or not language.compile
     outcome = _outcome(ended, language, compiled)
     if outcome == "passed" and marker not in ended.stdout:
         return ExecutionResult("failed", "it ended before its tests did", ended.seconds, in_subprocess)
@@ -173,11 +175,7 @@ def pass_counts(
 
 
 def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:
-    language, program = LANGUAGES[problem.language], problem.program(completion)
-    epilogue = language.epilogue.format(marker)
-    if language.epilogue_file:
-        return {language.file: program, language.epilogue_file: epilogue}
-    return {language.file: f"{program}\n{epilogue}\n"}
+    return LANGUAGES[problem.language].files(problem.program(completion), marker)
 
 
 def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dict[str, str]:
@@ -204,7 +202,9 @@ def _outcome(ended: StepResult, language: Language, compiled: bool) -> Outcome:
 def _detail(ended: StepResult, outcome: Outcome) -> str:
     why = f"signal {-ended.returncode}" if ended.returncode and ended.returncode < 0 else f"ended by: {ended.reason}"
     said = (ended.stderr.strip() or ended.stdout.strip())[-DETAIL:]
-    return said if outcome in ("failed", "syntax") else f"{why}\n{said}".strip()
+    if outcome in ("failed", "syntax"):
+        return said or f"exit code {ended.returncode}"
+    return f"{why}\n{said}".strip()
 
 
 def _solution(record: dict[str, object], known: dict[str, Problem], where: str) -> Solution:

@@ -22,11 +22,20 @@ TOOLS = {"bubblewrap": "bwrap", "namespaces": "unshare"}
 _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include", "share")
 SYSTEM = (
     *(f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in _PARTS),
-    *("/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/java-*", "/etc/php", "/etc/perl"),
+    *("/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
+    *("/etc/java*", "/etc/php*", "/etc/perl"),
+    *("/etc/localtime", "/etc/timezone", "/etc/locale.alias", "/etc/nsswitch.conf"),
     # Node.js ends at once if there is a configuration of OpenSSL that it may not read.
-    *("/etc/ssl/openssl.cnf", "/etc/pki/tls/openssl.cnf"),
+    *("/etc/ssl/openssl*", "/etc/pki/tls/openssl*", "/etc/crypto-policies"),
+    # Java and Go ask for the processors, the bounds of their cgroup and the size of large pages.
+    *("/sys/devices/system/cpu", "/sys/fs/cgroup"),
+    *("/sys/kernel/mm/hugepages", "/sys/kernel/mm/transparent_hugepage"),
 )
-"""Readable for every program: programs, libraries and their settings, but nothing that belongs to a person or a service."""
+"""Readable for every program: programs, libraries, their settings and what their runtimes ask the kernel for.
+
+Nothing that belongs to a person or a service is among them. Without namespaces around it, a program that opens another path is
+refused (EACCES), which some runtimes take worse than a path that does not exist.
+"""
 
 
 def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[str]:

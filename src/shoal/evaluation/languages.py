@@ -31,7 +31,8 @@ class Language:
         run, compile: commands, run in the program's directory; programs are found on PATH. A compiler that refuses a program
             ends with an exit code other than 0.
         install: what provides them.
-        probe: arguments with which each of these programs succeeds if it is installed.
+        trial: the smallest program. It must run here, and a runtime that writes to standard error beside it does so beside
+            every program.
         epilogue: format string; prints the marker after the tests, at the end of the program or in `epilogue_file`.
         epilogue_file: "", or a second source file, which calls the program's `main` and is started in its place.
         syntax: texts of which the interpreter writes one to standard error when it cannot parse a program.
@@ -46,7 +47,7 @@ class Language:
     run: tuple[str, ...]
     install: str
     compile: tuple[str, ...] = ()
-    probe: tuple[str, ...] = ("--version",)
+    trial: str = ""
     epilogue: str = ""
     epilogue_file: str = ""
     syntax: tuple[str, ...] = ()
@@ -54,6 +55,13 @@ class Language:
     libraries: tuple[Library, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     bounds: Bounds = field(default_factory=Bounds)
+
+    def files(self, program: str, marker: str) -> dict[str, str]:
+        """Names and texts of the source files of a program that prints a marker at its end."""
+        epilogue = self.epilogue.format(marker)
+        if self.epilogue_file:
+            return {self.file: program, self.epilogue_file: epilogue}
+        return {self.file: f"{program}\n{epilogue}\n"}
 
     @property
     def programs(self) -> list[str]:
@@ -109,6 +117,7 @@ LANGUAGES = {
         compile=("javac", *_JAVAC_OPTIONS, "Main.java", "Epilogue.java"),
         run=("java", *_JAVA_MEMORY, "-cp", ".", "Epilogue"),
         install="a Java development kit (package default-jdk-headless)",
+        trial="class Main { public static void main(String[] arguments) {} }",
         epilogue="""class Epilogue {{
     public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}"); }}
 }}""",
@@ -122,6 +131,7 @@ LANGUAGES = {
         compile=("g++", "-std=c++17", "-w", "-Wl,--wrap=main", "-o", "main", "main.cpp", "last.cpp"),
         run=("./main",),
         install="g++ (package g++)",
+        trial="int main() {}",
         epilogue="""extern "C" int __real_main(int, char **);
 extern "C" int __wrap_main(int count, char **arguments) {{
     int code = __real_main(count, arguments);
@@ -151,7 +161,7 @@ extern "C" int __wrap_main(int count, char **arguments) {{
 import "os"
 func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         epilogue_file="words.go",  # after main.go, so that its init comes last
-        probe=("version",),
+        trial="package main\nfunc main() {}",
         memory=("out of memory", "cannot allocate memory"),
         environment={"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"},
         bounds=_MANAGED,
@@ -170,6 +180,7 @@ func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         file="main.php",
         run=("php", "-d", "display_errors=stderr", "main.php"),
         install="PHP's command line (package php-cli)",
+        trial="<?php",
         epilogue="echo {!r};",
         syntax=("PHP Parse error:", "Parse error:"),
         memory=("Allowed memory size",),

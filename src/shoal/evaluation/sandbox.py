@@ -196,5 +196,5 @@ def _result(answer: dict[str, Any], backend: str, workdir: str) -> StepResult:
     if backend != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
         code = 128 - code  # the first process of a namespace reports a signal like a shell
     reason = BOUND_OF_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
-    texts = {name: answer[name].replace(f"{workdir}/", "") for name in ("stdout", "stderr")}
+    texts = {name: answer[name].replace(f"{workdir}/", "") for name in ("stdout", "stderr", "earlier_stderr")}
     return StepResult(**{**answer, **texts, "returncode": code, "reason": reason})

@@ -58,6 +58,7 @@ class StepResult:
         returncode: exit code, or minus the signal that ended it; None if it was killed.
         stdout, stderr: what it wrote, up to the bound, without the path of the working directory.
         seconds: wall time.
+        earlier_stderr: what the steps before it wrote to standard error.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StepResult:
     stdout: str
     stderr: str
     seconds: float
+    earlier_stderr: str = ""
 
     @property
     def succeeded(self) -> bool:

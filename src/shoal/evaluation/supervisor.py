@@ -50,12 +50,14 @@ def main() -> None:
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     uid = spare_uid()
     ended: dict[str, Any] = {}
+    earlier = ""
     try:
         _create_workdir(job["workdir"], job["files"], uid)
         for number, step in enumerate(job["steps"]):
-            ended = {"step": number, **_Command(job, step, uid).run()}
+            ended = {"step": number, **_Command(job, step, uid).run(), "earlier_stderr": earlier}
             if ended["reason"] != "exit" or ended["returncode"] != 0:
                 break
+            earlier += ended["stderr"]
     finally:
         process_tree.kill_descendants()
         cgroup.remove(job["cgroup"])
@@ -114,7 +116,7 @@ class _Command:
         self.began = time.monotonic()
         if self.cgroup:
             cgroup.limit(self.cgroup, self.bounds)
-        self.pid, self.pipes = _start(command, self.cgroup)
+        self.pid, self.pipes = _start(command, self.cgroup, uid)
 
     def run(self) -> dict[str, Any]:
         """Watches the command until it ends or exceeds a bound; then kills what is left of it."""
@@ -194,9 +196,12 @@ class _Command:
         return self.written[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
 
 
-def _start(command: list[str], group: str) -> tuple[int, dict[int, str]]:
+def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:
     """The process id of the command, in its cgroup if it has one, and the pipes it writes to by their descriptors."""
     pipes = {name: os.pipe() for name in ("report", "stdout", "stderr")}  # their writing ends are 4 or more
+    if uid is not None:  # only the owner of a pipe opens it by a name such as /dev/stdout
+        for name in ("stdout", "stderr"):
+            os.fchown(pipes[name][1], uid, uid)
     pid = os.fork()
     if pid == 0:
         try:

@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from shoal.errors import RequestError
 from shoal.evaluation.languages import COMPILING, LANGUAGES, Language
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import PATH, Sandbox
-from shoal.evaluation.steps import Bounds, Step
+from shoal.evaluation.steps import Bounds, Step, StepResult
 
 Programs = Mapping[str, str]
 """Names of programs and their paths."""
 
+TRIAL = "the smallest program has run"
+REASON = 300  # characters of what a compiler or an interpreter says when it does not run
 
-def steps(language: str, sandbox: Sandbox) -> list[Step]:
-    """The steps that compile (if the language needs it) and run a source file in the working directory.
+NUMBER = re.compile(r"\b(?:0x)?[0-9A-Fa-f]*[0-9][0-9A-Fa-f]*\b")
+"""A process id, an address or another number, which differs from run to run."""
 
-    Raises: RequestError naming what to install.
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler and the interpreter of a language that run in a sandbox.
+
+    Attributes:
+        programs: their names and paths.
+        noise: the lines that they write to standard error beside any program, without numbers.
     """
-    known, programs = LANGUAGES[language], _programs(language, sandbox)
-    compiling = [_step(known, known.compile, programs, COMPILING)] if known.compile else []
-    return [*compiling, _step(known, known.run, programs, known.bounds)]
+
+    programs: Programs
+    noise: frozenset[str] = frozenset()
+
+    def steps(self, language: Language) -> list[Step]:
+        """The steps that compile (if the language needs it) and run a source file in the working directory."""
+        compiling = [_step(language, language.compile, self.programs, COMPILING)] if language.compile else []
+        return [*compiling, _step(language, language.run, self.programs, language.bounds)]
+
+    def without_noise(self, text: str) -> str:
+        """What a program itself wrote to standard error."""
+        if not self.noise:
+            return text
+        return "".join(line for line in text.splitlines(keepends=True) if _without_numbers(line) not in self.noise)
 
 
 def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
@@ -45,37 +68,54 @@ def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
 def _missing(language: str, tests: list[str], sandbox: Sandbox) -> Iterator[str]:
     known = LANGUAGES[language]
     try:
-        programs = _programs(language, sandbox)
+        programs = find_toolchain(language, sandbox).programs
     except RequestError as error:
         yield str(error)
         return
     for library in known.libraries:
         loaded = any(library.loaded_by in text for text in tests)
-        if loaded and not _works(_step(known, library.probe, programs, COMPILING), sandbox):
+        if loaded and not sandbox.run({}, _step(known, library.probe, programs, COMPILING)).succeeded:
             yield f"{known.title} tests load {library.loaded_by}: install {library.install}"
 
 
 @lru_cache
-def _programs(language: str, sandbox: Sandbox) -> Programs:
-    """The first path of each program that works in the sandbox, whose users may not enter every directory."""
+def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
+    """The first programs of a language with which its smallest program runs in the sandbox.
+
+    The sandbox's users may not enter every directory, so programs later on PATH are tried too.
+
+    Raises: RequestError naming what to install.
+    """
     known = LANGUAGES[language]
-    found: dict[str, str] = {}
-    for name in known.programs:
-        paths = _candidates(name)
-        for path in paths:
-            if _works(_step(known, (name, *known.probe), {name: path}, COMPILING), sandbox):
-                found[name] = path
-                break
-        else:
-            why = f"the sandbox cannot run {', '.join(paths)}" if paths else f"there is no {name} on PATH"
-            raise RequestError(f"{known.title} cannot be run, {why}: install {known.install}")
-    return found
+    paths = {name: _candidates(name) for name in known.programs}
+    refusal = next((f"there is no {name} on PATH" for name, found in paths.items() if not found), "")
+    if not refusal:
+        for chosen in product(*paths.values()):
+            toolchain = Toolchain(dict(zip(paths, chosen, strict=True)))
+            ended = _trial(known, toolchain, sandbox)
+            if ended.succeeded and TRIAL in ended.stdout:
+                lines = f"{ended.earlier_stderr}\n{ended.stderr}".splitlines()
+                return replace(toolchain, noise=frozenset(_without_numbers(line) for line in lines if line.strip()))
+            why = " ".join(ended.stderr.split())[:REASON] or f"ended by: {ended.reason}"
+            refusal = f"the sandbox cannot run {', '.join(chosen)} ({why})"
+    raise RequestError(f"{known.title} cannot be run, {refusal}: install {known.install}")
+
+
+def _trial(language: Language, toolchain: Toolchain, sandbox: Sandbox) -> StepResult:
+    """The end of the language's smallest program; a busy machine has time to start its runtime."""
+    steps = [replace(step, bounds=COMPILING) for step in toolchain.steps(language)]
+    return sandbox.run(language.files(language.trial, TRIAL), *steps)
+
+
+def _without_numbers(line: str) -> str:
+    return NUMBER.sub("#", line.strip())
 
 
 def _candidates(name: str) -> list[str]:
     """Paths of a program: on PATH, in the system's directories, and for Python the running interpreter."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), *PATH.split(":")]
-    paths = [path for folder in folders if folder and (path := shutil.which(name, path=folder))]
+    real = dict.fromkeys(os.path.realpath(folder) for folder in folders if folder)  # /bin is often /usr/bin
+    paths = [path for folder in real if (path := shutil.which(name, path=folder))]
     return list(dict.fromkeys([*paths, sys.executable] if name == "python3" else paths))
 
 
@@ -95,7 +135,3 @@ def _node_modules(node: str | None) -> list[str]:
     customary = [Path(node).resolve().parents[1] / "lib" / "node_modules", Path("/usr/local/lib/node_modules")]
     asked = [folder for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
     return [path for path in dict.fromkeys([*asked, *map(str, customary)]) if os.path.isdir(path)]
-
-
-def _works(step: Step, sandbox: Sandbox) -> bool:
-    return sandbox.run({}, step).succeeded

